@@ -1,0 +1,108 @@
+"""The sizes and switches of a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+EvictionName = Literal["lru", "lfru", "static", "next_use"]
+Cause = Literal["demand", "prefetch"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """One pool of equal slots and the MoE layers whose experts it holds."""
+
+    num_slots: int
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.num_slots >= 1 and self.layers, self
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Sizes of the model and switches of the policy.
+
+    Args:
+        num_experts: routed experts of each MoE layer.
+        chunk_bytes: per MoE layer, the bytes of each chunk of one of its experts, in transfer order.
+        pools: every layer belongs to exactly one.
+        eviction: which resident expert makes room.
+        reorder: run (and fetch) resident experts first, then those in flight, then the rest (ProMoE's "reordered
+            inference"). Off: ascending ids, each missing expert fetched when its turn comes, as offloading caches do.
+        hints: act on the gate's ids before the experts' forward asks (ProMoE's "early preemption").
+        prefetch: act on forecasts.
+        min_probability: speculation below this calibrated probability is not sent.
+        calibrate: correct forecasts by what they were worth so far (see `calibration`); off: take them at their word.
+        strict: a completion with an outdated lease is an error (tests) instead of a counted event.
+    """
+
+    num_experts: Sequence[int]
+    chunk_bytes: Sequence[tuple[int, ...]]
+    pools: Sequence[PoolSpec]
+    eviction: EvictionName = "next_use"
+    reorder: bool = True
+    hints: bool = True
+    prefetch: bool = True
+    min_probability: float = 0.5
+    calibrate: bool = True
+    strict: bool = False
+    expert_bytes: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert len(self.num_experts) == len(self.chunk_bytes) > 0, (self.num_experts, len(self.chunk_bytes))
+        assert all(chunks and min(chunks) > 0 for chunks in self.chunk_bytes), self.chunk_bytes
+        covered = sorted(layer for pool in self.pools for layer in pool.layers)
+        assert covered == list(range(self.num_layers)), f"pools cover layers {covered} of {self.num_layers}"
+        object.__setattr__(self, "expert_bytes", tuple(sum(chunks) for chunks in self.chunk_bytes))
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers of the model."""
+        return len(self.num_experts)
+
+
+class Observer(Protocol):
+    """Is told what happened; counts it. Calls come from inside scheduler operations and must not call back."""
+
+    def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
+        """A chunk arrived in a slot that still wanted it."""
+
+    def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
+        """Bytes that speculation had fetched were needed."""
+
+    def wasted(self, layer_idx: int, nbytes: int) -> None:
+        """Fetched bytes were dropped before any forward used them."""
+
+    def evicted(self, layer_idx: int) -> None:
+        """A complete expert gave up its slot."""
+
+    def failed(self, cause: Cause) -> None:
+        """A chunk could not be fetched."""
+
+    def stale_completion(self) -> None:
+        """A completion came with an outdated lease and was ignored."""
+
+
+class NullObserver:
+    """Counts nothing."""
+
+    def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
+        """Ignored."""
+
+    def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
+        """Ignored."""
+
+    def wasted(self, layer_idx: int, nbytes: int) -> None:
+        """Ignored."""
+
+    def evicted(self, layer_idx: int) -> None:
+        """Ignored."""
+
+    def failed(self, cause: Cause) -> None:
+        """Ignored."""
+
+    def stale_completion(self) -> None:
+        """Ignored."""
