@@ -1,0 +1,200 @@
+"""What was counted, per layer and per phase: frozen records with units; rates are derived from them.
+
+A quantity whose denominator is zero (a hit rate without visits, bytes per token without tokens) is nan; in JSON, null.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from promoe.units import ratio
+
+Phase = Literal["prefill", "decode"]
+Cause = Literal["demand", "prefetch"]
+
+_DERIVED = ("hit_rate", "ready_rate", "bytes_total", "bytes_pending", "wasted_share")
+_DERIVED_BY_PHASE = ("pass_s", "stall_share", "bytes_per_token", "mb_per_token", "prefetch_on_share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Counters that exist per layer and, summed, per phase. All start at zero."""
+
+    layer_visits: int = 0
+    """Times an MoE layer computed; all experts of one layer in one pass are one visit."""
+    needed: int = 0
+    """Experts needed, summed over visits (an expert counts once per visit, however many tokens use it)."""
+    hits: int = 0
+    """Of these, resident when the gate had chosen them."""
+    ready: int = 0
+    """Of these, without any wait when the layer came to compute them (hits included)."""
+    stall_s: float = 0.0
+    """Seconds in which compute waited for weights."""
+    bytes_demand: int = 0
+    """Bytes moved because a gate had chosen the expert."""
+    bytes_prefetched: int = 0
+    """Bytes moved because a prediction said so."""
+    bytes_prefetch_used: int = 0
+    """Of the prefetched bytes, those whose expert was needed while it was in its slot."""
+    bytes_wasted: int = 0
+    """Bytes moved in vain: evicted, withdrawn or failed before any use."""
+    bytes_wasted_demand: int = 0
+    """Of the wasted bytes, those fetched on demand: a gate's hint that no visit followed."""
+    evictions: int = 0
+    """Experts of this layer dropped from their slots to make room."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share (0..1) of needed experts that were resident at gate time; nan without visits."""
+        return ratio(self.hits, self.needed)
+
+    @property
+    def ready_rate(self) -> float:
+        """Share (0..1) of needed experts that had arrived by the time the layer computed them; nan without visits."""
+        return ratio(self.ready, self.needed)
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that the link moved, for whatever cause."""
+        return self.bytes_demand + self.bytes_prefetched
+
+    @property
+    def bytes_wasted_prefetch(self) -> int:
+        """Of the prefetched bytes, those moved in vain."""
+        return self.bytes_wasted - self.bytes_wasted_demand
+
+    @property
+    def bytes_pending(self) -> int:
+        """Prefetched bytes of which it is not known yet whether they will be used; at least 0.
+
+        What was prefetched in one phase, or before a reset, may be used in the next: then more is settled than moved.
+        """
+        return max(0, self.bytes_prefetched - self.bytes_prefetch_used - self.bytes_wasted_prefetch)
+
+    @property
+    def wasted_share(self) -> float:
+        """Share (0..1) of the prefetched bytes whose fate is known that were never used; nan without any."""
+        return ratio(self.bytes_wasted_prefetch, self.bytes_wasted_prefetch + self.bytes_prefetch_used)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats(Counts):
+    """One MoE layer in one phase."""
+
+    expert_counts: tuple[int, ...] = ()
+    """Per expert, the number of visits that needed it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseStats(Counts):
+    """One phase (prefill, decode) or their total: the sum over layers, and what only whole passes have."""
+
+    passes: int = 0
+    """Forward passes of the model that ended normally."""
+    passes_aborted: int = 0
+    """Passes that ended with an exception; their visits and bytes are counted, their time and tokens are not."""
+    tokens: int = 0
+    """Tokens processed by these passes, over all sequences, padding excluded."""
+    sequences: int = 0
+    """Sequences, summed over passes: `passes x batch` for a fixed batch."""
+    duration_s: float = 0.0
+    """Seconds that these passes took, stalls included."""
+    predictor_s: float = 0.0
+    """Seconds that predictors computed (beside the layers, not in their way)."""
+    predictor_calls: int = 0
+    """Times a predictor ran."""
+    prefetch_on_visits: int = 0
+    """Layer visits during which prefetch was switched on."""
+    prefetch_switches: int = 0
+    """Times prefetch switched itself on or off."""
+    failures_demand: int = 0
+    """Demand transfers that failed (each raised in the forward that needed it)."""
+    failures_prefetch: int = 0
+    """Speculative transfers that failed (not raised; fetched again only on demand)."""
+    stale_completions: int = 0
+    """Transfers that completed after their slot had been given up; ignored."""
+    layers: tuple[LayerStats, ...] = ()
+    """The same per MoE layer, in model order."""
+
+    @property
+    def pass_s(self) -> float:
+        """Mean seconds per pass: TPOT in decode, about TTFT in prefill; nan without passes."""
+        return ratio(self.duration_s, self.passes)
+
+    @property
+    def stall_per_pass_s(self) -> float:
+        """Mean seconds per pass in which compute waited; nan without passes."""
+        return ratio(self.stall_s, self.passes)
+
+    @property
+    def stall_share(self) -> float:
+        """Share (0..1) of the passes' time in which compute waited; nan without passes."""
+        return ratio(self.stall_s, self.duration_s)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes moved per token, for whatever cause; nan without tokens."""
+        return ratio(self.bytes_total, self.tokens)
+
+    @property
+    def mb_per_token(self) -> float:
+        """The same in MB (10^6 bytes)."""
+        return self.bytes_per_token / 1e6
+
+    @property
+    def prefetch_on_share(self) -> float:
+        """Share (0..1) of layer visits during which prefetch was on; nan without visits."""
+        return ratio(self.prefetch_on_visits, self.layer_visits)
+
+    @property
+    def expert_counts(self) -> tuple[tuple[int, ...], ...]:
+        """Visits that needed each expert, `[layer][expert]`: the heat map."""
+        return tuple(layer.expert_counts for layer in self.layers)
+
+    def plus(self, other: PhaseStats) -> PhaseStats:
+        """The sum of two phases of the same model."""
+        return _added(self, other)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the derived rates beside them (null where they have no value)."""
+        result = _plain(self, _DERIVED + _DERIVED_BY_PHASE)
+        result["layers"] = [_plain(layer, _DERIVED) for layer in self.layers]
+        return result
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> PhaseStats:
+        """The inverse of `to_json`; derived values in `values` are ignored."""
+        layers = tuple(
+            LayerStats(**{**_own(LayerStats, layer), "expert_counts": tuple(layer["expert_counts"])})
+            for layer in values["layers"]
+        )
+        return cls(**{**_own(cls, values), "layers": layers})
+
+
+_Record = TypeVar("_Record", LayerStats, PhaseStats)
+
+
+def _added(a: _Record, b: _Record) -> _Record:
+    return type(a)(**{field.name: _sum(getattr(a, field.name), getattr(b, field.name)) for field in fields(a)})
+
+
+def _sum(a: Any, b: Any) -> Any:
+    if isinstance(a, tuple):
+        return tuple(_sum(x, y) for x, y in zip(a, b, strict=True))
+    return _added(a, b) if isinstance(a, LayerStats) else a + b
+
+
+def _plain(record: LayerStats | PhaseStats, derived: Sequence[str]) -> dict[str, Any]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    values.update({name: getattr(record, name) for name in derived})
+    # JSON has no nan.
+    values = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def _own(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    names = {field.name for field in fields(cls)}
+    return {name: value for name, value in values.items() if name in names}

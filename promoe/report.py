@@ -1,0 +1,105 @@
+"""Reports on what happened: as text, and as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from promoe.errors import ConfigError
+from promoe.output import PathLike, write_atomically
+from promoe.stats import Stats
+from promoe.viz.page import page
+from promoe.viz.run import Run
+from promoe.viz.table import text_table
+from promoe.viz.words import advice, comparison, meaning
+
+__all__ = ["Run", "html_report", "text_comparison", "text_report"]
+
+_LINE = 100
+
+
+def text_report(
+    stats: Stats, *, tpot_s: float | None = None, ttft_s: float | None = None, bound_s: float | None = None
+) -> str:
+    """The numbers, what they mean, and what to do (`model.promoe.report()`).
+
+    Args:
+        stats: what was counted.
+        tpot_s: measured seconds per output token; None: the mean over decode passes.
+        ttft_s: measured seconds to the first token; None: the mean over prefill passes.
+        bound_s: least seconds per token that compute and link allow, where it is known.
+
+    Returns:
+        Text of about 30 lines, at most 100 characters wide where the set-up's own names allow. Each advice ends with
+        the rule that led to it.
+    """
+    run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, bound_s=bound_s)
+    parts = [stats.summary(), "", "What it means", *_bullets(meaning(run))]
+    found = advice(run)
+    if found:
+        parts += ["", "What to do", *_bullets([f"{a.text} (rule: {a.rule})" for a in found])]
+    return "\n".join(parts)
+
+
+def text_comparison(runs: Sequence[Run], *, baseline: str | None = None) -> str:
+    """A table of runs (one line each, units in the second line), and what it shows in words.
+
+    Args:
+        runs: at least one, with different names.
+        baseline: name of the run that others are compared with; None: the first whose experts do not all fit its cache.
+
+    Raises:
+        ConfigError: no runs, a name twice, or no run of that name.
+    """
+    base = _baseline(runs, baseline)
+    words = _bullets(comparison(runs, base)) if len(runs) > 1 else []
+    return "\n".join([text_table(runs, base), *([""] if words else []), *words])
+
+
+def html_report(
+    runs: Sequence[Run],
+    path: PathLike,
+    title: str = "promoe report",
+    conditions: Mapping[str, str] | None = None,
+    *,
+    baseline: str | None = None,
+) -> Path:
+    """Write a report on `runs` as one HTML file: table, charts per run and per layer, heat map, words, advice.
+
+    It needs no network and no other file, follows the reader's light or dark mode, and prints.
+
+    Args:
+        runs: one or more, with different names; for comparisons all of the same model.
+        path: where to write; replaced if it exists.
+        title: heading of the page.
+        conditions: what the numbers hold for (model, link, prompts, threads, ...), shown at the top.
+        baseline: name of the run that others are compared with; None: the first whose experts do not all fit its cache.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ConfigError: no runs, a name twice, no run of that name, or the file cannot be written
+            (call `promoe.output.check_writable(path)` before a long measurement).
+    """
+    return write_atomically(path, page(runs, _baseline(runs, baseline), title, conditions or {}))
+
+
+def _baseline(runs: Sequence[Run], name: str | None) -> Run:
+    if not runs:
+        raise ConfigError("A report needs at least one run. Got none.")
+    by_name = {run.name: run for run in runs}
+    if len(by_name) < len(runs):
+        raise ConfigError(f"Runs of a report need different names. Got {[run.name for run in runs]}.")
+    if name is not None and name not in by_name:
+        raise ConfigError(
+            f"The 'baseline' parameter must be one of the runs' names {list(by_name)}. Got {name!r} instead."
+        )
+    if name is not None:
+        return by_name[name]
+    return next((run for run in runs if run.stats.cache_rate < 1), runs[0])
+
+
+def _bullets(sentences: Sequence[str]) -> list[str]:
+    return [textwrap.fill(s, _LINE, initial_indent="  - ", subsequent_indent="    ") for s in sentences]

@@ -1,0 +1,81 @@
+"""Numbers as people read them.
+
+Memory (cache, slots) is written in MiB and GiB, traffic in MB (10^6 bytes), because link speeds are given in GB/s.
+A number that does not exist (nan or None) is written as a dash.
+"""
+
+from __future__ import annotations
+
+import math
+
+DASH = "–"
+
+
+def is_number(value: float | None) -> bool:
+    """False for None and nan: the quantity has no value, for example a hit rate without any visit."""
+    return value is not None and not math.isnan(value)
+
+
+def ratio(numerator: float, denominator: float) -> float:
+    """`numerator / denominator`, nan when the denominator is zero."""
+    return numerator / denominator if denominator else math.nan
+
+
+def format_memory(nbytes: float) -> str:
+    """Bytes of memory, for example `862.5 MiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} GiB"
+
+
+def format_megabytes(nbytes: float | None) -> str:
+    """Bytes of traffic in MB (10^6 bytes), number only, three significant digits or more: `212`, `9.37`."""
+    return format_number(None if nbytes is None else nbytes / 1e6)
+
+
+def format_number(value: float | None) -> str:
+    """A number with three significant digits, without an exponent: `1234`, `74.1`, `0.032`."""
+    if value is None or math.isnan(value):
+        return DASH
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.3g}")  # first, as rounding may add a digit before the point: 9.996 is 10.0
+    digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
+    return f"{value:.{min(digits, 6)}f}"
+
+
+def format_seconds(seconds: float | None) -> str:
+    """A duration with its unit: `210 µs`, `74.1 ms`, `2.31 s`."""
+    if seconds is None or math.isnan(seconds):
+        return DASH
+    if seconds == 0:
+        return "0 ms"
+    if abs(seconds) < 0.9995e-3:
+        return f"{format_number(seconds * 1e6)} µs"
+    if abs(seconds) < 0.9995:
+        return f"{format_number(seconds * 1e3)} ms"
+    return f"{format_number(seconds)} s"
+
+
+def format_ms(seconds: float | None) -> str:
+    """A duration in milliseconds, number only (for table columns whose head says ms)."""
+    return format_number(None if seconds is None else seconds * 1e3)
+
+
+def format_share(share: float | None) -> str:
+    """A share (0..1) as per cent: `61.2%`; exactly 0 and 1 as `0%` and `100%`."""
+    if share is None or math.isnan(share):
+        return DASH
+    return f"{share:.0%}" if share in (0.0, 1.0) else f"{share:.1%}"
+
+
+def format_times(factor: float | None) -> str:
+    """A factor: `1.36x`."""
+    if factor is None or math.isnan(factor):
+        return DASH
+    return f"{factor:.2f}x"
