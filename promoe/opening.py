@@ -1,0 +1,302 @@
+"""Opening a Transformers model without its experts: everything else is loaded, the experts stay in the checkpoint's
+files.
+
+The model is loaded by Transformers' own `from_pretrained`, as an instance of a temporary subclass of its class that
+steps in where the files have been found and the model stands on the meta device: it plans where each expert lies, hides
+the experts from the rest of the load, and hands over the other tensors one by one. Afterwards the class is the original
+one. Nothing global is patched.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.guard import guard_parameter
+from promoe.opening_checks import check_arguments, check_config, check_missing, check_shapes
+from promoe.stores.base import DEFAULT_CHUNK_BYTES
+from promoe.stores.checkpoint_names import BankSpec
+from promoe.stores.checkpoint_plan import plan_experts
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_header import TensorRange
+from promoe.stores.safetensors_store import SafetensorsStore
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from promoe.moe_layers import MoELayer
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose experts are in files: on the CPU, in eval mode, its experts guarded (`promoe.guard`)."""
+
+    model: PreTrainedModel
+    layers: list[MoELayer]
+    store: SafetensorsStore
+
+
+def open_without_experts(
+    path_or_id: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    progress: Progress | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    auto_class: type | None = None,
+    **from_pretrained_kwargs: Any,
+) -> OpenedModel:
+    """Open a checkpoint; its experts' bytes are planned, but not read.
+
+    All other weights are read into private, 64-byte aligned memory (a product's bits can depend on its operands'
+    alignment). Time and memory do not depend on the experts' bytes, only on their number.
+
+    Args:
+        path_or_id: folder of a safetensors checkpoint, or a hub id (all its files are downloaded, as Transformers
+            does).
+        dtype: as in `from_pretrained`; experts of another dtype in the files are converted when they are read.
+        progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads,
+            one at a time.
+        chunk_bytes: longest transfer, a multiple of 4096.
+        auto_class: a Transformers Auto class, `AutoModelForCausalLM` if None.
+        **from_pretrained_kwargs: passed on: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
+
+    Raises:
+        ConfigError: an argument that does not work with experts in files (`device_map`, `quantization_config`, ...).
+        UnsupportedModelError: the model has no MoE layers, or quantised or otherwise unsupported ones.
+        CheckpointError: files are missing, truncated, in another format, or do not match the model.
+    """
+    check_arguments(path_or_id, chunk_bytes, from_pretrained_kwargs)
+    if auto_class is None:
+        from transformers import AutoModelForCausalLM
+
+        auto_class = AutoModelForCausalLM
+    opening = _Opening(progress or _no_progress, chunk_bytes)
+    auto = opening.auto_class(auto_class)
+    # Never ask on the terminal whether a checkpoint's own code may run.
+    options = {**from_pretrained_kwargs, "trust_remote_code": False, "use_safetensors": True}
+    try:
+        return opening.finish(auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options))
+    except BaseException as error:
+        opening.close()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"Cannot open {path_or_id}: {error}") from error
+        if isinstance(error, ValueError) and not isinstance(error, PromoeError) and opening.model_class is None:
+            raise UnsupportedModelError(f"Cannot open {path_or_id} as {auto_class.__name__}: {error}") from error
+        raise
+
+
+class _Opening:
+    """One load in progress: steps into it when the model stands on meta and its files are known."""
+
+    def __init__(self, progress: Progress, chunk_bytes: int) -> None:
+        self.progress = progress
+        self.chunk_bytes = chunk_bytes
+        self.store: SafetensorsStore | None = None
+        self.layers: list[MoELayer] = []
+        self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
+
+    def auto_class(self, base: Any) -> Any:
+        """An Auto class like `base` that loads through this object."""
+        return type(base.__name__, (base,), {"_model_mapping": _SubclassedMapping(base._model_mapping, self)})
+
+    def subclass(self, base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+        """A class that loads like `base`, but through this object; conversions go by its name and module."""
+        opening = self
+
+        class Opening(base):  # type: ignore[misc]
+            __module__, __qualname__, __doc__ = base.__module__, base.__qualname__, base.__doc__
+
+            @classmethod
+            def from_pretrained(cls, path_or_id: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+                opening.model_class = base
+                check_config(path_or_id, config)
+                return super().from_pretrained(path_or_id, *args, config=config, **kwargs)
+
+            @staticmethod
+            def _load_pretrained_model(
+                model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any
+            ) -> Any:
+                rest = opening.plan(model, checkpoint_files, load_config)
+                with _hidden_experts(opening.layers):
+                    loading, offloaded = base._load_pretrained_model(model, rest, checkpoint_files, load_config, *args)
+                check_shapes(loading, load_config.ignore_mismatched_sizes)
+                return loading, offloaded
+
+            @staticmethod
+            def _finalize_model_loading(model: Any, *args: Any) -> Any:
+                with _hidden_experts(opening.layers):
+                    loading = base._finalize_model_loading(model, *args)
+                pass
+                return loading
+
+        Opening.__name__ = base.__name__
+        return Opening
+
+    def plan(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None, load_config: Any
+    ) -> dict[str, _TensorInFile]:
+        """Find layers and experts' bytes; what is left for Transformers to load is returned, by name in the files."""
+        paths = [Path(path) for path in checkpoint_files or ()]
+        if not paths or any(path.suffix != ".safetensors" for path in paths):
+            raise CheckpointError(
+                "Experts are read from safetensors files only. Found "
+                f"{', '.join(path.name for path in paths) or 'no files'}: convert the checkpoint with "
+                "model.save_pretrained(...) first."
+            )
+        self.layers = _find_layers(model, load_config)
+        banks = [bank_specs(layer) for layer in self.layers]
+        names = set(model.state_dict()) | {bank.full_name for layer in banks for bank in layer}
+        files = SafetensorsFiles.open(paths, (load_config.sharded_metadata or {}).get("weight_map"))
+        try:
+            conversions = copy.deepcopy(load_config.weight_mapping or [])
+            plan = plan_experts(banks, files.tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
+        except BaseException:
+            files.close()
+            raise
+        self.store = SafetensorsStore(files, plan)
+        # Transformers keeps the conversions that were used, to be able to save in the checkpoint's own layout.
+        for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
+            conversion._was_used = conversion.was_used() or planned.was_used()
+        rest = [tensor for name, tensor in files.tensors.items() if name not in plan.expert_tensors]
+        count = _count_progress(self.progress, sum(tensor.nbytes for tensor in rest))
+        return {tensor.name: _TensorInFile(files, tensor, count) for tensor in rest}
+
+    def finish(self, model: PreTrainedModel) -> OpenedModel:
+        """Give the model its class back, guard the experts."""
+        if self.store is None or self.model_class is None:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} was not loaded from safetensors files in the usual way, so its experts could "
+                "not be left there. Only checkpoints in Transformers' own safetensors layout are supported."
+            )
+        model.__class__ = self.model_class
+        for layer in self.layers:
+            for bank in bank_specs(layer):
+                guard = guard_parameter(bank.full_name, (bank.num_experts, *bank.row_shape), bank.dtype)
+                is_buffer = bank.name in layer.experts._buffers
+                (layer.experts._buffers if is_buffer else layer.experts._parameters)[bank.name] = guard
+        return OpenedModel(model, self.layers, self.store)
+
+    def close(self) -> None:
+        """After a failure: close the files."""
+        if self.store is not None:
+            self.store.close()
+
+
+class _SubclassedMapping:
+    """An Auto class's mapping from configuration to model class, each class replaced by its opening subclass."""
+
+    def __init__(self, mapping: Any, opening: _Opening) -> None:
+        self._mapping = mapping
+        self._opening = opening
+
+    def __getitem__(self, config_class: type) -> Any:
+        classes = self._mapping[config_class]
+        if isinstance(classes, (list, tuple)):
+            return tuple(self._opening.subclass(one) for one in classes)
+        return self._opening.subclass(classes)
+
+    def __contains__(self, config_class: object) -> bool:
+        return config_class in self._mapping
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._mapping)
+
+
+class _TensorInFile:
+    """What Transformers takes for a slice of a safetensors file: `tensor[...]` reads it, into new aligned memory."""
+
+    def __init__(self, files: SafetensorsFiles, where: TensorRange, count: Callable[[int], None]) -> None:
+        self._files, self._where, self._count = files, where, count
+
+    def get_shape(self) -> list[int]:
+        return list(self._where.shape)
+
+    def get_dtype(self) -> str:
+        return self._where.dtype_name
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if self._where.dtype is None:
+            raise CheckpointError(
+                f"The checkpoint's {self._where.name!r} has dtype {self._where.dtype_name}, which torch does not have."
+            )
+        tensor = torch.empty(self._where.shape, dtype=self._where.dtype)  # torch allocates at 64 bytes
+        if self._where.nbytes:
+            self._files.read_into(self._where, tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._count(self._where.nbytes)
+        return tensor[index]
+
+
+@contextmanager
+def _hidden_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
+    """Keep the experts out of `state_dict()`, so that they are neither expected, nor missing, nor initialised."""
+    handles = []
+    for layer in layers:
+        names = tuple(spec.name for spec in layer.layout.tensors)
+        layer.experts.__dict__["_is_hf_initialized"] = True  # as any loaded module has it; skips _init_weights
+        handles.append(layer.experts.register_state_dict_post_hook(_dropping(names)))  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _dropping(names: tuple[str, ...]) -> Callable[..., None]:
+    def drop(module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for name in names:
+            state_dict.pop(prefix + name, None)
+
+    return drop
+
+
+def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
+    """The MoE layers of a model on meta, their experts in the dtype that loading would give them."""
+    from promoe.moe_layers import find_moe_layers
+
+    layers = find_moe_layers(model, allow_meta=True)
+    kept = {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (load_config.dtype_plan or {}).items()}
+    changed = False
+    for layer in layers:
+        for bank in bank_specs(layer):
+            dtype = next((dtype for pattern, dtype in kept.items() if pattern.search(bank.full_name)), bank.dtype)
+            if dtype != bank.dtype:
+                empty = torch.empty((bank.num_experts, *bank.row_shape), dtype=dtype, device="meta")
+                setattr(layer.experts, bank.name, torch.nn.Parameter(empty, requires_grad=False))
+                changed = True
+    return find_moe_layers(model, allow_meta=True) if changed else layers
+
+
+def bank_specs(layer: MoELayer) -> list[BankSpec]:
+    """The parameters that hold a layer's experts, as the stores' plan wants them."""
+    return [
+        BankSpec(spec.name, f"{layer.name}.{spec.name}", layer.num_experts, spec.shape, spec.dtype)
+        for spec in layer.layout.tensors
+    ]
+
+
+def _count_progress(progress: Progress, total_bytes: int) -> Callable[[int], None]:
+    lock, done_bytes = threading.Lock(), 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done_bytes
+        with lock:
+            done_bytes += nbytes
+            progress(done_bytes, total_bytes)
+
+    return count
+
+
+def _no_progress(done_bytes: int, total_bytes: int) -> None:
+    pass

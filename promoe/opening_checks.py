@@ -1,0 +1,95 @@
+"""What is refused when a model is opened without its experts, each with what to do instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from promoe.errors import CheckpointError, ConfigError
+from promoe.stores.base import check_chunk_bytes
+from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
+
+# Arguments of from_pretrained that go around this way of loading; what to do instead.
+_REFUSED: dict[str, str] = {
+    "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
+    "quantization_config": "Quantised experts are not supported; open an unquantised checkpoint.",
+    "gguf_file": "Only safetensors checkpoints are supported; convert it with model.save_pretrained(...) first.",
+    "device_map": "Open the model on the CPU; leave it out.",
+    "max_memory": "It belongs to device_map; leave it out and set the cache size instead.",
+    "offload_folder": "The experts stay in the checkpoint's own files; leave it out.",
+    "state_dict": "The weights are read from the checkpoint's files; leave it out.",
+    "distributed_config": "Sharded models are not supported; leave it out.",
+    "device_mesh": "Sharded models are not supported; leave it out.",
+    "tp_plan": "Sharded models are not supported; leave it out.",
+    "tp_size": "Sharded models are not supported; leave it out.",
+    "use_kernels": "Hub kernels replace the experts' forward; leave it out.",
+    "kernel_config": "Hub kernels replace the experts' forward; leave it out.",
+    "output_loading_info": "Only the model is returned; leave it out.",
+}
+
+
+def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs: Mapping[str, Any]) -> None:
+    """Before anything is read.
+
+    Raises:
+        ConfigError: an argument does not work with experts in files.
+        CheckpointError: a local checkpoint is not a folder of sound safetensors files.
+    """
+    check_chunk_bytes(chunk_bytes)
+    for name, remedy in _REFUSED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ConfigError(
+                f"The {name!r} argument cannot be used when experts are left in files. Got {kwargs[name]!r}. {remedy}"
+            )
+    if kwargs.get("use_safetensors") is False:
+        raise ConfigError(
+            "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
+        )
+    path = Path(path_or_id)
+    folder = path / (kwargs.get("subfolder") or "")
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
+            "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
+        )
+    if path.is_dir() and not (folder / "config.json").is_file() and kwargs.get("config") is None:
+        raise CheckpointError(
+            f"No config.json in {folder}: it is not the folder of a Transformers checkpoint. Pass that folder."
+        )
+    if path.is_dir() and not kwargs.get("variant"):
+        # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
+        SafetensorsFiles.open(*locate_files(folder)).close()
+
+
+def check_config(path_or_id: Any, config: Any) -> None:
+    """Before the weights are looked for. Raises CheckpointError for a quantised checkpoint."""
+    quantisation = getattr(config, "quantization_config", None)
+    if not quantisation:
+        return
+    fields = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+    raise CheckpointError(
+        f"The checkpoint {path_or_id} is quantised (quant_method {fields.get('quant_method')}). Quantised experts are "
+        "not supported yet: open an unquantised (BF16, F16 or F32) checkpoint of the model."
+    )
+
+
+def check_shapes(loading: Any, ignored: bool) -> None:
+    """After the other weights were read. Raises CheckpointError where one has another shape than the model's."""
+    if loading.mismatched_keys and not ignored:
+        name, found, expected = min(loading.mismatched_keys)
+        raise CheckpointError(
+            f"The checkpoint's tensor for {name!r} has shape {list(found)}, but {list(expected)} was expected "
+            f"({len(loading.mismatched_keys)} such tensors). The checkpoint is not of this model, or config.json was "
+            "changed."
+        )
+
+
+def check_missing(loading: Any) -> None:
+    """When weights are tied. Raises CheckpointError for missing ones, which Transformers fills with random numbers."""
+    if loading.missing_keys:
+        raise CheckpointError(
+            f"The checkpoint has no tensor for {min(loading.missing_keys)!r} ({len(loading.missing_keys)} tensors "
+            "missing besides experts). It is not complete, not of this model, or config.json was changed."
+        )

@@ -1,0 +1,129 @@
+"""What a store is: where every expert's weights always are. Knows bytes and where they lie; not slots, not policies."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from promoe.errors import ConfigError
+from promoe.scheduler.keys import ExpertKey
+from promoe.stores.layout import PAGE_BYTES, ExpertLayout
+
+DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Unit of transfer: a byte range of one source that lands at `slot_offset_bytes` of the expert's slot.
+
+    `nbytes` are written at the destination. The source is `source_nbytes` at `source_offset_bytes` of the store's
+    source number `source_idx` (a file or a tensor). `source_dtype` and `dtype` are both None when bytes are copied as
+    they are; then `source_nbytes == nbytes`. Otherwise the elements are converted on arrival.
+    """
+
+    slot_offset_bytes: int
+    nbytes: int
+    source_idx: int
+    source_offset_bytes: int
+    source_nbytes: int
+    source_dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Where every expert's weights always are. All methods are thread-safe."""
+
+    layouts: Sequence[ExpertLayout]
+    """Per MoE layer, how one of its experts lies in a slot."""
+    num_experts: Sequence[int]
+    """Per MoE layer, how many experts it has."""
+    expert_bytes: int
+    """Bytes of all experts of all layers, as the model holds them (without padding)."""
+
+    def chunks(self, key: ExpertKey) -> Sequence[Chunk]:
+        """The transfers that fill an expert's slot; same count and destinations for every expert of a layer."""
+        ...
+
+    def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
+        """Destination bytes of each chunk; the same for every expert of that layer."""
+        ...
+
+    def read(self, chunk: Chunk, destination: memoryview) -> None:
+        """Copy the chunk's source bytes, unconverted, into `destination` (exactly `source_nbytes` long). Releases the
+        GIL.
+
+        Raises:
+            OSError: the bytes cannot be read; the message names source, offset, bytes expected and found.
+        """
+        ...
+
+    def describe(self, chunk: Chunk) -> str:
+        """Where the chunk comes from, for error messages: "file model-00001.safetensors, offset 1234"."""
+        ...
+
+    def close(self) -> None:
+        """Give back files; reading afterwards raises OSError. Closing twice is allowed."""
+        ...
+
+
+def split_at_pages(slot_offset_bytes: int, nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Split a range of a slot into about equal parts of at most `chunk_bytes`, at multiples of 4096 of the slot offset.
+
+    Returns:
+        (offset inside the range, bytes) of each part, in order, without gaps.
+
+    Raises:
+        ConfigError: `chunk_bytes` is not a positive multiple of 4096.
+    """
+    check_chunk_bytes(chunk_bytes)
+    if nbytes <= chunk_bytes:
+        return [(0, nbytes)]
+    first_page, end = slot_offset_bytes // PAGE_BYTES, slot_offset_bytes + nbytes
+    num_pages = -(-end // PAGE_BYTES) - first_page
+    num_parts = -(-num_pages // (chunk_bytes // PAGE_BYTES))
+    cuts = [(first_page + num_pages * part // num_parts) * PAGE_BYTES for part in range(1, num_parts)]
+    edges = [slot_offset_bytes, *cuts, end]
+    return [(start - slot_offset_bytes, stop - start) for start, stop in itertools.pairwise(edges)]
+
+
+def check_chunk_bytes(chunk_bytes: int) -> None:
+    """Raise ConfigError unless `chunk_bytes` is a positive multiple of 4096."""
+    if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
+        raise ConfigError(
+            f"The 'chunk_bytes' argument must be a positive multiple of {PAGE_BYTES} bytes. Got {chunk_bytes} instead. "
+            f"Try {DEFAULT_CHUNK_BYTES}."
+        )
+
+
+def convert_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> None:
+    """Put the bytes read for a chunk into their final form: `source` (`source_nbytes`) -> `destination` (`nbytes`).
+
+    Rounds exactly as `Tensor.to(dtype)` does (to nearest, ties to even). Both must be aligned to their element sizes.
+    """
+    if chunk.dtype is None or chunk.source_dtype is None:
+        np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
+        return
+    elements = torch.frombuffer(source, dtype=chunk.source_dtype)
+    torch.frombuffer(destination, dtype=chunk.dtype).copy_(elements)
+
+
+def read_expert(store: Store, key: ExpertKey, slot: memoryview) -> None:
+    """Fill a whole slot (at least `slot_bytes` of the layer's layout) synchronously, chunk by chunk.
+
+    Raises:
+        OSError: as `Store.read`; the slot is then partly filled.
+    """
+    for chunk in store.chunks(key):
+        destination = slot[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes]
+        if chunk.dtype is None:
+            store.read(chunk, destination)
+        else:
+            staging = memoryview(bytearray(chunk.source_nbytes))
+            store.read(chunk, staging)
+            convert_chunk(chunk, staging, destination)

@@ -1,0 +1,134 @@
+"""Which tensors of a checkpoint become which parameter of the model.
+
+Transformers stores experts in other names and shapes than its models hold them: one tensor per linear and expert, or
+all experts stacked. Its conversion mapping says how one becomes the other; here the mapping is followed on names and
+shapes only, so that the conversions that merely put bytes side by side turn into byte ranges, and every other one is
+refused by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from promoe.errors import CheckpointError
+from promoe.stores.safetensors_header import TensorRange
+
+if TYPE_CHECKING:
+    from transformers.core_model_loading import WeightTransform
+
+
+@dataclass(frozen=True, slots=True)
+class BankSpec:
+    """One parameter that holds all experts of a layer: `[num_experts, *row_shape]`, as the model computes."""
+
+    name: str
+    """Inside the experts module, for example `gate_up_proj`."""
+    full_name: str
+    """Inside the model, for example `model.layers.0.mlp.experts.gate_up_proj`."""
+    num_experts: int
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.full_name} {[self.num_experts, *self.row_shape]} {self.dtype}"
+
+
+class CheckpointNames:
+    """Which tensors become which parameter, through which operations: Transformers' own loading loop."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorRange],
+        conversions: Sequence[WeightTransform],
+        parameter_names: Collection[str],
+        base_model_prefix: str,
+    ) -> None:
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+        known = dict.fromkeys(parameter_names, True)
+        self.tensors = tensors
+        self._converters = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        self._by_parameter: dict[str, dict[str | None, list[TensorRange]]] = defaultdict(lambda: defaultdict(list))
+        # In this order a list of tensors is in order of experts, as `*` is their index.
+        for name in sorted(tensors, key=dot_natural_key):
+            parameter, pattern = rename_source_key(name, renamings, converters, base_model_prefix, known)
+            if parameter not in known and name in known:
+                parameter, pattern = rename_source_key(name, [], [], base_model_prefix, known)
+            self._by_parameter[parameter][pattern].append(tensors[name])
+
+    def names(self, bank: BankSpec) -> Iterator[str]:
+        """Names in the files of everything that belongs to `bank`."""
+        for tensors in self._by_parameter[bank.full_name].values():
+            yield from (tensor.name for tensor in tensors)
+
+    def of(self, bank: BankSpec) -> tuple[list[list[TensorRange]], list[Any]]:
+        """Per source pattern, in order, its tensors; and the operations on them ([] for a plain rename).
+
+        Raises:
+            CheckpointError: there are none, not all of them, or two sets of them.
+        """
+        by_pattern = self._by_parameter.get(bank.full_name)
+        if not by_pattern:
+            raise CheckpointError(self._missing(bank))
+        converter = self._converters.get(next(iter(by_pattern)) or "")
+        if not set(by_pattern) <= set(converter.source_patterns if converter else [None]):
+            names = [tensors[0].name for tensors in by_pattern.values()]
+            raise CheckpointError(
+                f"The checkpoint has {bank} in two ways: {', '.join(map(repr, names))}. Remove the files of one of "
+                "them from the folder."
+            )
+        if converter is None:
+            return [by_pattern[None][:1]], []
+        lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
+        for pattern, tensors in zip(converter.source_patterns, lists, strict=True):
+            if not tensors:
+                raise CheckpointError(
+                    f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. "
+                    "Download or copy the checkpoint again, complete."
+                )
+        return lists, list(converter.operations)
+
+    def _missing(self, bank: BankSpec) -> str:
+        prefix = bank.full_name.rpartition(".")[0] + "."
+        similar = [tensor for tensor in self.tensors.values() if prefix in tensor.name]
+        # First what looks like this parameter in a quantised form.
+        similar.sort(
+            key=lambda tensor: (bank.full_name not in tensor.name, tensor.dtype_name in ("F32", "BF16", "F16"))
+        )
+        examples = ", ".join(f"{tensor.name} ({tensor.dtype_name})" for tensor in similar[:3])
+        return (
+            f"The checkpoint has no tensors for {bank}. Found {examples or 'nothing'} under {prefix!r}. "
+            "It must be a complete, unquantised checkpoint of this model."
+        )
+
+
+def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: list[Any]) -> bool:
+    """Whether each expert has tensors of its own; CheckpointError for operations that change bytes."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+    rest = list(operations)
+    full_shape = (bank.num_experts, *bank.row_shape)
+    if rest and type(rest[0]) is Transpose and rest[0].check_dims and lists[0][0].shape == full_shape:
+        rest.pop(0)  # such a transposition only happens where shapes differ
+    per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
+    if per_expert:
+        rest.pop(0)
+    if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
+        rest.pop(0)
+    elif not rest and (len(lists) > 1 or (not per_expert and len(lists[0]) > 1)):
+        rest = list(operations)
+    if rest:
+        raise CheckpointError(
+            f"The experts of {bank} would have to be computed from the checkpoint's tensors (for example "
+            f"{lists[0][0].name!r}) by {rest[0]!r}. Only experts whose bytes lie in the files as the model holds them "
+            "can be read in place: load the model with Transformers, save it with model.save_pretrained(folder, "
+            "save_original_format=False), and open that folder."
+        )
+    return per_expert

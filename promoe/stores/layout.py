@@ -1,0 +1,90 @@
+"""Where the tensors of one expert lie inside a slot. Knows shapes and bytes; not files, models or policies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from promoe.errors import ConfigError
+
+PAGE_BYTES = 4096
+CACHE_LINE_BYTES = 64
+# From here on a tensor starts on a page, so that O_DIRECT can read it straight into the slot.
+PAGE_ALIGNED_FROM_BYTES = 64 * 1024
+
+
+def round_up(nbytes: int, alignment_bytes: int) -> int:
+    """The smallest multiple of `alignment_bytes` that is at least `nbytes`."""
+    return -(-nbytes // alignment_bytes) * alignment_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of an expert inside a slot: `shape` (one expert's row) at `offset_bytes`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, contiguous."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset of the first byte behind the tensor."""
+        return self.offset_bytes + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """The tensors of one expert in a slot of `slot_bytes`. Hashable: layers with equal layouts share one pool."""
+
+    tensors: tuple[TensorSpec, ...]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, tuple[Sequence[int], torch.dtype]]) -> ExpertLayout:
+        """Lay tensors out one after the other, in the order of the mapping.
+
+        Each starts at a multiple of 4096 bytes when it has 64 KiB or more, else of 64 bytes (fp32 products with one row
+        depend on the weights' address modulo 16). The slot is rounded up to 4096 bytes when any tensor is that large,
+        else 64, so consecutive slots keep the alignment.
+
+        Args:
+            tensors: name -> (shape of one expert's row, dtype).
+
+        Raises:
+            ConfigError: no tensors, or a tensor without elements.
+        """
+        if not tensors:
+            raise ConfigError("An expert needs at least one tensor. Got none.")
+        specs: list[TensorSpec] = []
+        offset_bytes, slot_alignment_bytes = 0, CACHE_LINE_BYTES
+        for name, (shape, dtype) in tensors.items():
+            spec = TensorSpec(name, tuple(int(size) for size in shape), dtype, 0)
+            if spec.nbytes == 0:
+                raise ConfigError(f"Tensor {name!r} of an expert has no elements: shape {tuple(shape)}.")
+            alignment_bytes = PAGE_BYTES if spec.nbytes >= PAGE_ALIGNED_FROM_BYTES else CACHE_LINE_BYTES
+            slot_alignment_bytes = max(slot_alignment_bytes, alignment_bytes)
+            offset_bytes = round_up(offset_bytes, alignment_bytes)
+            specs.append(TensorSpec(name, spec.shape, dtype, offset_bytes))
+            offset_bytes += spec.nbytes
+        return cls(tuple(specs), round_up(offset_bytes, slot_alignment_bytes))
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of one expert's weights, without the padding between tensors."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        """The tensor called `name`; KeyError if there is none."""
+        for spec in self.tensors:
+            if spec.name == name:
+                return spec
+        raise KeyError(name)

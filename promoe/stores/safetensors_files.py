@@ -1,0 +1,175 @@
+"""The safetensors files of a checkpoint: found and checked at open, read with `preadv`, never mapped into memory.
+
+Knows files and tensors by name; does not know models, experts or slots.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from promoe.errors import CheckpointError
+from promoe.stores.safetensors_header import TensorRange, read_header
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+
+class SafetensorsFile:
+    """One open safetensors file whose header was checked against the file's size."""
+
+    def __init__(self, path: Path, fd: int, size_bytes: int, tensors: Mapping[str, TensorRange]) -> None:
+        self.path = path
+        self.fd = fd
+        self.size_bytes = size_bytes
+        self.tensors = tensors
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], file_idx: int = 0) -> SafetensorsFile:
+        """Open `path` for reading; every tensor of its header gets `file_idx`.
+
+        Raises:
+            CheckpointError: the file is missing or unreadable, its header is not one, or its size is not what the
+                header says.
+        """
+        path = Path(path)
+        try:
+            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(
+                f"Cannot open checkpoint file {path}: {error.strerror}. Download or copy the checkpoint again, "
+                "complete."
+            ) from error
+        try:
+            size_bytes = os.fstat(fd).st_size
+            tensors = read_header(path, fd, size_bytes, file_idx)
+        except BaseException:
+            os.close(fd)
+            raise
+        if hasattr(os, "posix_fadvise"):
+            # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return cls(path, fd, size_bytes, tensors)
+
+    def read_into(self, offset_bytes: int, destination: memoryview) -> None:
+        """Fill `destination` from `offset_bytes` on. Thread-safe; the GIL is released while reading.
+
+        Raises:
+            OSError: the file is closed, the device fails, or the file ends early; the message names offset and bytes.
+        """
+        view = destination.cast("B") if destination.format != "B" else destination
+        expected_bytes, found_bytes = len(view), 0
+        while found_bytes < expected_bytes:
+            if self.fd < 0:
+                raise OSError(
+                    errno.EBADF, f"Cannot read {expected_bytes} bytes at offset {offset_bytes}: closed", str(self.path)
+                )
+            try:
+                count = os.preadv(self.fd, [view[found_bytes:]], offset_bytes + found_bytes)
+            except OSError as error:
+                what = f"Cannot read {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
+                raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
+            if count == 0:
+                what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
+                raise OSError(errno.EIO, what, str(self.path))
+            found_bytes += count
+
+    def close(self) -> None:
+        """Close the descriptor; no thread may be reading. Closing twice is allowed."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class SafetensorsFiles:
+    """All files of one checkpoint, open, and the tensors in them by name."""
+
+    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+        self.files = tuple(files)
+        self.tensors: dict[str, TensorRange] = {}
+        for file in files:  # of a name in two files the later one counts, as in Transformers
+            self.tensors.update(file.tensors)
+
+    @classmethod
+    def open(
+        cls, paths: Iterable[str | os.PathLike[str]], weight_map: Mapping[str, str] | None = None
+    ) -> SafetensorsFiles:
+        """Open files; with `weight_map` (tensor name -> file name, from the index) also check that each tensor is
+        there.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or truncated, or lacks a tensor that the index places in it.
+        """
+        files: list[SafetensorsFile] = []
+        try:
+            for file_idx, path in enumerate(paths):
+                files.append(SafetensorsFile.open(path, file_idx))
+            _check_index({file.path.name: file for file in files}, weight_map or {})
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        return cls(files)
+
+    def read_into(self, tensor: TensorRange, destination: memoryview) -> None:
+        """Fill `destination` (`tensor.nbytes` long) with the tensor's bytes. OSError as in `SafetensorsFile`."""
+        self.files[tensor.file_idx].read_into(tensor.offset_bytes, destination)
+
+    def close(self) -> None:
+        """Close all files. Closing twice is allowed."""
+        for file in self.files:
+            file.close()
+
+
+def locate_files(checkpoint: str | os.PathLike[str]) -> tuple[list[Path], dict[str, str] | None]:
+    """The safetensors files of a local checkpoint: a folder, one `.safetensors` file, or an index.
+
+    Returns:
+        The files' paths in order of name, and the index's weight map (tensor name -> file name) if there is an index.
+
+    Raises:
+        CheckpointError: there are none, or the index is not readable.
+    """
+    path = Path(checkpoint)
+    if path.is_dir():
+        if (path / WEIGHTS_NAME).is_file():
+            return [path / WEIGHTS_NAME], None
+        if not (path / INDEX_NAME).is_file():
+            found = sorted(entry.name for entry in path.iterdir())
+            raise CheckpointError(
+                f"No {WEIGHTS_NAME} or {INDEX_NAME} in {path}. Found {', '.join(found[:8]) or 'an empty folder'}. "
+                "Experts are read from safetensors files only: convert the checkpoint with model.save_pretrained(...) "
+                "first."
+            )
+        path = path / INDEX_NAME
+    if not path.name.endswith(".index.json"):
+        return [path], None
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"The index {path} cannot be read: {type(error).__name__}: {error}. Download or copy the checkpoint again."
+        ) from error
+    return [path.parent / name for name in names], dict(weight_map)
+
+
+def _check_index(files: Mapping[str, SafetensorsFile], weight_map: Mapping[str, str]) -> None:
+    for shard in sorted(set(weight_map.values())):
+        names = [name for name, where in weight_map.items() if where == shard]
+        file = files.get(Path(shard).name)
+        if file is None:
+            raise CheckpointError(
+                f"The checkpoint's index names {shard} for {len(names)} tensors, but that file is not there. Found "
+                f"{', '.join(files) or 'no files'}. Download or copy the checkpoint again, complete."
+            )
+        missing = [name for name in names if name not in file.tensors]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint's index places {missing[0]!r} in {shard}, but that file does not have it "
+                f"({len(missing)} of {len(names)} tensors missing). Index and files are of different checkpoints: "
+                "download or copy it again."
+            )

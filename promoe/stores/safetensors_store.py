@@ -1,0 +1,102 @@
+"""Experts that stay in their safetensors files: nothing of them is in RAM until a chunk is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from promoe.scheduler.keys import ExpertKey
+from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk
+from promoe.stores.checkpoint_names import BankSpec
+from promoe.stores.checkpoint_plan import CheckpointPlan, LayerPlan, plan_experts
+from promoe.stores.layout import ExpertLayout
+from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class SafetensorsStore:
+    """Store over the files of a checkpoint. A chunk's source is a file.
+
+    Takes over `files` (closed by `close`). See `promoe.opening` for how plan and files come about.
+    """
+
+    def __init__(self, files: SafetensorsFiles, plan: CheckpointPlan) -> None:
+        self.files: Sequence[SafetensorsFile] = files.files
+        self._layers: tuple[LayerPlan, ...] = plan.layers
+        self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in plan.layers]
+        self.num_experts: Sequence[int] = [layer.num_experts for layer in plan.layers]
+        self.expert_bytes = sum(layer.layout.payload_bytes * layer.num_experts for layer in plan.layers)
+        self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
+        self._chunk_bytes = [tuple(nbytes for _, _, nbytes in layer.parts) for layer in plan.layers]
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: str | os.PathLike[str],
+        model: PreTrainedModel,
+        layers: Sequence[Sequence[BankSpec]],
+        chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    ) -> SafetensorsStore:
+        """Serve the experts of a model that exists already from the files of its checkpoint. Reads headers only.
+
+        Args:
+            checkpoint: a local folder, a `.safetensors` file or an index file.
+            model: says how the checkpoint's names become the model's; nothing of it is changed.
+            layers: per MoE layer its parameters, as `promoe.opening.bank_specs` gives them.
+            chunk_bytes: longest chunk, a multiple of 4096.
+
+        Raises:
+            CheckpointError: files are missing, damaged or truncated, or do not hold these experts.
+            ConfigError: `chunk_bytes` is not a positive multiple of 4096.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        # Not state_dict(): that would touch the parameters' values.
+        names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        files = SafetensorsFiles.open(*locate_files(checkpoint))
+        try:
+            conversions = get_model_conversion_mapping(model)
+            return cls(
+                files, plan_experts(layers, files.tensors, conversions, names, model.base_model_prefix, chunk_bytes)
+            )
+        except BaseException:
+            files.close()
+            raise
+
+    def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
+        """The expert's chunks in slot order; made at the first call, the same objects afterwards."""
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            chunks = self._chunks.setdefault(key, tuple(self._layers[key.layer_idx].chunks(key.expert_idx)))
+        return chunks
+
+    def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
+        """Destination bytes of each chunk, the same for every expert of the layer."""
+        return self._chunk_bytes[layer_idx]
+
+    def read(self, chunk: Chunk, destination: memoryview) -> None:
+        """Read the chunk's bytes as they are in the file into `destination`, `source_nbytes` long.
+
+        Raises:
+            OSError: the store was closed, the device failed, or the file ends early; names file, offset, bytes.
+        """
+        assert len(destination) == chunk.source_nbytes, (len(destination), chunk)
+        self.files[chunk.source_idx].read_into(chunk.source_offset_bytes, destination)
+
+    def source(self, chunk: Chunk) -> tuple[Path, int]:
+        """The chunk's file and the offset of its first byte there, for links with descriptors of their own."""
+        return self.files[chunk.source_idx].path, chunk.source_offset_bytes
+
+    def describe(self, chunk: Chunk) -> str:
+        """For error messages: "file model-00001-of-00002.safetensors, offset 1234"."""
+        return f"file {self.files[chunk.source_idx].path.name}, offset {chunk.source_offset_bytes}"
+
+    def close(self) -> None:
+        """Close the files; no thread may be reading. Closing twice is allowed."""
+        for file in self.files:
+            file.close()

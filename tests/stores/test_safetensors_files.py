@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from promoe.errors import CheckpointError
+from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
+from promoe.stores.safetensors_header import TORCH_DTYPES
+from stores.checkpoints import read_header, save, shards, write_header
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(12.0).reshape(3, 4), "b": torch.arange(5).to(torch.bfloat16)}, path)
+    return path
+
+
+def open_error(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsFile.open(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_tensors_are_where_the_header_says(file: Path) -> None:
+    opened = SafetensorsFile.open(file, file_idx=7)
+    a, b = opened.tensors["a"], opened.tensors["b"]
+    assert (a.shape, a.dtype, a.nbytes, a.file_idx) == ((3, 4), torch.float32, 48, 7)
+    assert (b.shape, b.dtype, b.nbytes) == ((5,), torch.bfloat16, 10)
+    content = bytearray(48)
+    opened.read_into(a.offset_bytes, memoryview(content))
+    assert torch.equal(torch.frombuffer(content, dtype=torch.float32), torch.arange(12.0))
+    assert opened.size_bytes == file.stat().st_size
+    opened.close()
+
+
+def test_every_dtype_has_the_formats_size(tmp_path: Path) -> None:
+    tensors = {name: torch.zeros(3).to(dtype) for name, dtype in TORCH_DTYPES.items()}
+    save_file(tensors, tmp_path / "all.safetensors")
+    files = SafetensorsFiles.open([tmp_path / "all.safetensors"])
+    assert {name: where.dtype for name, where in files.tensors.items()} == TORCH_DTYPES
+    assert {name: where.dtype_name for name, where in files.tensors.items()} == {name: name for name in TORCH_DTYPES}
+    files.close()
+
+
+def test_truncated_file(file: Path) -> None:
+    size_bytes = file.stat().st_size
+    os.truncate(file, size_bytes - 1)
+    message = open_error(file)
+    assert f"expected {size_bytes} bytes by its header, found {size_bytes - 1} bytes (truncated)" in message
+
+
+def test_file_that_is_too_long(file: Path) -> None:
+    size_bytes = file.stat().st_size
+    file.write_bytes(file.read_bytes() + b"??")
+    assert f"expected {size_bytes} bytes by its header, found {size_bytes + 2} bytes" in open_error(file)
+
+
+def test_truncated_inside_the_header(file: Path) -> None:
+    os.truncate(file, 30)
+    assert "found 22 bytes (truncated)" in open_error(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64, struct.pack("<Q", 1) + b"{"])
+def test_files_of_another_kind(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.safetensors").write_bytes(content)
+    assert f"in a file of {len(content)} bytes" in open_error(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("header", [b'{"a": {"dtype"', b"[1, 2]   ", b"\xff\xfe\x00\x00", b"[" * 60000])
+def test_headers_that_are_not_json_objects(file: Path, header: bytes) -> None:
+    write_header(file, header)
+    assert "its header is not a JSON object" in open_error(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [3, 5]},
+        {"data_offsets": [48, 0]},
+        {"data_offsets": [0]},
+        {"data_offsets": "ab"},
+        {"dtype": "F64"},
+        {"shape": [-3, -4]},
+        {"shape": None},
+    ],
+)
+def test_entries_that_contradict_themselves(file: Path, change: dict[str, object]) -> None:
+    header = read_header(file)
+    header["a"] = {**header["a"], **change}
+    write_header(file, json.dumps(header).encode())
+    assert "the header's entry for 'a' is" in open_error(file)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert "No such file" in open_error(tmp_path / "none.safetensors")
+
+
+def test_no_descriptor_is_left_open_by_a_failure(tmp_path: Path) -> None:
+    save(tmp_path, shard_size="50KB")
+    os.truncate(shards(tmp_path)[-1], 100)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(3):
+        with pytest.raises(CheckpointError):
+            SafetensorsFiles.open(shards(tmp_path))
+    after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    assert after == before
+
+
+def test_short_reads_name_offset_and_bytes(file: Path) -> None:
+    opened = SafetensorsFile.open(file)
+    with pytest.raises(OSError, match=f"expected 100 bytes at offset {opened.size_bytes - 40}, found 40") as caught:
+        opened.read_into(opened.size_bytes - 40, memoryview(bytearray(100)))
+    assert caught.value.filename == str(file)
+    opened.close()
+
+
+def test_a_file_that_shrinks_later_is_a_short_read(file: Path) -> None:
+    opened = SafetensorsFile.open(file)
+    os.truncate(file, opened.tensors["a"].offset_bytes + 8)
+    with pytest.raises(OSError, match=r"expected 48 bytes at offset .*, found 8"):
+        opened.read_into(opened.tensors["a"].offset_bytes, memoryview(bytearray(48)))
+    opened.close()
+
+
+def test_reading_after_close(file: Path) -> None:
+    opened = SafetensorsFile.open(file)
+    opened.close()
+    opened.close()
+    with pytest.raises(OSError, match="Cannot read 4 bytes at offset 8: closed"):
+        opened.read_into(8, memoryview(bytearray(4)))
+
+
+def test_reads_in_pieces_are_put_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:5]], offset))
+    opened = SafetensorsFile.open(file)
+    content = bytearray(48)
+    opened.read_into(opened.tensors["a"].offset_bytes, memoryview(content))
+    assert torch.equal(torch.frombuffer(content, dtype=torch.float32), torch.arange(12.0))
+    opened.close()
+
+
+def test_device_errors_name_offset_and_bytes(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    opened = SafetensorsFile.open(file)
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(OSError, match=r"Cannot read 8 bytes at offset 16, found 0: Input/output error"):
+        opened.read_into(16, memoryview(bytearray(8)))
+    opened.close()
+
+
+class TestLocateFiles:
+    def test_single_file_and_shards(self, tmp_path: Path) -> None:
+        one, many = save(tmp_path / "one"), save(tmp_path / "many", shard_size="50KB")
+        assert locate_files(one) == ([one / "model.safetensors"], None)
+        assert locate_files(one / "model.safetensors") == ([one / "model.safetensors"], None)
+        paths, weight_map = locate_files(many)
+        assert paths == shards(many)
+        assert len(paths) > 3
+        assert weight_map is not None
+        assert set(weight_map.values()) == {path.name for path in paths}
+        assert locate_files(many / "model.safetensors.index.json") == (paths, weight_map)
+
+    def test_other_formats(self, tmp_path: Path) -> None:
+        (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+        with pytest.raises(CheckpointError, match=r"Found pytorch_model\.bin\. .*save_pretrained"):
+            locate_files(tmp_path)
+
+    @pytest.mark.parametrize("index", ["", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1, "b": "c"}}', "[]"])
+    def test_damaged_index(self, tmp_path: Path, index: str) -> None:
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(CheckpointError, match=r"The index .*model\.safetensors\.index\.json cannot be read"):
+            locate_files(tmp_path)
+
+    def test_shard_named_in_the_index_is_gone(self, tmp_path: Path) -> None:
+        save(tmp_path, shard_size="50KB")
+        gone = shards(tmp_path)[1]
+        gone.unlink()
+        with pytest.raises(CheckpointError, match=f"{gone.name}: No such file"):
+            SafetensorsFiles.open(*locate_files(tmp_path))
+
+    def test_shard_named_in_the_index_was_not_given(self, tmp_path: Path) -> None:
+        save(tmp_path, shard_size="50KB")
+        paths, weight_map = locate_files(tmp_path)
+        with pytest.raises(CheckpointError, match=rf"index names {paths[0].name} for \d+ tensors.*not there"):
+            SafetensorsFiles.open(paths[1:], weight_map)
+
+    def test_tensor_named_in_the_index_is_not_in_its_shard(self, tmp_path: Path) -> None:
+        save(tmp_path, shard_size="50KB")
+        index = tmp_path / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        name = next(iter(content["weight_map"]))
+        wrong = next(shard for shard in content["weight_map"].values() if shard != content["weight_map"][name])
+        content["weight_map"][name] = wrong
+        index.write_text(json.dumps(content))
+        with pytest.raises(CheckpointError, match=f"places '{name}' in {wrong}"):
+            SafetensorsFiles.open(*locate_files(tmp_path))

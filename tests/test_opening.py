@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from stores.checkpoints import expert_tensors, plain_tensors, rewrite, save, shards
+from tiny_models import MOE_FAMILIES, build, token_ids
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeForCausalLM
+
+from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
+from promoe.guard import is_guard
+from promoe.opening import OpenedModel, open_without_experts
+from promoe.scheduler.keys import ExpertKey
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path / "qwen", shard_size="60KB")
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[OpenedModel]:
+    opened = open_without_experts(folder)
+    yield opened
+    opened.store.close()
+
+
+def named_tensors(opened: OpenedModel) -> dict[str, torch.Tensor]:
+    return {
+        **dict(opened.model.named_parameters(remove_duplicate=False)),
+        **dict(opened.model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def assert_equal_to_plain(opened: OpenedModel, plain: dict[str, torch.Tensor]) -> None:
+    """Every tensor and every expert is what a plain load gives, the rest in aligned memory of its own."""
+    tensors = named_tensors(opened)
+    assert tensors.keys() == plain.keys()
+    experts = {f"{layer.name}.{name}": layer for layer in opened.layers for name in layer.parameter_names}
+    assert experts.keys() == {name for name, tensor in tensors.items() if is_guard(tensor)}
+    for name, tensor in tensors.items():
+        assert (tensor.shape, tensor.dtype) == (plain[name].shape, plain[name].dtype), name
+        if name not in experts:
+            assert torch.equal(tensor, plain[name]), name
+            assert tensor.data_ptr() % 64 == 0, name
+    for layer in opened.layers:
+        for expert_idx in range(layer.num_experts):
+            found = expert_tensors(opened.store, ExpertKey(layer.layer_idx, expert_idx))
+            assert tuple(found) == layer.parameter_names
+            for name, tensor in found.items():
+                assert torch.equal(tensor, plain[f"{layer.name}.{name}"][expert_idx]), f"{layer.name}.{name}"
+
+
+@pytest.mark.parametrize("layout", ["per_expert-sharded", "per_expert-one_file", "fused-sharded", "fused-one_file"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_opened_is_plain_load_plus_store(tmp_path: Path, family: str, layout: str) -> None:
+    kind, files = layout.split("-")
+    save(tmp_path, family, shard_size="60KB" if files == "sharded" else "10GB", fused=kind == "fused")
+    opened = open_without_experts(tmp_path, chunk_bytes=4096)
+    assert_equal_to_plain(opened, plain_tensors(tmp_path))
+    opened.store.close()
+
+
+@pytest.mark.parametrize("saved", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("wanted", [None, torch.bfloat16, torch.float16, torch.float32, "float32"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
+def test_dtypes(tmp_path: Path, family: str, saved: torch.dtype, wanted: torch.dtype | str | None) -> None:
+    save(tmp_path, family, dtype=saved)
+    opened = open_without_experts(tmp_path, dtype=wanted)
+    assert_equal_to_plain(opened, plain_tensors(tmp_path, **({} if wanted is None else {"dtype": wanted})))
+    opened.store.close()
+
+
+def test_experts_that_stay_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, dtype=torch.float32)
+    monkeypatch.setattr(Qwen2MoeForCausalLM, "_keep_in_fp32_modules_strict", {"experts.down_proj", "norm"})
+    opened = open_without_experts(tmp_path, dtype=torch.bfloat16)
+    plain = plain_tensors(tmp_path, dtype=torch.bfloat16)
+    assert plain["model.layers.0.mlp.experts.down_proj"].dtype == torch.float32
+    assert opened.layers[0].layout["down_proj"].dtype == torch.float32
+    assert_equal_to_plain(opened, plain)
+    opened.store.close()
+
+
+def test_the_attached_experts_give_the_plain_models_logits(folder: Path, opened: OpenedModel) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for layer in opened.layers:
+        rows = [expert_tensors(opened.store, ExpertKey(layer.layer_idx, e)) for e in range(layer.num_experts)]
+        for name in layer.parameter_names:
+            stacked = torch.stack([row[name] for row in rows])
+            layer.experts._parameters[name] = torch.nn.Parameter(stacked, requires_grad=False)
+    with torch.no_grad():
+        found, expected = (model(input_ids=token_ids()).logits for model in (opened.model, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # alignment may change bits
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    save(tmp_path, tie_word_embeddings=True)
+    opened = open_without_experts(tmp_path)
+    assert opened.model.lm_head.weight is opened.model.model.embed_tokens.weight
+    assert_equal_to_plain(opened, plain_tensors(tmp_path))
+    opened.store.close()
+
+
+def test_a_subfolder_and_overrides_are_passed_on(tmp_path: Path) -> None:
+    save(tmp_path / "inner")
+    opened = open_without_experts(tmp_path, subfolder="inner", attn_implementation="eager", output_router_logits=True)
+    assert opened.model.config._attn_implementation == "eager"
+    assert opened.model.config.output_router_logits is True
+    opened.store.close()
+
+
+def test_progress_ends_at_the_bytes_of_the_rest(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    opened = open_without_experts(folder, progress=lambda done, total: seen.append((done, total)))
+    rest = {id(tensor): tensor.nbytes for tensor in opened.model.parameters() if not is_guard(tensor)}
+    assert seen[-1] == (sum(rest.values()), sum(rest.values()))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert len(seen) == len(rest)
+    opened.store.close()
+
+
+class TestNothingGlobalChanges:
+    def test_class_hooks_and_flags_are_as_after_a_plain_load(self, folder: Path, opened: OpenedModel) -> None:
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(opened.model) is Qwen2MoeForCausalLM
+        assert not opened.model.training
+        for (name, module), (_, other) in zip(opened.model.named_modules(), plain.named_modules(), strict=True):
+            assert type(module) is type(other), name
+            assert module.__dict__.keys() == other.__dict__.keys(), name
+            assert not module._state_dict_hooks, name
+            assert getattr(module, "_is_hf_initialized", None) == getattr(other, "_is_hf_initialized", None), name
+        assert opened.model._keys_to_ignore_on_load_unexpected == plain._keys_to_ignore_on_load_unexpected
+        assert [str(c) for c in opened.model._weight_conversions] == [str(c) for c in plain._weight_conversions]
+        assert opened.model.generation_config.to_dict() == plain.generation_config.to_dict()
+        assert opened.model.config.to_dict() == plain.config.to_dict()
+        assert opened.model.name_or_path == plain.name_or_path
+
+    def test_transformers_still_loads_as_before(self, folder: Path) -> None:
+        mapping, subclasses = AutoModelForCausalLM._model_mapping, set(Qwen2MoeForCausalLM.__subclasses__())
+        open_without_experts(folder).store.close()
+        assert AutoModelForCausalLM._model_mapping is mapping
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(model) is Qwen2MoeForCausalLM
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        gc.collect()
+        assert set(Qwen2MoeForCausalLM.__subclasses__()) == subclasses  # the temporary class is gone
+
+    def test_the_model_can_be_collected(self, folder: Path) -> None:
+        opened = open_without_experts(folder)
+        opened.store.close()
+        model = weakref.ref(opened.model)
+        del opened
+        gc.collect()
+        assert model() is None
+
+    def test_several_threads_open_at_once(self, folder: Path) -> None:
+        found: list[OpenedModel] = []
+        threads = [threading.Thread(target=lambda: found.append(open_without_experts(folder))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [type(opened.model) for opened in found] == [Qwen2MoeForCausalLM] * 3
+        for opened in found:
+            opened.store.close()
+
+
+class TestGuards:
+    """What would compute with, write or copy missing experts raises; what only looks works."""
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda model: model(input_ids=token_ids()),
+            lambda model: model.generate(token_ids(), max_new_tokens=2),
+            lambda model: model.state_dict(),
+            lambda model: model.to("cpu"),
+            lambda model: model.to(torch.bfloat16),
+            lambda model: model.float(),
+            copy.deepcopy,
+            lambda model: model.load_state_dict(dict(model.named_parameters())),
+        ],
+    )
+    @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+    def test_uses_raise(self, opened: OpenedModel, use: Callable[[Any], object], implementation: str) -> None:
+        opened.model.set_experts_implementation(implementation)
+        with pytest.raises((PromoeError, RuntimeError), match=r"experts of 'model\.layers\.\d\.mlp\.experts\.\w+'"):
+            use(opened.model)
+
+    def test_saving_writes_no_weights(self, opened: OpenedModel, tmp_path: Path) -> None:
+        with pytest.raises(PromoeError, match="are in files, not in memory"):
+            opened.model.save_pretrained(tmp_path / "saved")
+        assert not list((tmp_path / "saved").glob("*.safetensors"))
+        with pytest.raises(PromoeError, match="cannot be pickled"):
+            torch.save(opened.model, tmp_path / "model.pt")
+
+    def test_looking_works(self, folder: Path, opened: OpenedModel) -> None:
+        plain = AutoModelForCausalLM.from_pretrained(folder)
+        assert repr(opened.model) == repr(plain)
+        assert opened.model.num_parameters() == plain.num_parameters()
+        assert opened.model.get_memory_footprint() == plain.get_memory_footprint()
+        assert (opened.model.dtype, opened.model.device) == (plain.dtype, plain.device)
+        opened.model.requires_grad_(False)
+        opened.model.train().eval()
+        opened.model.zero_grad()
+
+
+class TestRefusedArguments:
+    @pytest.mark.parametrize(
+        "kwargs",
+        [
+            {"trust_remote_code": True},
+            {"quantization_config": {"quant_method": "fp8"}},
+            {"gguf_file": "model.gguf"},
+            {"device_map": "auto"},
+            {"device_map": 0},
+            {"device_map": "cpu"},
+            {"max_memory": {0: "1GB"}},
+            {"state_dict": {}},
+            {"tp_plan": "auto"},
+            {"use_kernels": True},
+            {"use_safetensors": False},
+            {"output_loading_info": True},
+            {"chunk_bytes": 1000},
+        ],
+    )
+    def test_each_is_named_with_a_remedy(self, folder: Path, kwargs: dict[str, Any]) -> None:
+        with pytest.raises(ConfigError, match=rf"The '{next(iter(kwargs))}' argument .*Got .*\."):
+            open_without_experts(folder, **kwargs)
+
+    def test_their_neutral_values_are_accepted(self, folder: Path) -> None:
+        opened = open_without_experts(
+            folder, trust_remote_code=False, device_map=None, use_kernels=False, use_safetensors=True
+        )
+        opened.store.close()
+
+
+class TestRefusedCheckpoints:
+    def edit_config(self, folder: Path, **fields: Any) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **fields}))
+
+    def refused(self, folder: Path | str, match: str, error: type[Exception] = CheckpointError, **kwargs: Any) -> None:
+        before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+        with pytest.raises(error, match=match):
+            open_without_experts(folder, **kwargs)
+        gc.collect()
+        after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+        assert after == before
+
+    def test_truncated_shard(self, folder: Path) -> None:
+        shard = shards(folder)[3]
+        size_bytes = shard.stat().st_size
+        os.truncate(shard, size_bytes // 2)
+        self.refused(folder, rf"{shard.name} .*expected {size_bytes} bytes .*, found {size_bytes // 2} bytes \(trunc")
+
+    def test_corrupt_header(self, folder: Path) -> None:
+        content = bytearray(shards(folder)[1].read_bytes())
+        content[8:12] = b"\x00\x01\x02\x03"
+        shards(folder)[1].write_bytes(content)
+        self.refused(folder, f"{shards(folder)[1].name} is not a sound safetensors file: its header is not a JSON")
+
+    def test_missing_shard(self, folder: Path) -> None:
+        gone = shards(folder)[2]
+        gone.unlink()
+        self.refused(folder, f"{gone.name}: No such file")
+
+    def test_missing_index(self, folder: Path) -> None:
+        (folder / "model.safetensors.index.json").unlink()
+        self.refused(folder, r"No model\.safetensors or model\.safetensors\.index\.json in .*Found config\.json")
+
+    def test_damaged_index(self, folder: Path) -> None:
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
+        self.refused(folder, r"index\.json cannot be read: JSONDecodeError")
+
+    def test_expert_missing_from_index_and_files(self, folder: Path) -> None:
+        name = "model.layers.1.mlp.experts.4.down_proj.weight"
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        rewrite(folder / content["weight_map"].pop(name), lambda tensors: tensors.pop(name))
+        index.write_text(json.dumps(content))
+        self.refused(folder, "layers.1.mlp.experts.down_proj .*needs 8: missing expert 4")
+
+    def test_expert_in_the_index_but_not_in_its_file(self, folder: Path) -> None:
+        name = "model.layers.1.mlp.experts.4.down_proj.weight"
+        shard = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+        rewrite(folder / shard, lambda tensors: tensors.pop(name))
+        self.refused(folder, f"index places '{name}' in {shard}")
+
+    def test_expert_of_another_shape(self, folder: Path) -> None:
+        name = "model.layers.1.mlp.experts.4.down_proj.weight"
+        shard = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
+        rewrite(folder / shard, lambda tensors: tensors.update({name: torch.zeros(64, 31)}))
+        self.refused(folder, rf"'{name}' has shape \[64, 31\], but \[64, 32\] was expected")
+
+    def test_another_tensor_of_another_shape(self, tmp_path: Path) -> None:
+        save(tmp_path)
+        rewrite(shards(tmp_path)[0], lambda tensors: tensors.update({"lm_head.weight": torch.zeros(100, 64)}))
+        self.refused(tmp_path, r"'lm_head.weight' has shape \[100, 64\], but \[128, 64\] was expected \(1 such")
+
+    def test_another_tensor_missing(self, tmp_path: Path) -> None:
+        save(tmp_path)
+        rewrite(shards(tmp_path)[0], lambda tensors: tensors.pop("model.layers.0.mlp.gate.weight"))
+        self.refused(tmp_path, r"no tensor for 'model.layers.0.mlp.gate.weight' \(1 tensors missing")
+
+    def test_config_of_another_size(self, folder: Path) -> None:
+        self.edit_config(folder, num_experts=16)
+        self.refused(folder, "8 tensors like .*needs 16: missing expert 8")
+
+    def test_quantised_experts(self, folder: Path) -> None:
+        self.edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+        self.refused(folder, r"is quantised \(quant_method fp8\).*unquantised")
+
+    def test_quantised_tensors_without_a_config(self, tmp_path: Path) -> None:
+        def quantise(tensors: dict[str, torch.Tensor]) -> None:
+            for name in [name for name in tensors if ".experts." in name]:
+                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+        save(tmp_path)
+        rewrite(shards(tmp_path)[0], quantise)
+        self.refused(tmp_path, "has dtype F8_E4M3")
+
+    def test_experts_that_would_have_to_be_computed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        core = transformers.core_model_loading
+        conversion = core.WeightConverter("experts.packed", "experts.down_proj", [core.Transpose(1, 2)])
+        original = transformers.modeling_utils.get_model_conversion_mapping
+        monkeypatch.setattr(
+            transformers.modeling_utils,
+            "get_model_conversion_mapping",
+            lambda *args, **kwargs: [conversion, *original(*args, **kwargs)],
+        )
+        save(tmp_path, fused=True)
+
+        def pack(tensors: dict[str, torch.Tensor]) -> None:
+            for layer_idx in range(3):
+                prefix = f"model.layers.{layer_idx}.mlp.experts"
+                tensors[f"{prefix}.packed"] = tensors.pop(f"{prefix}.down_proj").transpose(1, 2).contiguous()
+
+        rewrite(shards(tmp_path)[0], pack)
+        self.refused(tmp_path, r"'model.layers.0.mlp.experts.packed'.* by Transpose")
+
+    def test_dense_model(self, tmp_path: Path) -> None:
+        build("llama").save_pretrained(tmp_path)
+        self.refused(tmp_path, "no MoE layers", UnsupportedModelError)
+
+    def test_pickled_weights(self, tmp_path: Path) -> None:
+        model = build("qwen2_moe")
+        model.config.save_pretrained(tmp_path)
+        torch.save({}, tmp_path / "pytorch_model.bin")
+        self.refused(tmp_path, r"No model\.safetensors.*Found config\.json, pytorch_model\.bin.*save_pretrained")
+
+    def test_one_file_instead_of_a_folder(self, tmp_path: Path) -> None:
+        save(tmp_path)
+        self.refused(tmp_path / "model.safetensors", "is a file; the folder of a checkpoint")
+        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        self.refused(tmp_path / "model.gguf", "is a file; the folder of a checkpoint.*GGUF")
+
+    def test_folder_without_config(self, folder: Path) -> None:
+        (folder / "config.json").unlink()
+        self.refused(folder, "No config.json in ")
+
+    def test_unknown_model_type(self, folder: Path) -> None:
+        self.edit_config(folder, model_type="no_such_moe")
+        self.refused(folder, "as AutoModelForCausalLM: .*no_such_moe", UnsupportedModelError)
+
+    def test_code_of_the_checkpoint_is_never_run(self, folder: Path) -> None:
+        auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+        (folder / "own.py").write_text("raise SystemExit('ran')")
+        self.edit_config(folder, model_type="no_such_moe", auto_map=auto_map)
+        self.refused(folder, "as AutoModelForCausalLM: ", UnsupportedModelError)
+
+    def test_a_class_of_another_kind(self, folder: Path) -> None:
+        self.refused(folder, "as AutoModelForSeq2SeqLM: Unrecognized configuration", UnsupportedModelError,
+                     auto_class=transformers.AutoModelForSeq2SeqLM)  # fmt: skip
+
+    def test_nothing_there(self, tmp_path: Path) -> None:
+        self.refused(tmp_path / "absent", f"Cannot open {tmp_path / 'absent'}: ")
+        self.refused("promoe-tests/no-such-model", "Cannot open promoe-tests/no-such-model: ")
+
+    def test_a_failing_disk_while_the_rest_is_read(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*_: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fails)
+        self.refused(folder, r"Cannot open .*Cannot read \d+ bytes at offset \d+, found 0: Input/output error")
+
+    def test_transformers_opens_it_after_a_refusal(self, folder: Path) -> None:
+        with pytest.raises(ConfigError):
+            open_without_experts(folder, device_map="auto")
+        rewrite(shards(folder)[0], lambda tensors: None)
+        assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() > 0
+
+
+def test_a_checkpoint_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of a downloaded snapshot, opened by id without network: symlinks into a folder of blobs."""
+    source = save(tmp_path / "source", shard_size="60KB")
+    cache = tmp_path / "cache"
+    repo = cache / "models--promoe-tests--tiny"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    (repo / "blobs").mkdir()
+    for file in source.iterdir():
+        shutil.copy(file, repo / "blobs" / file.name)
+        (snapshot / file.name).symlink_to(repo / "blobs" / file.name)
+    opened = open_without_experts("promoe-tests/tiny", cache_dir=cache, local_files_only=True)
+    assert_equal_to_plain(opened, plain_tensors(source))
+    assert AutoConfig.from_pretrained(snapshot).num_experts == 8
+    opened.store.close()
