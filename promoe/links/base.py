@@ -1,0 +1,37 @@
+"""What a link is: how one chunk gets from its store into a slot. Knows chunks and addresses; not why, not when."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from promoe.stores.base import Chunk
+
+
+@runtime_checkable
+class Link(Protocol):
+    """Moves chunks. `transfer` is called by `workers` threads at once, each chunk into a range that no other writes."""
+
+    workers: int
+    """How many threads the engine should run: as many as the link needs in flight to be busy."""
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        """Bring a chunk into its slot; when it returns, the bytes (converted where the chunk says so) are there.
+
+        Args:
+            chunk: what to move.
+            destination: the whole slot, writable; exactly `chunk.nbytes` from `chunk.slot_offset_bytes` on are written.
+            address: where `destination` starts in memory.
+
+        Raises:
+            OSError: the bytes could not be had; the message names source, offset and cause. The range's contents are
+                then undefined, the rest of the slot is untouched.
+        """
+        ...
+
+    def describe(self) -> str:
+        """One line for reports: "page cache, 2 readers", "emulated 12.0 GB/s, 20 µs"."""
+        ...
+
+    def close(self) -> None:
+        """Give back files and buffers; transfers afterwards raise OSError. Closing twice is allowed."""
+        ...

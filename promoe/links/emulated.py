@@ -1,0 +1,135 @@
+"""A link of set speed, for tests and for showing another machine's ratio of transfer to compute.
+
+The model is a copy engine behind a bus, as with PCIe: a transfer first has a latency (its set-up), then the wire to
+itself for `nbytes / bandwidth`. Two transfers are in flight at once: the latency of one passes while another is on the
+wire, so a busy link loses nothing to it. A third waits until the first has arrived.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from promoe.errors import ConfigError
+from promoe.links.staging import Staging, read_into_slot
+from promoe.stores.base import Chunk, Store
+from promoe.units import format_seconds
+
+IN_FLIGHT = 2
+# time.sleep wakes up about this much late; the rest of a wait is spent yielding.
+SLEEP_ERROR_S = 50e-6
+
+
+@dataclass(frozen=True)
+class EmulatedLink:
+    """An emulated link: what to pass as `link=`. Bytes are real, only their arrival is delayed.
+
+    Args:
+        bandwidth_bytes_per_s: bytes per second on the wire, for example 12e9.
+        latency_s: seconds from the start of a transfer until it takes the wire, for example 20e-6.
+
+    Raises:
+        ConfigError: the bandwidth is not positive and finite, or the latency negative or not finite.
+    """
+
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        bandwidth, latency_s = self.bandwidth_bytes_per_s, self.latency_s
+        if not _is_number(bandwidth) or not 0 < bandwidth < math.inf:
+            raise ConfigError(
+                "The 'bandwidth_bytes_per_s' of an emulated link must be a positive number of bytes per second. "
+                f"Got {bandwidth!r} instead. For 12 GB/s write 12e9."
+            )
+        if not _is_number(latency_s) or not 0 <= latency_s < math.inf:
+            raise ConfigError(
+                "The 'latency_s' of an emulated link must be a number of seconds, 0 or more. "
+                f"Got {latency_s!r} instead. For 20 µs write 20e-6."
+            )
+
+    def bind(
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> BoundEmulatedLink:
+        """The link over a store; `clock` (seconds) and `sleep` are for tests."""
+        return BoundEmulatedLink(self, store, clock, sleep)
+
+
+class Wire:
+    """The timetable of an emulated link: when a transfer that starts now will have arrived. Not thread-safe."""
+
+    def __init__(self, spec: EmulatedLink) -> None:
+        self._spec = spec
+        self._arrivals_s = (-math.inf,) * IN_FLIGHT  # of the latest transfers, oldest first
+
+    def reserve(self, now_s: float, nbytes: int) -> float:
+        """Put a transfer of `nbytes` on the timetable; returns the time at which it has arrived."""
+        issued_s = max(now_s, self._arrivals_s[0])
+        on_wire_s = max(issued_s + self._spec.latency_s, self._arrivals_s[-1])
+        arrival_s = on_wire_s + nbytes / self._spec.bandwidth_bytes_per_s
+        self._arrivals_s = (*self._arrivals_s[1:], arrival_s)
+        return arrival_s
+
+
+class BoundEmulatedLink:
+    """An emulated link over one store. Made by `EmulatedLink.bind`.
+
+    `late_chunks` counts transfers whose real bytes took longer than the emulated wire: if they are many, the store is
+    too slow for the speed that was asked for.
+    """
+
+    def __init__(
+        self, spec: EmulatedLink, store: Store, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        self.workers = IN_FLIGHT
+        self.spec = spec
+        self.late_chunks = 0
+        self._store = store
+        self._clock = clock
+        self._sleep = sleep
+        self._wire = Wire(spec)
+        self._lock = threading.Lock()
+        self._staging = Staging()
+        self._closed = False
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        """Copy one chunk, then wait until it would have arrived; see `Link.transfer`.
+
+        The bytes on the wire are the source's: a conversion happens on arrival.
+        """
+        if self._closed:
+            raise OSError(errno.EBADF, "The link is closed")
+        with self._lock:
+            arrival_s = self._wire.reserve(self._clock(), chunk.source_nbytes)
+        read_into_slot(self._store, chunk, destination, self._staging)
+        if self._clock() > arrival_s:
+            with self._lock:
+                self.late_chunks += 1
+            return
+        self._wait_until(arrival_s)
+
+    def describe(self) -> str:
+        """One line for reports: "emulated 12.0 GB/s, 20.0 µs"."""
+        speed = f"emulated {self.spec.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+        return f"{speed}, {format_seconds(self.spec.latency_s)} latency"
+
+    def close(self) -> None:
+        """Refuse further transfers."""
+        self._closed = True
+
+    def _wait_until(self, due_s: float) -> None:
+        while (left_s := due_s - self._clock()) > 0:
+            # sleep(0) gives the core and the interpreter lock away in the last microseconds.
+            self._sleep(left_s - SLEEP_ERROR_S if left_s > 2 * SLEEP_ERROR_S else 0.0)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,188 @@
+"""Memory that experts are moved into: huge-page regions, and the pool of slots cut from one.
+
+What backs a buffer decides how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages are
+512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and ask
+for huge pages. This module knows shapes and addresses; it does not know experts, files or policies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from promoe.errors import ConfigError
+from promoe.units import format_memory
+
+if TYPE_CHECKING:
+    from promoe.stores.layout import ExpertLayout
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+SLOT_ALIGNMENT_BYTES = 64
+# Linux 5.14; the mmap module of Python 3.10 to 3.13 does not name it.
+MADV_POPULATE_WRITE = 23
+POISON_BYTE = 0xFF  # every float dtype reads as NaN
+
+
+class HugePageRegion:
+    """`nbytes` of zeroed anonymous memory at a multiple of 2 MiB, in huge pages where the system offers them.
+
+    Nothing is touched at creation, so a region costs address space only until it is written, unless `prefault` is set.
+    A trailing part smaller than a huge page stays in 4 KiB pages: a small region costs what it says.
+
+    The memory lives until the last tensor or memoryview on it is gone; there is deliberately no explicit unmapping, as
+    a tensor would then point into nothing.
+
+    Args:
+        nbytes: size, at least 1.
+        prefault: back every page now, so that no transfer pays for page faults later.
+
+    Raises:
+        ConfigError: the size is not positive, or the system cannot map that much.
+    """
+
+    def __init__(self, nbytes: int, *, prefault: bool = False) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"A memory region needs at least 1 byte. Got {nbytes} instead.")
+        self.nbytes = nbytes
+        try:
+            self._mapping = _map_private(nbytes + HUGE_PAGE_BYTES)
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            raise ConfigError(
+                f"{format_memory(nbytes)} ({nbytes} bytes) of memory could not be mapped: {error}. Ask for less."
+            ) from error
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._start = -base % HUGE_PAGE_BYTES
+        self.address = base + self._start
+        self.memory = memoryview(self._mapping)[self._start : self._start + nbytes]
+        self._advise_huge_pages()
+        if prefault:
+            self._prefault()
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over the region from `offset_bytes` on; shares and keeps alive the memory.
+
+        A normal tensor also when first asked for inside `torch.inference_mode`, so autograd may save it later.
+        """
+        count = torch.Size(shape).numel()
+        end_bytes = offset_bytes + count * dtype.itemsize
+        assert 0 <= offset_bytes <= end_bytes <= self.nbytes, (offset_bytes, shape, dtype, self.nbytes)
+        with torch.inference_mode(False):
+            # From the mapping itself, not from `memory`: releasing a memoryview must not let the mapping go.
+            flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start + offset_bytes)
+            return flat.view(shape)
+
+    def fill(self, byte: int) -> None:
+        """Write `byte` everywhere. Touches every page."""
+        ctypes.memset(self.address, byte, self.nbytes)
+
+    def _advise_huge_pages(self) -> None:
+        whole_bytes = self.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        advice = getattr(mmap, "MADV_HUGEPAGE", None)
+        if advice is None or whole_bytes == 0:
+            return
+        try:
+            self._mapping.madvise(advice, self._start, whole_bytes)
+        except OSError as error:  # a kernel built without transparent huge pages
+            logger.debug("no huge pages for %s: %s", format_memory(self.nbytes), error)
+
+    def _prefault(self) -> None:
+        page_bytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self._mapping.madvise(MADV_POPULATE_WRITE, self._start, page_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise ConfigError(
+                    f"{format_memory(self.nbytes)} were mapped but memory could not back them: {error}. Ask for less."
+                ) from error
+            self.fill(0)  # a kernel without the advice: writing zeros over zeros does the same
+
+
+def _map_private(nbytes: int) -> mmap.mmap:
+    # mmap's default for -1 is MAP_SHARED, which is shared memory: other huge-page rules, and counted as RssShmem.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class SlotPool:
+    """A fixed pool of `num_slots` slots of one layout in fast memory.
+
+    Slots follow each other without gaps from a 2 MiB boundary on; a slot and each of its tensors is 64-byte aligned.
+    The pool hands out the same tensor objects for a slot each time: whoever holds one sees what is loaded there next.
+
+    Args:
+        layout: how one expert lies in a slot.
+        num_slots: at least 1.
+        prefault: back all slots with memory now. By default a slot's pages appear when an expert is first loaded there.
+
+    Raises:
+        ConfigError: no slots, or the system cannot map `num_slots * layout.slot_bytes`.
+    """
+
+    def __init__(self, layout: ExpertLayout, num_slots: int, *, prefault: bool = False) -> None:
+        if num_slots < 1:
+            raise ConfigError(
+                f"A slot pool needs at least 1 slot ({layout.slot_bytes} bytes). Got {num_slots} instead."
+            )
+        assert layout.slot_bytes % SLOT_ALIGNMENT_BYTES == 0, layout.slot_bytes
+        for spec in layout.tensors:
+            assert spec.offset_bytes % SLOT_ALIGNMENT_BYTES == 0, spec
+        self.layout = layout
+        self.num_slots = num_slots
+        self.nbytes = num_slots * layout.slot_bytes
+        try:
+            self._region: HugePageRegion | None = HugePageRegion(self.nbytes, prefault=prefault)
+        except ConfigError as error:
+            raise ConfigError(
+                f"No memory for a cache of {num_slots} slots of {format_memory(layout.slot_bytes)}, "
+                f"{format_memory(self.nbytes)} in all. Choose a smaller cache. ({error})"
+            ) from error
+        self._tensors: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def slot(self, idx: int) -> memoryview:
+        """The writable bytes of slot `idx`, `layout.slot_bytes` long."""
+        region, offset_bytes = self._locate(idx)
+        return region.memory[offset_bytes : offset_bytes + self.layout.slot_bytes]
+
+    def address(self, idx: int) -> int:
+        """The virtual address of slot `idx`."""
+        region, offset_bytes = self._locate(idx)
+        return region.address + offset_bytes
+
+    def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
+        """Views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype.
+
+        Created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned while
+        it reads. Do not change the mapping.
+        """
+        cached = self._tensors.get(idx)
+        if cached is not None:
+            return cached
+        region, offset_bytes = self._locate(idx)
+        views = {
+            spec.name: region.tensor(offset_bytes + spec.offset_bytes, spec.shape, spec.dtype)
+            for spec in self.layout.tensors
+        }
+        # One winner when two threads are first at once: setdefault is atomic.
+        return self._tensors.setdefault(idx, views)
+
+    def poison(self) -> None:
+        """Fill every slot with bytes 0xFF (NaN in every float dtype), so that a read before a load is seen in tests."""
+        assert self._region is not None, "the pool is closed"
+        self._region.fill(POISON_BYTE)
+
+    def close(self) -> None:
+        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        self._tensors = {}
+        self._region = None
+
+    def _locate(self, idx: int) -> tuple[HugePageRegion, int]:
+        assert self._region is not None, "the pool is closed"
+        assert 0 <= idx < self.num_slots, (idx, self.num_slots)
+        return self._region, idx * self.layout.slot_bytes
