@@ -1,0 +1,190 @@
+"""Stand-ins that let an unmodified experts kernel run over experts lying in arbitrary slots.
+
+`SlotBank` plays the role of a stacked parameter `[num_experts, ...]`, `view` the role of the module's `self`. The kernel
+keeps the model's own expert ids and count; only where it reads an expert's weights does it get the slot's tensor instead
+of the stack's row. An expert that has no row raises: never a silent wrong weight.
+
+Everything here is on the path of every MoE layer, so constructors do next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+# For each expert that can be used now: its tensors by parameter name, shaped like one row of the stack.
+ExpertRows = Mapping[int, Mapping[str, torch.Tensor]]
+
+
+class CallRows:
+    """The rows that one kernel call may read, shared by the banks of that call.
+
+    Args:
+        rows: expert id -> its tensors.
+        ids: the call's ids as a list, in the order of the flattened index, where known; spares reading them back from the
+            index tensor. They must be the ids in that tensor.
+    """
+
+    __slots__ = ("_segments", "ids", "rows")
+
+    def __init__(self, rows: ExpertRows, ids: Sequence[int] | None = None) -> None:
+        self.rows = rows
+        self.ids = ids
+        self._segments: tuple[list[int], list[int]] | None = None
+
+    def segments(self, offs: torch.Tensor) -> tuple[list[int], list[int]]:
+        """Experts that have tokens, ascending, and how many each has. `offs[E]`: ends of the experts' token ranges."""
+        if self._segments is None:  # a kernel asks once per projection, with the same routing
+            if self.ids is not None:
+                counts = sorted(Counter(self.ids).items())
+            else:
+                ends = offs.tolist()
+                counts = [(e, b - a) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a != b]
+            self._segments = [e for e, _ in counts], [n for _, n in counts]
+        return self._segments
+
+    def row(self, expert: int, name: str) -> torch.Tensor:
+        """Tensor `name` of `expert`.
+
+        Raises:
+            AssertionError: the expert was not made ready for this call.
+        """
+        try:
+            return self.rows[expert][name]
+        except KeyError:
+            raise AssertionError(f"expert {expert} has no {name!r} here; ready: {sorted(self.rows)}") from None
+
+
+class SlotBank:
+    """Plays a stacked parameter `[num_experts, ...]` for the experts kernels of transformers.
+
+    `bank[e]` with an int or a 0-d tensor is the slot's own tensor; `bank[ids]` with a 1-d tensor copies the rows of these
+    experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too. Any other
+    use is an error, as it would need the whole stack.
+    """
+
+    __slots__ = ("_call", "_name", "_transposed", "device", "dtype", "shape")
+
+    def __init__(
+        self,
+        name: str,
+        call: CallRows,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
+    ) -> None:
+        self._name = name
+        self._call = call
+        self._transposed = transposed
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the stack."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Dimensions of the stack."""
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """Shape of the stack, or one size of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def data_ptr(self) -> int:
+        """0: there is no stack. Kernels only ask whether it is aligned; slots are."""
+        return 0
+
+    def transpose(self, dim0: int, dim1: int) -> SlotBank:
+        """The bank with each expert's matrix transposed; only the last two of three dimensions."""
+        if len(self.shape) != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
+            raise NotImplementedError(f"{self!r}.transpose({dim0}, {dim1})")
+        experts, rows, columns = self.shape
+        shape = torch.Size((experts, columns, rows))
+        return SlotBank(self._name, self._call, shape, self.dtype, self.device, not self._transposed)
+
+    @property
+    def mT(self) -> SlotBank:
+        """The bank with each expert's matrix transposed."""
+        return self.transpose(-2, -1)
+
+    def __getitem__(self, ids: Any) -> torch.Tensor:
+        if isinstance(ids, int) or (isinstance(ids, torch.Tensor) and ids.ndim == 0):
+            row = self._call.row(int(ids), self._name)
+            return row.mT if self._transposed else row
+        if not isinstance(ids, torch.Tensor) or ids.ndim != 1 or self._transposed:
+            raise NotImplementedError(f"{self!r}[{ids!r}]")
+        return self._gather(ids)
+
+    def _gather(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of `ids[n]` as one tensor `[n, ...]`."""
+        call, name = self._call, self._name
+        experts = call.ids
+        if experts is None:
+            experts = ids.tolist()
+        elif len(experts) != len(ids):
+            raise AssertionError(f"{self!r}: the call has {len(experts)} ids, the kernel asks for {len(ids)}")
+        if not experts:
+            return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        first = experts[0]
+        if experts.count(first) == len(experts):
+            # One expert: kernels read the weights only, so n views of the slot do, and no byte is copied.
+            return call.row(first, name).expand(len(experts), *self.shape[1:])
+        return torch.stack([call.row(expert, name) for expert in experts])
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        if func is torch._grouped_mm or getattr(func, "__name__", "") == "grouped_mm_fallback":
+            return _grouped_mm(*args, **(kwargs or {}))
+        raise NotImplementedError(
+            f"{getattr(func, '__name__', func)} reached a SlotBank: it would need all experts at once. This experts kernel "
+            "is not one of the supported ones."
+        )
+
+    def __repr__(self) -> str:
+        return f"SlotBank({self._name!r}, {tuple(self.shape)}, {self.dtype})"
+
+
+def _grouped_mm(
+    x: torch.Tensor,
+    bank: SlotBank,
+    offs: torch.Tensor,
+    bias: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    """`x[S, in]`, sorted by expert, times the experts' matrices `[in, out]` -> `[S, out]`.
+
+    One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a CPU,
+    which does the same.
+    """
+    assert bias is None and out_dtype is None, f"grouped_mm with bias={bias!r}, out_dtype={out_dtype!r}"
+    call, name, transposed = bank._call, bank._name, bank._transposed
+    experts, sizes = call.segments(offs)
+    out = torch.empty((x.shape[0], bank.shape[2]), dtype=x.dtype, device=x.device)
+    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
+    for expert, x_rows, out_rows in zip(experts, x.split(sizes), out.split(sizes), strict=True):
+        weight = call.row(expert, name)
+        torch.mm(x_rows, weight.t() if transposed else weight, out=out_rows)
+    return out
+
+
+def view(module: nn.Module, overlay: Mapping[str, Any]) -> nn.Module:
+    """A stand-in for `module` as `self`, with the attributes in `overlay` in place of its own.
+
+    It shares everything else with the module as it is now (submodules, flags, methods), and is for one call.
+    """
+    stand_in: nn.Module = object.__new__(type(module))
+    # An instance attribute hides the registered parameter: nn.Module looks into its registries last.
+    attributes = stand_in.__dict__
+    attributes.update(module.__dict__)
+    attributes.update(overlay)
+    return stand_in

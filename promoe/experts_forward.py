@@ -1,0 +1,154 @@
+"""Runs one MoE layer's experts from slots, bit-identical to the unmodified layer.
+
+When every needed expert is ready, one call of the stock kernel over stand-ins is the whole layer (`run_resident`). Otherwise
+groups of experts are computed as they get ready (`run_groups`): each through the same stock kernel, with one row per
+(token, choice) pair, and the rows are combined once, in the order in which the stock kernel would have added them.
+
+All pairs of an expert are in one call and in the stock order, as the bits of a product depend on how many rows it has.
+
+Knows nothing of policies, files or what makes an expert ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from promoe.bank import CallRows, ExpertRows, SlotBank, view
+from promoe.combine import EagerSum, WeightedSum
+from promoe.errors import UnsupportedModelError
+from promoe.moe_layers import MoELayer
+from promoe.pairs import Pairs
+
+
+def check_no_grad(*inputs: torch.Tensor) -> None:
+    """Refuse to run where a backward could follow: slots are overwritten, so the weights would be others by then.
+
+    Raises:
+        UnsupportedModelError: gradients are on and one of `inputs` requires them.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        raise UnsupportedModelError(
+            "The experts were called with gradients enabled, but promoe is for inference: the slots that hold the weights "
+            "are reused before a backward could read them. Run the model under torch.no_grad() or torch.inference_mode()."
+        )
+
+
+def run_resident(
+    layer: MoELayer,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    rows: ExpertRows,
+    ids: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """The whole layer in one stock call, for when every needed expert is in `rows`.
+
+    Args:
+        layer: the layer.
+        hidden: `[T, H]`, the experts' input.
+        top_k_index: `[T, K]`, int64 expert ids.
+        top_k_weights: `[T, K]`, routing weights of any float dtype.
+        rows: expert id -> its tensors by parameter name. They are read until this returns, and must not require grad.
+        ids: `top_k_index.tolist()`, where the caller has it already.
+
+    Returns:
+        `[T, H]` in the dtype of `hidden`.
+
+    Raises:
+        UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
+        AssertionError: an expert in `top_k_index` has no rows.
+    """
+    check_no_grad(hidden, top_k_weights)
+    flat = None if ids is None else [expert for row in ids for expert in row]
+    return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
+
+
+def run_groups(
+    layer: MoELayer,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    groups: Iterable[ExpertRows],
+    ids: Sequence[Sequence[int]] | None = None,
+) -> torch.Tensor:
+    """The whole layer in groups of experts, in whatever order they get ready.
+
+    Args:
+        layer: the layer.
+        hidden: `[T, H]`, the experts' input.
+        top_k_index: `[T, K]`, int64 expert ids.
+        top_k_weights: `[T, K]`, routing weights of any float dtype.
+        groups: yields groups that together hold every needed expert, as in `run_resident`. An expert is computed with the
+            first group that has it; experts that no token chose are left alone. A group's tensors are not read any more once
+            the next group is asked for. The iterator is always run to its end.
+        ids: `top_k_index.tolist()`, where the caller has it already.
+
+    Returns:
+        `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
+        stock kernel takes for the pairs of one group.
+
+    Raises:
+        UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
+        AssertionError: the groups left a needed expert out.
+    """
+    check_no_grad(hidden, top_k_weights)
+    implementation = layer.implementation
+    pairs = Pairs(top_k_index, layer.num_experts, implementation == "eager", ids)
+    combine: EagerSum | WeightedSum | None = None
+    whole: torch.Tensor | None = None
+    for rows in groups:
+        experts = pairs.take(rows)
+        if len(experts) == len(pairs.experts):
+            whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, None)
+        elif experts:
+            combine = combine or _combine_for(layer, implementation, hidden, top_k_weights, pairs)
+            combine.add(pairs.select(experts), rows)
+    assert not pairs.missing, f"{layer.name}: no group had experts {pairs.missing}"
+    if whole is not None:
+        return whole
+    # No pairs at all (no tokens) and no group: the stock kernel knows what to return.
+    return (
+        combine.result()
+        if combine
+        else _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, {}, None)
+    )
+
+
+def _combine_for(
+    layer: MoELayer, implementation: str, hidden: torch.Tensor, weights: torch.Tensor, pairs: Pairs
+) -> EagerSum | WeightedSum:
+    kernel = partial(_call_stock, layer, implementation)
+    if implementation == "eager":
+        return EagerSum(kernel, layer.eager_forward, hidden, weights, pairs)
+    row_dtype = _row_dtype(layer, implementation, hidden)
+    return WeightedSum(kernel, row_dtype, implementation == "batched_mm", hidden, weights, pairs)
+
+
+def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> torch.dtype:
+    """The dtype of a row before it is weighted: autocast reaches batched_mm's products, but not grouped_mm's."""
+    if implementation == "grouped_mm":
+        return layer.stacked_shapes[0][2]
+    if torch.is_autocast_enabled(hidden.device.type):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def _call_stock(
+    layer: MoELayer,
+    implementation: str,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    rows: ExpertRows,
+    ids: Sequence[int] | None,
+) -> torch.Tensor:
+    """One stock call over `rows`; `ids`, if known, is the flattened `index`."""
+    # grouped_mm sorts the pairs by expert before it reads anything; eager reads expert by expert.
+    if ids is not None and implementation == "grouped_mm":
+        ids = sorted(ids)
+    call, device = CallRows(rows, ids), hidden.device
+    overlay = {name: SlotBank(name, call, shape, dtype, device) for name, shape, dtype in layer.stacked_shapes}
+    return layer.stock_forward_of(implementation)(view(layer.experts, overlay), hidden, index, weights)

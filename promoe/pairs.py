@@ -1,0 +1,132 @@
+"""The (token, choice) pairs of one MoE layer's call, by expert. Knows nothing of weights, slots or kernels.
+
+A pair's position is `token * K + choice`. Within an expert the pairs keep the order in which the stock kernel multiplies
+them: the bits of a row of a matrix product may depend on which row it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+import torch
+
+# Up to here (decode) Python lists beat tensor operations, which cost some microseconds each.
+_FEW_PAIRS = 64
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The P pairs of some experts, expert by expert in ascending id.
+
+    Attributes:
+        experts: their ids, ascending.
+        sizes: pairs per expert.
+        positions: `[P]`, position of each pair.
+        index: `[P, 1]`, the expert of each pair.
+        ids: `index` as a flat list, for few pairs.
+        tokens: `[P]`, the token of each pair; None where there is one token, and no expert has it twice.
+    """
+
+    experts: list[int]
+    sizes: list[int]
+    positions: torch.Tensor
+    index: torch.Tensor
+    ids: list[int] | None
+    tokens: torch.Tensor | None
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The pairs' inputs `[P, H]` out of `hidden[T, H]`."""
+        if self.tokens is None:
+            return hidden.expand(len(self.sizes), -1)
+        return hidden[self.tokens]
+
+    def tokens_by_expert(self) -> Sequence[torch.Tensor | None]:
+        """Per expert the tokens of its pairs."""
+        return [None] * len(self.sizes) if self.tokens is None else self.tokens.split(self.sizes)
+
+
+class Pairs:
+    """All pairs of a call, and which experts are still to be computed.
+
+    Args:
+        top_k_index: `[T, K]`, expert ids in 0..num_experts-1.
+        num_experts: E.
+        by_choice: within an expert, all tokens' first choices come first, as in the eager loops. Else the pairs are where
+            torch.sort puts them, as in grouped_mm: it is not stable, so asking it is the only way to know.
+        ids: `top_k_index.tolist()`, where the caller has it.
+
+    Raises:
+        AssertionError: an id is out of range.
+    """
+
+    def __init__(
+        self, top_k_index: torch.Tensor, num_experts: int, by_choice: bool, ids: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        self._index = top_k_index
+        self._by_choice = by_choice
+        self.num_tokens, self.top_k = top_k_index.shape
+        self.count = self.num_tokens * self.top_k
+        self._few: dict[int, list[int]] = {}  # expert -> positions
+        self._many: dict[int, torch.Tensor] = {}
+        if self.count <= _FEW_PAIRS:
+            self._few = self._group_few(top_k_index.tolist() if ids is None else ids)
+            self.experts = sorted(self._few)
+        else:
+            self._many = self._group_many()
+            self.experts = list(self._many)
+        if self.experts and not 0 <= self.experts[0] <= self.experts[-1] < num_experts:
+            raise AssertionError(f"expert ids {self.experts[0]}..{self.experts[-1]} for {num_experts} experts")
+        self.missing = self.experts
+
+    def take(self, ready: Container[int]) -> list[int]:
+        """The experts in `ready` that are still to be computed, ascending; from now on they count as computed."""
+        taken = [expert for expert in self.missing if expert in ready]
+        if taken:
+            self.missing = [expert for expert in self.missing if expert not in ready]
+        return taken
+
+    def select(self, experts: list[int]) -> Selection:
+        """The pairs of `experts` (ascending, each with at least one pair)."""
+        if self._few:
+            return self._select_few(experts)
+        blocks = [self._many[expert] for expert in experts]
+        positions = torch.cat(blocks)
+        index = self._index.reshape(-1)[positions].unsqueeze(1)
+        return Selection(experts, [len(b) for b in blocks], positions, index, None, positions // self.top_k)
+
+    def _select_few(self, experts: list[int]) -> Selection:
+        positions = [position for expert in experts for position in self._few[expert]]
+        sizes = [len(self._few[expert]) for expert in experts]
+        ids = [expert for expert in experts for _ in self._few[expert]]
+        device, tokens = self._index.device, None
+        if self.num_tokens > 1 or len(ids) > len(experts):
+            tokens = torch.tensor([position // self.top_k for position in positions], device=device)
+        index = torch.tensor(ids, device=device).unsqueeze(1)
+        return Selection(experts, sizes, torch.tensor(positions, device=device), index, ids, tokens)
+
+    def _group_few(self, ids: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        num_tokens, top_k = self.num_tokens, self.top_k
+        flat = [expert for row in ids for expert in row]
+        order: Sequence[int] = range(self.count)
+        if num_tokens > 1:
+            if self._by_choice:
+                order = [token * top_k + choice for choice in range(top_k) for token in range(num_tokens)]
+            elif len(set(flat)) < len(flat):
+                order = self._sorted_positions().tolist()
+        by_expert: dict[int, list[int]] = {}
+        for position in order:
+            by_expert.setdefault(flat[position], []).append(position)
+        return by_expert
+
+    def _group_many(self) -> dict[int, torch.Tensor]:
+        counts = torch.bincount(self._index.reshape(-1)).tolist()
+        blocks = self._sorted_positions().split(counts)
+        return {expert: block for expert, block in enumerate(blocks) if len(block)}
+
+    def _sorted_positions(self) -> torch.Tensor:
+        """`[T * K]`: all positions, by expert, in the kernel's order."""
+        if not self._by_choice:
+            return torch.sort(self._index.reshape(-1)).indices
+        by_choice = torch.sort(self._index.t().reshape(-1), stable=True).indices
+        return (by_choice % self.num_tokens) * self.top_k + by_choice // self.num_tokens
