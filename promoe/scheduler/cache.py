@@ -9,7 +9,7 @@ let. A late chunk that overwrote another expert's slot would be a silent wrong w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,21 +18,25 @@ ABSENT, LOADING, RESIDENT, DRAINING = range(4)
 
 @dataclass(slots=True)
 class Load:
-    """An expert on its way into a slot (LOADING or DRAINING)."""
+    """An expert on its way into a slot (LOADING or DRAINING). Chunks are issued in order and arrive in any order."""
 
     slot: int
     generation: int
     num_chunks: int
-    speculative: bool
     issued: int = 0
-    in_flight: int = 0
+    # Which chunks are in flight, not how many: a completion reported twice must not pass for another chunk's.
+    pending: set[int] = field(default_factory=set)
     done_bytes: int = 0
-    failed: bool = False
 
     @property
-    def complete(self) -> bool:
-        """Every chunk arrived."""
-        return self.issued == self.num_chunks and self.in_flight == 0 and not self.failed
+    def in_flight(self) -> int:
+        """Chunks issued and not yet back."""
+        return len(self.pending)
+
+    @property
+    def all_issued(self) -> bool:
+        """No chunk is left to send."""
+        return self.issued == self.num_chunks
 
 
 class ExpertCache:
@@ -71,12 +75,12 @@ class ExpertCache:
         if self.pins[code] == 0:
             self.num_pinned -= 1
 
-    def start_load(self, code: int, num_chunks: int, speculative: bool) -> Load:
+    def start_load(self, code: int, num_chunks: int) -> Load:
         """Let a free slot to an ABSENT expert."""
         assert self.state[code] == ABSENT, f"expert code {code} is in state {self.state[code]}"
         slot = self._free.pop()
         self._generation[slot] += 1
-        load = self.loads[code] = Load(slot, self._generation[slot], num_chunks, speculative)
+        load = self.loads[code] = Load(slot, self._generation[slot], num_chunks)
         self.owner[slot] = code
         self.state[code] = LOADING
         return load
@@ -84,19 +88,22 @@ class ExpertCache:
     def finish_load(self, code: int) -> None:
         """LOADING -> RESIDENT."""
         load = self.loads.pop(code)
-        assert load.complete and self.state[code] == LOADING, load
+        assert self.state[code] == LOADING, f"expert code {code} is in state {self.state[code]}"
+        assert load.all_issued, load
+        assert not load.pending, load
         self.slot_of[code] = load.slot
         self.state[code] = RESIDENT
 
     def abandon_load(self, code: int) -> None:
         """LOADING -> DRAINING, and on to ABSENT at once when nothing is in flight."""
+        assert self.state[code] == LOADING, f"expert code {code} is in state {self.state[code]}"
         self.state[code] = DRAINING
         self.settle(code)
 
     def settle(self, code: int) -> bool:
         """DRAINING -> ABSENT if the last chunk in flight has come back; says whether it did."""
         load = self.loads[code]
-        if load.in_flight:
+        if load.pending:
             return False
         del self.loads[code]
         self._release(code, load.slot)
@@ -104,7 +111,8 @@ class ExpertCache:
 
     def evict(self, code: int) -> None:
         """RESIDENT -> ABSENT. Weights are read-only: eviction is a drop, no copy back exists."""
-        assert self.state[code] == RESIDENT and self.pins[code] == 0, (code, self.state[code], self.pins[code])
+        assert self.state[code] == RESIDENT, f"expert code {code} is in state {self.state[code]}"
+        assert self.pins[code] == 0, f"expert code {code} has {self.pins[code]} pins"
         self._release(code, self.slot_of.pop(code))
 
     def _release(self, code: int, slot: int) -> None:
@@ -119,10 +127,14 @@ class ExpertCache:
         counts = (len(self._free), loading, draining, len(self.slot_of), self.num_slots)
         assert sum(counts[:4]) == self.num_slots, f"free, loading, draining, resident, slots = {counts}"
         held = {code: load.slot for code, load in self.loads.items()} | self.slot_of
-        assert len(set(held.values())) == len(held), f"two experts in one slot: {held}"
+        assert len(held) == len(self.loads) + len(self.slot_of), f"resident and loading: {self.loads}, {self.slot_of}"
+        assert len({*held.values(), *self._free}) == self.num_slots, f"a slot held twice: {held}, free {self._free}"
         assert all(self.owner[slot] == code for code, slot in held.items()), (held, self.owner)
-        assert set(self._free).isdisjoint(held.values()), (self._free, held)
-        by_state = {s: int((self.states == s).sum()) for s in (LOADING, RESIDENT, DRAINING)}
-        assert by_state == {LOADING: loading, RESIDENT: len(self.slot_of), DRAINING: draining}, (by_state, counts)
-        assert all(self.state[code] == DRAINING for code, load in self.loads.items() if load.failed), self.loads
-        assert int((self.pin_counts > 0).sum()) == self.num_pinned <= self.num_slots, (self.num_pinned, counts)
+        by_state = np.bincount(self.states, minlength=4)[1:].tolist()
+        assert by_state == [loading, len(self.slot_of), draining], f"{by_state} experts by state, {counts}"
+        for code, load in self.loads.items():
+            assert all(chunk_idx < load.issued <= load.num_chunks for chunk_idx in load.pending), (code, load)
+            assert load.pending or (self.state[code] == LOADING and load.done_bytes), f"{code} is stuck: {load}"
+            assert load.pending or not load.all_issued, f"expert code {code} is complete but not resident: {load}"
+        num_pinned = int(np.count_nonzero(self.pin_counts))
+        assert num_pinned == self.num_pinned <= self.num_slots, (num_pinned, self.num_pinned, counts)

@@ -18,7 +18,8 @@ class PoolSpec:
     layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert self.num_slots >= 1 and self.layers, self
+        assert self.num_slots >= 1, self
+        assert self.layers, self
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ class Observer(Protocol):
     """Is told what happened; counts it. Calls come from inside scheduler operations and must not call back."""
 
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
-        """A chunk arrived in a slot that still wanted it."""
+        """A chunk arrived, whether or not its slot still wanted it. `cause` is what it was sent for."""
 
     def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
-        """Bytes that speculation had fetched were needed."""
+        """Bytes that speculation had sent are in their slot and a visit asked for their expert."""
 
-    def wasted(self, layer_idx: int, nbytes: int) -> None:
-        """Fetched bytes were dropped before any forward used them."""
+    def wasted(self, layer_idx: int, nbytes: int, cause: Cause) -> None:
+        """Bytes sent for `cause` were dropped before any visit asked for their expert."""
 
     def evicted(self, layer_idx: int) -> None:
         """A complete expert gave up its slot."""
@@ -95,7 +96,7 @@ class NullObserver:
     def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
         """Ignored."""
 
-    def wasted(self, layer_idx: int, nbytes: int) -> None:
+    def wasted(self, layer_idx: int, nbytes: int, cause: Cause) -> None:
         """Ignored."""
 
     def evicted(self, layer_idx: int) -> None:

@@ -146,7 +146,9 @@ class NextUse:
             if self._forecast.pop(layer_idx, None) is None:
                 return
         else:
-            self._forecast[layer_idx] = np.clip(probabilities, P_MIN, P_MAX)
+            p_next = np.full(self._wait.shape[1], P_MIN)
+            p_next[: len(probabilities)] = np.clip(probabilities, P_MIN, P_MAX)
+            self._forecast[layer_idx] = p_next
         self._outdated.add(layer_idx)
 
     def scores(self, current_layer: int) -> Floats:

@@ -24,14 +24,17 @@ class ReusePrior:
     def __init__(self, num_layers: int, num_experts: int, initial: float = 0.1) -> None:
         self._decay = np.array([0.5 ** (1.0 / half_life) for half_life in HALF_LIVES_TOKENS]).reshape(-1, 1)
         self._gain = 1.0 - self._decay
+        self._gains: list[float] = self._gain.ravel().tolist()
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][top_k]`."""
         frequency = self._frequency[layer_idx]
         if len(tokens) == 1:
+            chosen = np.asarray(tokens[0], dtype=np.intp)
             frequency *= self._decay
-            frequency[:, tokens[0]] += self._gain
+            for row, gain in zip(frequency, self._gains, strict=True):
+                row[chosen] += gain
             return
         tokens = tokens[-MAX_TOKENS_LEARNED:]
         chosen = np.asarray(tokens)
@@ -43,7 +46,9 @@ class ReusePrior:
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
         """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]."""
-        per_token = self._frequency[layer_idx].mean(axis=0)
+        short, long = self._frequency[layer_idx]
+        per_token = (short + long) * 0.5
         if num_tokens > 1:
             per_token = 1.0 - (1.0 - np.minimum(per_token, 1.0)) ** num_tokens
-        return np.clip(per_token, P_MIN, P_MAX)
+        clamped: Floats = np.minimum(np.maximum(per_token, P_MIN), P_MAX)
+        return clamped

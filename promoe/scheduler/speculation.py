@@ -30,10 +30,9 @@ class Speculation:
         self._order = None
         return set(old)
 
-    def probability(self, layer_idx: int, code: int) -> float | None:
-        """The probability under which an expert is wanted, or None."""
-        wish = self._by_layer.get(layer_idx, {}).get(code)
-        return None if wish is None else -wish[1]
+    def wants(self, layer_idx: int, code: int) -> bool:
+        """Whether an expert is wanted."""
+        return code in self._by_layer.get(layer_idx, ())
 
     def most_urgent(self) -> int | None:
         """The expert to send next: earliest deadline, then most probable."""

@@ -19,16 +19,16 @@ class Visit:
     of several threads cannot block each other.
     """
 
-    __slots__ = ("_base", "_cache", "_granted", "_needed", "_scheduler", "layer_idx", "num_ready")
+    __slots__ = ("_base", "_cache", "_granted", "_needed", "_scheduler", "layer_idx")
 
     def __init__(self, scheduler: Scheduler, layer_idx: int, ids: Sequence[int]) -> None:
+        assert len(set(ids)) == len(ids), f"experts of a visit are distinct, got {ids}"
         self.layer_idx = layer_idx
-        self.num_ready = 0
         self._scheduler = scheduler
         self._cache = scheduler.cache_of(layer_idx)
         self._base = layer_idx * scheduler.max_experts
         self._needed = [self._base + expert_idx for expert_idx in ids]
-        self._granted: list[int] = []  # pinned, not yet released, in order of execution
+        self._granted: dict[int, None] = {}  # pinned, not yet released, in order of execution
 
     @property
     def finished(self) -> bool:
@@ -48,58 +48,33 @@ class Visit:
         """
         if not self._needed:
             return 0
-        granted = self._admit_by_state() if self._scheduler.config.reorder else self._admit_in_id_order()
-        self._granted += granted
-        for code in granted:
-            self._scheduler.demand(self.layer_idx, code)
+        cache = self._cache
+        granted = []
+        for code in self._by_state() if self._scheduler.config.reorder else self._next_by_id():
+            # What another visit has pinned takes no further slot.
+            if cache.pins[code] or cache.num_pinned < cache.num_slots:
+                cache.pin(code)
+                granted.append(code)
+        self._granted.update(dict.fromkeys(granted))
+        self._needed = [code for code in self._needed if code not in self._granted]
+        self._scheduler.demand(self.layer_idx, granted)
         return len(granted)
 
-    def _admit_by_state(self) -> list[int]:
-        cache = self._cache
-        room = cache.num_slots - cache.num_pinned
-        needed = self._needed
-        if len(needed) > 1:
-            state, loads = cache.state, cache.loads
-            needed.sort(key=lambda c: 0 if state[c] == RESIDENT else (-loads[c].issued if state[c] == LOADING else 1))
-            # Residents sort as 0, absent as 1, loads below 0 by chunks issued: move residents to the front.
-            num_loading = sum(1 for c in needed if state[c] == LOADING and loads[c].issued)
-            if num_loading:
-                loading, rest = needed[:num_loading], needed[num_loading:]
-                num_resident = sum(1 for c in rest if state[c] == RESIDENT)
-                needed = rest[:num_resident] + loading + rest[num_resident:]
-        granted: list[int] = []
-        kept: list[int] = []
-        for code in needed:
-            if cache.pins[code]:
-                cache.pin(code)  # another visit pinned it already: no further slot is taken
-                granted.append(code)
-            elif room > 0:
-                cache.pin(code)
-                room -= 1
-                granted.append(code)
-            else:
-                kept.append(code)
-        self._needed = kept
-        return granted
+    def _by_state(self) -> list[int]:
+        state, loads = self._cache.state, self._cache.loads
+        resident = [code for code in self._needed if state[code] == RESIDENT]
+        if len(resident) == len(self._needed):
+            return resident
+        loading = [code for code in self._needed if state[code] == LOADING]
+        loading.sort(key=lambda code: loads[code].issued, reverse=True)
+        return resident + loading + [code for code in self._needed if state[code] not in (LOADING, RESIDENT)]
 
-    def _admit_in_id_order(self) -> list[int]:
+    def _next_by_id(self) -> list[int]:
         if self._granted:
             return []
-        cache = self._cache
         self._needed.sort()
-        granted: list[int] = []
-        for code in self._needed:
-            if not cache.pins[code] and cache.num_pinned == cache.num_slots:
-                break
-            missing = cache.state[code] != RESIDENT
-            if missing and granted:
-                break
-            cache.pin(code)
-            granted.append(code)
-            if missing:
-                break
-        del self._needed[: len(granted)]
-        return granted
+        missing = (idx for idx, code in enumerate(self._needed) if self._cache.state[code] != RESIDENT)
+        return self._needed[: next(missing, len(self._needed)) + 1]
 
     def ready(self) -> list[int]:
         """Expert ids that are granted and resident now: the next group to run."""
@@ -109,7 +84,7 @@ class Visit:
     def slot(self, expert_idx: int) -> int:
         """The slot of a granted, resident expert."""
         code = self._base + expert_idx
-        assert self._cache.pins[code], f"expert {expert_idx} of layer {self.layer_idx} is not pinned"
+        assert code in self._granted, f"expert {expert_idx} of layer {self.layer_idx} is not granted to this visit"
         return self._cache.slot_of[code]
 
     def failed(self) -> list[int]:
@@ -121,11 +96,11 @@ class Visit:
         """The group has run; its experts may be evicted."""
         for expert_idx in expert_ids:
             code = self._base + expert_idx
-            self._granted.remove(code)
+            del self._granted[code]
             self._scheduler.undemand(code, self._cache)
 
     def close(self) -> None:
         """Give back every grant, whether it ran or not. Safe to repeat."""
         self._needed = []
         while self._granted:
-            self._scheduler.undemand(self._granted.pop(), self._cache)
+            self._scheduler.undemand(self._granted.popitem()[0], self._cache)
