@@ -1,0 +1,110 @@
+"""What each idea buys in decode, on the real disk and behind an emulated link whose transfer time equals compute.
+
+    python benchmarks/decode.py [--caches 12.5% 20% 35%] [--pairs 15] [--new-tokens 32] [--json FILE] [--skip-emulated]
+
+All systems answer the same held-out ShareGPT prompts, interleaved, in one process: A B C A B C. Printed per cache rate:
+the demo's table (medians; `bound` = max(C, B / W)), and ratios of TPOT per pair with 95% bootstrap intervals:
+
+- on-demand LRU in id order / preemption, reordering and next-use eviction
+- the latter / the same with gate prefetch; / with random predictions
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import promoe
+from promoe.bound import bytes_per_token
+from promoe.demo.command import DTYPE, Demo
+from promoe.demo.comparison import Reference, compare, record
+from promoe.demo.options import Options
+from promoe.demo.systems import SYSTEMS, OnDisk, System
+from promoe.links import EmulatedLink
+from promoe.measure import paired_speedup, tpots_s
+from promoe.report import text_comparison
+
+NEXT_USE, GATE, RANDOM = SYSTEMS[2].name, SYSTEMS[3].name, "random predictions"
+ALL = (*SYSTEMS, System(RANDOM, SYSTEMS[3].config, predictor="random"))
+RATIOS = (
+    (SYSTEMS[0].name, NEXT_USE, "at least 1.3 at 20% or below"),
+    (NEXT_USE, GATE, "at least 1.05 at 12.5%, never below 1 at 20 and 35%; 1.15 emulated"),
+    (NEXT_USE, RANDOM, "interval includes 0.97 or more"),
+)
+
+
+def measure(demo: Demo, source: Any, resident: Any, reference: Reference, cache: str, title: str) -> dict[str, Any]:
+    """All systems at one cache rate; printed, and returned for the JSON."""
+    result = compare(source, resident, reference, demo.task, cache, demo.out / "benchmark-timeline.json", ALL)
+    print(f"\n{title}, cache {cache}, link {result.link}, W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
+    print(text_comparison(result.runs, baseline=SYSTEMS[0].name))
+    row: dict[str, Any] = {
+        "title": title,
+        "cache": cache,
+        "bandwidth_bytes_per_s": result.bandwidth_bytes_per_s,
+        "runs": {run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()} for run in result.runs},
+        "ratios": {},
+    }
+    for slow, fast, wanted in RATIOS:
+        ratio = paired_speedup(tpots_s(result.answers[slow]), tpots_s(result.answers[fast]))
+        row["ratios"][f"{slow} / {fast}"] = ratio
+        print(f"  {slow} / {fast}: {ratio.value:.3f} ({ratio.low:.3f} - {ratio.high:.3f}); wanted: {wanted}")
+    for run in result.runs:
+        if run.name in (GATE, RANDOM):
+            print(f"  {run.name}: prefetch on {run.stats.decode.prefetch_on_share:.0%} of decode layer visits")
+    return row
+
+
+class SlowedFiles(OnDisk):
+    """A checkpoint's files, in the page cache, over an emulated link."""
+
+    link = EmulatedLink(bandwidth_bytes_per_s=1e9)
+
+    def patched(self, system: System, cache: str) -> Any:
+        """Opened without its experts."""
+        return promoe.from_pretrained(
+            self._checkpoint, cache=cache, predictor=system.predictor, dtype=DTYPE, link=self.link, config=system.config
+        )
+
+    def equalise(self, reference: Reference, cache: str) -> None:
+        """Let the misses of next-use eviction without prefetch take as long as computing a token."""
+        probe = self.patched(SYSTEMS[2], cache)
+        missed = bytes_per_token(probe.promoe.runtime.engine.scheduler.config, reference.routing)[1:]
+        probe.promoe.close()
+        self.link = EmulatedLink(bandwidth_bytes_per_s=median(missed) / reference.compute_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--caches", nargs="+", default=["12.5%", "20%", "35%"])
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--skip-emulated", action="store_true")
+    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/decode.json"))
+    options = parser.parse_args()
+    demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
+    rows = []
+    checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
+    disk = OnDisk(checkpoint, DTYPE)
+    resident = disk.resident()
+    reference = record(resident, demo.task)
+    print(f"{torch.get_num_threads()} threads, {options.pairs} prompts x {options.new_tokens} tokens")
+    for cache in options.caches:
+        rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT"))
+    if not options.skip_emulated:
+        link = SlowedFiles(checkpoint, DTYPE)
+        link.equalise(reference, "25%")
+        rows.append(measure(demo, link, resident, reference, "25%", "emulated link, transfer = compute"))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(rows, indent=2))
+    print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What a predictor is given, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorContext:
+    """The model that a predictor serves.
+
+    Args:
+        gates: the gate module of each MoE layer, in order.
+        num_experts: routed experts of each MoE layer.
+        top_k: experts per token of each MoE layer.
+    """
+
+    gates: Sequence[nn.Module]
+    num_experts: Sequence[int]
+    top_k: Sequence[int]
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers."""
+        return len(self.gates)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVisit:
+    """One pass of tokens through one gate.
+
+    Args:
+        pass_idx: counts forward passes of the model.
+        phase: "prefill" or "decode".
+        layer_idx: MoE layer.
+        gate_input: `[num_tokens, hidden_dim]`, a copy that the predictor may keep; the last tokens of a long visit.
+        chosen: experts chosen by each of these tokens, `[num_tokens][top_k]`.
+        gate_args: what the gate was called with after its input.
+        gate_kwargs: its keyword arguments.
+    """
+
+    pass_idx: int
+    phase: Phase
+    layer_idx: int
+    gate_input: torch.Tensor
+    chosen: Sequence[Sequence[int]]
+    gate_args: tuple[Any, ...] = ()
+    gate_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Probability `[num_experts]` that the visit of `layer_idx`, `steps_ahead` layer visits from now, uses each expert.
+
+    `steps_ahead` counts on across the end of the pass: layer 0 of the next token is L - i steps from layer i.
+    """
+
+    steps_ahead: int
+    layer_idx: int
+    probabilities: npt.NDArray[np.float64]
+
+
+class Predictor(Protocol):
+    """Answers a layer visit with forecasts of later ones. Called by one thread, in the order of the visits."""
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """Forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
+        ...
+
+
+def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Probability `[num_experts]` that at least one token `[num_tokens, num_experts]` uses an expert: 1 - prod(1 - p)."""
+    result: npt.NDArray[np.float64] = 1.0 - np.prod(1.0 - per_token, axis=0)
+    return result

@@ -1,0 +1,61 @@
+"""Predictions that know everything, nothing, or the opposite: bounds for measurements, and hostile input for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .base import Forecast, LayerVisit, PredictorContext
+from .history import horizon
+
+
+class RandomPredictor:
+    """Uniformly random probabilities from a fixed seed."""
+
+    def __init__(self, context: PredictorContext, lookahead: int, seed: int = 0) -> None:
+        self._context = context
+        self._lookahead = lookahead
+        self._random = np.random.default_rng(seed)
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """Noise for each of the next layers."""
+        steps = horizon(visit.layer_idx, self._lookahead, self._context.num_layers)
+        return [Forecast(k, layer, self._random.random(self._context.num_experts[layer])) for k, layer in steps]
+
+
+class OraclePredictor:
+    """Knows the visits in advance, from a recorded run of the same tokens; `wrong` names exactly the others.
+
+    Args:
+        context: the model.
+        lookahead: visits ahead to tell.
+        visits: (layer, experts used) of every visit, in order.
+        wrong: forecast the experts that will *not* be used, with certainty.
+    """
+
+    def __init__(
+        self,
+        context: PredictorContext,
+        lookahead: int,
+        visits: Sequence[tuple[int, Sequence[int]]],
+        wrong: bool = False,
+    ) -> None:
+        self._context = context
+        self._lookahead = lookahead
+        self._visits = visits
+        self._wrong = wrong
+        self._position = -1
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """The truth, or its opposite, about the next visits."""
+        self._position += 1
+        forecasts = []
+        for k in range(1, self._lookahead + 1):
+            if self._position + k >= len(self._visits):
+                break
+            layer_idx, used = self._visits[self._position + k]
+            truth = np.zeros(self._context.num_experts[layer_idx])
+            truth[list(used)] = 1.0
+            forecasts.append(Forecast(k, layer_idx, 1.0 - truth if self._wrong else truth))
+        return forecasts

@@ -1,0 +1,50 @@
+"""ProMoE for Hugging Face Transformers: run Mixture-of-Experts models whose experts do not fit in fast memory.
+
+    model = promoe.from_pretrained("path/or/hub-id", cache="25%")   # experts stay on disk
+    model = promoe.patch(model, cache="6GiB", link=...)              # a model already in memory
+    print(model.promoe.report())
+
+Output is identical to the unmodified model's. See docs/structure.md for how it works.
+"""
+
+from __future__ import annotations
+
+from promoe.config import PromoeConfig
+from promoe.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineClosedError,
+    EngineError,
+    EngineStalledError,
+    ExpertLoadError,
+    PatchStateError,
+    PromoeError,
+    UnsupportedModelError,
+)
+from promoe.links import EmulatedLink
+from promoe.loading import from_pretrained
+from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.patching import patch, unpatch
+from promoe.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "EmulatedLink",
+    "EngineClosedError",
+    "EngineError",
+    "EngineStalledError",
+    "ExpertLoadError",
+    "MoELayer",
+    "PatchStateError",
+    "PromoeConfig",
+    "PromoeError",
+    "Stats",
+    "UnsupportedModelError",
+    "find_moe_layers",
+    "from_pretrained",
+    "patch",
+    "unpatch",
+]

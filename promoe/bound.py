@@ -1,0 +1,174 @@
+"""The least time per token that compute and link allow, `max(C, B / W)`, to be shown beside each measured time.
+
+C: time per token of the unpatched model with everything resident. B: bytes that a demand-only replay of the same
+eviction policy misses, where a layer's experts are one atomic event (replaying them one by one overstates misses).
+W: best bandwidth of the link that a raw probe reaches in the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from promoe.errors import PromoeError
+from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
+from promoe.links.probe import BandwidthProbe, best_bandwidth
+from promoe.moe_layers import MoELayer, find_moe_layers, gate_indices
+from promoe.scheduler import Scheduler, SchedulerConfig
+from promoe.stores import Store
+from promoe.units import format_seconds, format_times, ratio
+
+TOLERANCE = 0.97
+MIB = 1024 * 1024
+
+
+class MeasurementError(PromoeError):
+    """A time was measured that is shorter than physically possible: it, or its bound, is wrong."""
+
+
+@dataclass(frozen=True)
+class RoutedPass:
+    """One forward pass of a model as its gates saw it."""
+
+    phase: Literal["prefill", "decode"]
+    visits: list[tuple[int, list[list[int]]]] = field(default_factory=list)
+    """(MoE layer, experts of each token `[num_tokens][top_k]`), in the order of execution."""
+
+
+class RoutingRecorder:
+    """Records the routing of a model's passes while its context lasts: one unpadded sequence at a time.
+
+    The model may be patched or not; routing is the same. Costs a few microseconds per layer and pass, so record in a
+    run that is not timed.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer] | None = None) -> None:
+        self._model = model
+        self._layers = find_moe_layers(model) if layers is None else layers
+        self._raw: list[list[tuple[int, torch.Tensor]]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> RoutingRecorder:
+        self._undo = [self._model.register_forward_pre_hook(self._begin).remove]
+        self._undo += [layer.gate.register_forward_hook(self._on_gate(layer)).remove for layer in self._layers]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for undo in self._undo:
+            undo()
+
+    def take(self) -> list[RoutedPass]:
+        """The passes since the start or the last `take`, in order."""
+        raw, self._raw = self._raw, []
+        passes = []
+        for visits in raw:
+            tokens = [(layer_idx, index.tolist()) for layer_idx, index in visits]
+            decode = all(len(rows) == 1 for _, rows in tokens)
+            passes.append(RoutedPass("decode" if decode else "prefill", tokens))
+        return passes
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._raw.append([])
+
+    def _on_gate(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def on_gate(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            index = gate_indices(output)
+            if index is not None:
+                self._raw[-1].append((layer.layer_idx, index))
+
+        return on_gate
+
+
+class Replay:
+    """The same slots and eviction policy with demand only, each layer one event: keeps its cache from pass to pass.
+
+    Args:
+        config: the scheduler configuration of the system whose bound is wanted.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._scheduler = Scheduler(dataclasses.replace(config, hints=False, prefetch=False, reorder=True))
+
+    def missed_bytes(self, routed: RoutedPass) -> int:
+        """Bytes that this pass has to fetch."""
+        return sum(self._visit(layer_idx, tokens) for layer_idx, tokens in routed.visits)
+
+    def _visit(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> int:
+        scheduler, fetched_bytes = self._scheduler, 0
+        ids = sorted({expert_idx for token in tokens for expert_idx in token})
+        visit = scheduler.begin_visit(layer_idx, ids, tokens)
+        while not visit.finished:
+            visit.admit()
+            while leases := scheduler.next_chunks():
+                for lease in leases:
+                    fetched_bytes += self._config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
+                    scheduler.chunk_done(lease)
+            visit.release(visit.ready())
+        visit.close()
+        return fetched_bytes
+
+
+def missed_bytes(config: SchedulerConfig, passes: Sequence[RoutedPass]) -> list[int]:
+    """Bytes that a demand-only, event-atomic replay fetches in each of `passes`, beginning with empty slots."""
+    replay = Replay(config)
+    return [replay.missed_bytes(routed) for routed in passes]
+
+
+def bytes_per_token(config: SchedulerConfig, generations: Sequence[Sequence[RoutedPass]]) -> list[float]:
+    """B of each generation: mean missed bytes per decode pass; slots stay filled from one generation to the next.
+
+    Args:
+        config: as in `Replay`.
+        generations: the passes of each, in the order in which the system ran them, warm-up included.
+
+    Returns:
+        One number per generation; nan where nothing was decoded.
+    """
+    replay, results = Replay(config), []
+    for passes in generations:
+        missed = [(routed.phase, replay.missed_bytes(routed)) for routed in passes]
+        decode = [nbytes for phase, nbytes in missed if phase == "decode"]
+        results.append(ratio(sum(decode), len(decode)))
+    return results
+
+
+def token_bound_s(compute_s: float | None, missed_bytes_per_token: float, bandwidth_bytes_per_s: float) -> float:
+    """`max(C, B / W)` in seconds per token; `compute_s` None (not measured): `B / W`, a weaker bound."""
+    return max(compute_s or 0.0, missed_bytes_per_token / bandwidth_bytes_per_s)
+
+
+def check_bound(name: str, tpot_s: float, bound_s: float) -> None:
+    """Raise MeasurementError when a system was faster than its bound by more than the tolerance of 3%."""
+    found = ratio(tpot_s, bound_s)
+    if found < TOLERANCE:
+        raise MeasurementError(
+            f"{name!r} took {format_seconds(tpot_s)} per token, {format_times(found)} of the least possible "
+            f"{format_seconds(bound_s)}; at least {format_times(TOLERANCE)} is expected. The compute time, the bandwidth or "
+            "the time itself was measured wrong: close other programs and measure again."
+        )
+
+
+def link_bandwidth(link: Link, store: Store) -> float:
+    """W, bytes per second: what an emulated link is set to, else the best of a raw probe of the store's files.
+
+    The probe takes about 4 s. Probe before and after what is to be bounded, and take the larger: disks drift.
+    """
+    if isinstance(link, BoundEmulatedLink):
+        return link.spec.bandwidth_bytes_per_s
+    assert isinstance(link, FileLink), f"no probe for a {type(link).__name__}"
+    assert isinstance(store, FileStore), f"a file link over a {type(store).__name__}"
+    return probe(store, link).best.bytes_per_s
+
+
+def probe(store: FileStore, link: FileLink) -> BandwidthProbe:
+    """Raw reads of the store's files in the link's mode, over request sizes and depths."""
+    return best_bandwidth(store, link.mode, request_bytes=(1 * MIB, 4 * MIB), seconds=0.3, rounds=2)

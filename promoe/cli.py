@@ -1,0 +1,150 @@
+"""The command `promoe`. Parsing imports neither torch nor transformers, so help and mistakes are answered at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from jsonargparse import ArgumentParser
+
+import promoe
+from promoe.errors import PromoeError
+
+EXIT_DIFFERENT_TOKENS = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+DESCRIPTION = "Run Mixture-of-Experts models whose experts do not fit in memory, with identical output."
+
+
+def run(
+    model: str,
+    prompt: str,
+    *,
+    cache: str = "50%",
+    predictor: str = "gate",
+    store: Literal["auto", "disk", "host"] = "auto",
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    trace: str | None = None,
+    report: str | None = None,
+) -> int:
+    """Open a checkpoint with its experts left on disk, and let it answer one prompt.
+
+    The answer streams to stdout; progress, a live status line and the final report go to stderr.
+
+    Args:
+        model: folder of a safetensors checkpoint, or a hub id
+        prompt: what to say to it; a chat template is applied where the tokenizer has one
+        cache: RAM for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"
+        predictor: what prefetch goes by: "gate", "previous", "popularity", "random", or "none" for no prefetch
+        store: where experts stay: "disk" (the checkpoint's files), "host" (all of them in RAM, the stock model), or "auto"
+            (disk)
+        max_new_tokens: longest answer, in tokens
+        temperature: of sampling; 0 takes the most likely token each time
+        seed: of sampling
+        trace: file for a timeline (Chrome-trace JSON, for ui.perfetto.dev)
+        report: file for a report (one self-contained HTML page)
+    """
+    from promoe.running import Request, answer
+
+    answer(
+        Request(
+            model=model,
+            prompt=prompt,
+            cache=int(cache) if cache.isdigit() else cache,
+            predictor=None if predictor.lower() == "none" else predictor,
+            store=store,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            trace=trace,
+            report=report,
+        )
+    )
+    return 0
+
+
+def demo(
+    *,
+    model: str | None = None,
+    cache: str = "20%",
+    prompts: int = 5,
+    max_new_tokens: int = 32,
+    repeat: int = 128,
+    out: str = "promoe-out",
+    skip_widened: bool = False,
+) -> int:
+    """Show what caching, preemption, reordering and prefetch each buy, on a small trained model. Takes some minutes.
+
+    First with its experts behind an emulated link that is as slow, for this model, as PCIe is for a real one; then with
+    experts of real size, read from this machine's disk. Every system's tokens are compared with the unmodified model's.
+    Writes reports and timelines.
+
+    Args:
+        model: folder of the demo model; by default examples/sharegpt_moe/checkpoint
+        cache: slots, as a share of the routed experts ("20%") or a size
+        prompts: held-out ShareGPT prompts that are measured, after one to warm up
+        max_new_tokens: tokens generated for each
+        repeat: how many times wider the experts of the second part are (128: about 10 MB each)
+        out: folder for reports, timelines and the widened model (several GB, written once)
+        skip_widened: leave out the second part
+    """
+    from promoe.demo import Options, run_demo
+
+    options = Options(
+        model=model,
+        cache=cache,
+        prompts=prompts,
+        max_new_tokens=max_new_tokens,
+        repeat=repeat,
+        out=out,
+        skip_widened=skip_widened,
+    )
+    return 0 if run_demo(options) else EXIT_DIFFERENT_TOKENS
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run}
+
+
+class _Parser(ArgumentParser):
+    """Options as shells have them: hyphens for underscores, and a flag for what is False by default."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
+        names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in args)
+        if kwargs.get("default") is False and kwargs.get("type") is bool:
+            kwargs = {"help": kwargs.get("help"), "action": "store_true"}
+        return super().add_argument(*names, **kwargs)
+
+
+def make_parser() -> ArgumentParser:
+    """The parser of all commands, made from their signatures and docstrings."""
+    parser = _Parser(prog="promoe", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"promoe {promoe.__version__}")
+    commands = parser.add_subcommands(required=True, dest="command")
+    for name, command in COMMANDS.items():
+        text = (command.__doc__ or "").partition("\n    Args:")[0].strip()
+        subparser = _Parser(description=text)
+        subparser.add_function_arguments(command, as_group=False, as_positional=True)
+        commands.add_subcommand(name, subparser, help=text.partition("\n")[0])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (tokens differ), 2 (the user can mend it), 130 (interrupted)."""
+    parsed = make_parser().parse_args(None if argv is None else list(argv))
+    command = COMMANDS[parsed.command]
+    try:
+        return command(**vars(parsed[parsed.command]))
+    except PromoeError as error:
+        print(f"promoe {parsed.command}: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print(f"\npromoe {parsed.command}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The settings of a patched model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from promoe.errors import ConfigError
+from promoe.scheduler.config import EvictionName
+
+ReadMode = Literal["auto", "page_cache", "direct"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromoeConfig:
+    """How a patched model fetches and keeps experts. Every value has a sensible default.
+
+    Args:
+        eviction: which resident expert makes room: "next_use" (expected steps until next use), "lru", "lfru" or
+            "static" (by popularity).
+        early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
+        reorder: run resident experts first, then those in flight, then the rest.
+        lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
+        min_probability: a prediction below this calibrated probability is not fetched.
+        governor: measure whether prefetch pays, and switch it off while it does not.
+        bypass: when the cache holds every expert, simply load them and run the stock forward.
+        chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096.
+        workers: transfer threads.
+        read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit in free RAM).
+        stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
+        strict: check invariants that production only counts.
+    """
+
+    eviction: EvictionName = "next_use"
+    early_preemption: bool = True
+    reorder: bool = True
+    lookahead: int = 3
+    min_probability: float = 0.5
+    governor: bool = True
+    bypass: bool = True
+    chunk_bytes: int = 4 * 1024 * 1024
+    workers: int = 2
+    read_mode: ReadMode = "auto"
+    stall_timeout_s: float = 60.0
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("early_preemption", "reorder", "governor", "bypass", "strict"):
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
+        for name in ("lookahead", "chunk_bytes", "workers"):
+            self._require(_is_int(getattr(self, name)), name, "a whole number")
+        for name in ("min_probability", "stall_timeout_s"):
+            self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
+        self._require(self.eviction in get_args(EvictionName), "eviction", f"one of {get_args(EvictionName)}")
+        self._require(self.read_mode in get_args(ReadMode), "read_mode", f"one of {get_args(ReadMode)}")
+        self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
+        self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
+        self._require(self.workers >= 1, "workers", "at least 1 thread")
+        self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")
+        self._require(
+            self.chunk_bytes >= 4096 and self.chunk_bytes % 4096 == 0,
+            "chunk_bytes",
+            "a positive multiple of 4096 bytes",
+        )
+
+    def _require(self, holds: bool, name: str, allowed: str) -> None:
+        if not holds:
+            raise ConfigError(
+                f"The {name!r} field of PromoeConfig must be {allowed}. Got {getattr(self, name)!r} instead."
+            )
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

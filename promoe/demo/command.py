@@ -1,0 +1,189 @@
+"""Runs the demo: the demo model behind an emulated link, then with wide experts on the real disk."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from promoe.demo.comparison import Reference, Result, Task, TokensDifferError, compare, record
+from promoe.demo.example import READABLE_LOSS, Example, find_example
+from promoe.demo.options import Options
+from promoe.demo.setups import DEEPSEEK_ON_4090, RealSetup, emulate
+from promoe.demo.show import conditions, heading, paragraph, say, show_conditions, show_result, show_routing, show_sample
+from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk
+from promoe.errors import ConfigError
+from promoe.links.free_ram import free_ram_bytes
+from promoe.output import check_writable
+from promoe.report import html_report
+from promoe.running import load_tokenizer, prompt_inputs
+from promoe.sizes import plan_pools
+from promoe.units import format_memory, format_number, format_seconds
+
+if TYPE_CHECKING:
+    from promoe.moe_layers import MoELayer
+
+# bf16 halves the bytes on disk, and its products read half the memory, also on CPUs that have no bf16 instructions.
+DTYPE = torch.bfloat16
+SPARE_RAM_BYTES = 2 * 2**30
+
+
+def run_demo(options: Options) -> bool:
+    """Run both parts; says whether all systems gave the same tokens.
+
+    Raises:
+        PromoeError: something that it needs is missing or cannot be written; before anything is measured.
+    """
+    started_s = time.monotonic()
+    demo = Demo(options)
+    try:
+        demo.behind_link(DEEPSEEK_ON_4090)
+        if not options.skip_widened:
+            demo.on_disk()
+    except TokensDifferError as error:
+        heading("FAILED: THE OUTPUT IS NOT THE SAME")
+        paragraph(str(error))
+        return False
+    demo.say_where()
+    say(f"  The demo took {format_seconds(time.monotonic() - started_s)}.")
+    return True
+
+
+class Demo:
+    """One run of the demo: what it needs is checked and opened at once, its two parts can be run alone."""
+
+    def __init__(self, options: Options) -> None:
+        transformers.logging.disable_progress_bar()
+        self.options = options
+        self.example: Example = find_example(options.model)
+        self.out = _folder(options.out)
+        self.written: list[tuple[str, Path]] = []
+        self._tokenizer = load_tokenizer(str(self.example.checkpoint))
+        self._prompts = self.example.prompts(options.prompts + 1)
+        self._task = self._make_task()
+        say("What each idea buys, step by step; every row adds one to the row above it.")
+        for system in SYSTEMS:
+            say(f"  {system.name.ljust(20)}{system.meaning}")
+
+    def behind_link(self, setup: RealSetup) -> None:
+        """Part 1: the demo model in RAM, its experts behind a link as slow, for it, as `setup`'s is."""
+        heading(f"1. The demo model behind a link with the balance of {setup.name}")
+        source = BehindLink(self.example.checkpoint, DTYPE)
+        model = source.resident()
+        reference = record(model, self._task)
+        source.link = emulate(setup, reference.token_bytes, reference.compute_s)
+        paragraph(
+            f"There, moving all of a token's experts takes {format_seconds(setup.transfer_s)} and computing the token "
+            f"{format_seconds(setup.compute_s)}: {format_number(setup.ratio)} to 1. Here the token was measured to take "
+            f"{format_seconds(reference.compute_s)}, so the link is set to "
+            f"{format_number(source.link.bandwidth_bytes_per_s / 1e6)} MB/s."
+        )
+        self._sample(reference)
+        result = compare(
+            source, model, reference, self._task, self.options.cache, self._path("emulated-link-timeline.json")
+        )
+        setting = {"imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached"}
+        self._present(result, reference, self.example.checkpoint, setting, "emulated-link", "behind an emulated link")
+
+    def on_disk(self) -> None:
+        """Part 2: experts of real size, read from this machine's disk past the page cache."""
+        name = f"widened-x{self.options.repeat}-{str(DTYPE).removeprefix('torch.')}"
+        heading(f"2. The same function with experts {self.options.repeat} times as wide, on this machine's disk")
+        checkpoint = self.example.widen(self.out / name, self.options.repeat, DTYPE)
+        source = OnDisk(checkpoint, DTYPE)
+        probe: Any = source.patched(SYSTEMS[0], self.options.cache)
+        layers: list[MoELayer] = list(probe.promoe.runtime.layers)
+        fits = self._fits(layers)
+        model = source.resident() if fits else None
+        reference = record(probe if model is None else model, self._task)
+        probe.promoe.close()
+        del probe
+        gc.collect()
+        paragraph(
+            f"Every neuron of an expert is repeated {self.options.repeat} times and its output divided by as much: real "
+            f"routing, real bytes. Read from {checkpoint} with O_DIRECT, so that the page cache does not flatter."
+        )
+        result = compare(
+            source, model, reference, self._task, self.options.cache, self._path("real-disk-timeline.json")
+        )
+        self._present(result, reference, checkpoint, {}, "real-disk", "on the real disk")
+
+    def say_where(self) -> None:
+        """Print what was written."""
+        heading("Written")
+        width = max(len(str(path)) for _, path in self.written)
+        for what, path in self.written:
+            say(f"  {str(path).ljust(width)}  {what}")
+
+    def _present(
+        self, result: Result, reference: Reference, checkpoint: Path, setting: Mapping[str, str], name: str, where: str
+    ) -> None:
+        found = conditions(checkpoint, DTYPE, reference.layers, result, self._task, self.options) | setting
+        show_result(result, reference)
+        say()
+        show_conditions(found)
+        report = html_report(
+            result.runs, self._path(f"{name}-report.html"), f"promoe demo: {where}", found, baseline=SYSTEMS[0].name
+        )
+        self.written.append((f"report, experts {where}", report))
+        self.written.append(
+            (f"timeline of “{SYSTEMS[-1].name}”; open it at ui.perfetto.dev", self.out / f"{name}-timeline.json")
+        )
+        if name == "emulated-link" and not self._readable():
+            say()
+            show_routing(result.runs[-1].stats.decode)
+
+    def _sample(self, reference: Reference) -> None:
+        loss = self.example.heldout_loss()
+        if not self._readable():
+            paragraph(
+                f"The demo model's held-out loss is {loss} nats per token: its prose is not the point, its routing is."
+            )
+            return
+        say()
+        text = self._tokenizer.decode(list(reference.answers[1].tokens), skip_special_tokens=True)
+        show_sample(self._prompts[1], str(text))
+
+    def _readable(self) -> bool:
+        loss = self.example.heldout_loss()
+        return loss is None or loss <= READABLE_LOSS
+
+    def _make_task(self) -> Task:
+        inputs = [prompt_inputs(self._tokenizer, prompt) for prompt in self._prompts]
+        pad = self._tokenizer.pad_token_id
+        return Task(inputs[0], inputs[1:], self.options.max_new_tokens, self._tokenizer.eos_token_id if pad is None else pad)
+
+    def _fits(self, layers: list[MoELayer]) -> bool:
+        """Whether the whole model and the slots of every system fit into free RAM."""
+        free_bytes = free_ram_bytes()
+        layouts, counts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
+        slots_bytes = len(SYSTEMS) * sum(plan.nbytes for plan in plan_pools(self.options.cache, layouts, counts))
+        total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
+        needed_bytes = total_bytes + slots_bytes + SPARE_RAM_BYTES
+        if free_bytes is None or needed_bytes <= free_bytes:
+            return True
+        paragraph(
+            f"All experts in RAM beside every system's slots would take {format_memory(needed_bytes)}; "
+            f"{format_memory(free_bytes)} are free. So that row is left out."
+        )
+        return False
+
+    def _path(self, name: str) -> Path:
+        return check_writable(self.out / name)
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write into '{folder}': {error.strerror or error}. Give another folder with --out."
+        ) from error
+    check_writable(folder / "report.html")
+    return folder

@@ -1,0 +1,120 @@
+"""The ways to serve a model that the demo compares: each adds one idea to the one before."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from promoe.config import PromoeConfig
+from promoe.links import EmulatedLink
+from promoe.loading import from_pretrained
+from promoe.memory import SLOT_ALIGNMENT_BYTES
+from promoe.patching import patch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+RESIDENT = "all resident"
+
+
+@dataclass(frozen=True)
+class System:
+    """Settings of a patched model under a name."""
+
+    name: str
+    config: PromoeConfig
+    predictor: str | None = None
+    meaning: str = ""
+
+
+# `bypass` is off so that slots are measured even where they hold everything.
+_BASE = PromoeConfig(bypass=False)
+SYSTEMS = (
+    System(
+        "on-demand LRU",
+        dataclasses.replace(_BASE, eviction="lru", early_preemption=False, reorder=False),
+        meaning="missing experts one after the other by id, each fetched when its turn comes",
+    ),
+    System(
+        "+ preempt/reorder",
+        dataclasses.replace(_BASE, eviction="lru"),
+        meaning="all missing experts requested when the gate has chosen; those at hand run first",
+    ),
+    System("+ next-use eviction", _BASE, meaning="evicts the expert whose next use is expected last"),
+    System(
+        "+ gate prefetch",
+        _BASE,
+        predictor="gate",
+        meaning="later layers' gates, asked early, say what to fetch next; off while it does not pay",
+    ),
+)
+
+
+class Source(Protocol):
+    """Where a part's models come from."""
+
+    def resident(self) -> PreTrainedModel:
+        """The unmodified model, everything in memory."""
+        ...
+
+    def patched(self, system: System, cache: str) -> PreTrainedModel:
+        """The model with its experts in slots."""
+        ...
+
+
+class BehindLink:
+    """A checkpoint in RAM whose experts come over an emulated link."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self.link: EmulatedLink | None = None
+
+    def resident(self) -> PreTrainedModel:
+        """The unmodified model."""
+        return load_stock(self._checkpoint, self._dtype)
+
+    def patched(self, system: System, cache: str) -> PreTrainedModel:
+        """A copy of its own, patched."""
+        assert self.link is not None, "set the link first: it follows from the measured compute time"
+        model = self.resident()
+        return patch(model, cache=cache, predictor=system.predictor, link=self.link, config=system.config)
+
+
+class OnDisk:
+    """A checkpoint whose experts are read from its files, past the page cache."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+
+    def resident(self) -> PreTrainedModel:
+        """The unmodified model, all of it in RAM."""
+        return load_stock(self._checkpoint, self._dtype)
+
+    def patched(self, system: System, cache: str) -> PreTrainedModel:
+        """Opened without its experts."""
+        config = dataclasses.replace(system.config, read_mode="direct")
+        return from_pretrained(
+            self._checkpoint, cache=cache, predictor=system.predictor, dtype=self._dtype, config=config
+        )
+
+
+def load_stock(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The checkpoint as Transformers opens it, in eval mode, its tensors where slots would have them.
+
+    The bits of a product can depend on its operands' alignment, and Transformers maps some tensors straight from the
+    file, where they lie as it happens; those are copied to aligned memory.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.data_ptr() % SLOT_ALIGNMENT_BYTES:
+                tensor.data = tensor.data.clone()
+    result: PreTrainedModel = model
+    return result

@@ -1,0 +1,390 @@
+"""The transfer engine: threads that move chunks as the scheduler orders, and forwards that wait for them.
+
+One lock guards the scheduler and the counters. It is held for microseconds: never during I/O, copies, predictors or
+expert computation. Knows links, slots and errors; does not know models.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+import numpy.typing as npt
+import torch
+
+from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
+from promoe.links import Link
+from promoe.memory import SlotPool
+from promoe.recorder import Recorder
+from promoe.scheduler import ExpertKey, Lease, Scheduler
+from promoe.stores import Store
+from promoe.tracing import STALL, Tracer, link_worker
+
+logger = logging.getLogger(__name__)
+
+Rows = Mapping[int, Mapping[str, torch.Tensor]]
+"""Expert id -> its tensors in a slot, by parameter name."""
+
+# How often a waiting forward looks up to see whether anything moved at all.
+HEARTBEAT_S = 1.0
+
+
+class Engine:
+    """Serves expert weights from a store into slots, by a scheduler's orders. Start with `start`, end with `close`.
+
+    Args:
+        scheduler: decides; driven by this engine alone.
+        store: where the chunks of an expert lie.
+        link: moves one chunk; `link.workers` threads call it.
+        pools: one per pool of the scheduler, in its order.
+        recorder: counts; guarded by this engine's lock.
+        stall_timeout_s: a forward that waits while no chunk completes for this long raises EngineStalledError.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        link: Link,
+        pools: Sequence[SlotPool],
+        recorder: Recorder,
+        stall_timeout_s: float = 60.0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.store = store
+        self.link = link
+        self.pools = tuple(pools)
+        self.recorder = recorder
+        self.stall_timeout_s = stall_timeout_s
+        self.tracer: Tracer | None = None
+        self.lock = threading.Lock()
+        self._work = threading.Condition(self.lock)
+        self._arrived = threading.Condition(self.lock)
+        self._idle_workers = 0
+        self._waiting_visits = 0
+        self._chunks_completed = 0
+        self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
+        self._closed = False
+        self._fatal: BaseException | None = None
+        self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
+        self._pool_of = {
+            layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
+        }
+        self._threads = [
+            threading.Thread(target=self._serve, args=(idx,), name=f"promoe-link-{idx}", daemon=True)
+            for idx in range(link.workers)
+        ]
+
+    def start(self) -> None:
+        """Start the link workers."""
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Stop the workers (the chunks in flight land first) and wake whoever waits. Safe to repeat.
+
+        A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and so would
+        we. Its slot's memory lives as long as it does.
+        """
+        with self.lock:
+            self._closed = True
+            self._work.notify_all()
+            self._arrived.notify_all()
+        deadline_s = time.perf_counter() + self.stall_timeout_s
+        workers = [thread for thread in self._threads if thread is not threading.current_thread()]
+        for thread in workers:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline_s - time.perf_counter()))
+        if stuck := [thread.name for thread in workers if thread.is_alive()]:
+            logger.warning("%s still in a transfer after %.1f s; left behind.", ", ".join(stuck), self.stall_timeout_s)
+        self.link.close()
+
+    # -- the forwards' side -------------------------------------------------------------------------------------
+
+    def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
+        """A gate chose these experts: start what is missing. Returns how many are resident."""
+        with self.lock:
+            hits = self.scheduler.hint(layer_idx, ids)
+            if hits < len(ids):
+                self._wake_workers()
+        return hits
+
+    def visit(
+        self,
+        layer_idx: int,
+        ids: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None = None,
+        num_sequences: int = 1,
+        hits: int | None = None,
+    ) -> EngineVisit:
+        """Begin a layer's visit (see `Scheduler.begin_visit`); use it as a context manager.
+
+        Args:
+            layer_idx: the MoE layer.
+            ids: distinct experts that its tokens use.
+            tokens: experts of each real token, for the reuse prior.
+            num_sequences: tokens expected at the layer's next visit.
+            hits: how many were resident at gate time, if a hint for these ids was given; for the counters.
+        """
+        return EngineVisit(self, layer_idx, ids, tokens, num_sequences, hits)
+
+    def forecast(self, origin_step: int, steps_ahead: int, layer_idx: int, probabilities: npt.ArrayLike) -> bool:
+        """Hand a forecast to the scheduler, unless its layer's turn has come meanwhile; says whether it was in time.
+
+        Args:
+            origin_step: scheduler step of the visit that it was made from.
+            steps_ahead: layer visits from that one to the one forecast.
+            layer_idx: the layer forecast.
+            probabilities: `[num_experts]`.
+        """
+        with self.lock:
+            remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
+            if remaining <= 0 or self._closed:
+                return False
+            self.scheduler.forecast(remaining, layer_idx, probabilities)
+            self._wake_workers()
+        return True
+
+    def _wake_workers(self) -> None:
+        if self._idle_workers:
+            self._work.notify(self._idle_workers)
+
+    def _check_alive(self) -> None:
+        if self._fatal is not None:
+            raise EngineError(
+                f"A link worker died: {self._fatal!r}. The model cannot fetch experts any more; "
+                "call promoe.unpatch(model) and patch it again."
+            ) from self._fatal
+        if self._closed:
+            raise EngineClosedError(
+                "The model's experts were needed after its engine was closed. Call promoe.unpatch(model), "
+                "or open the model again."
+            )
+
+    def _load_error(self, layer_idx: int, expert_ids: Sequence[int]) -> ExpertLoadError:
+        key = ExpertKey(layer_idx, expert_ids[0])
+        lease, cause = self._load_errors.get(key, (None, None))
+        where = "" if lease is None else f" ({self.store.describe(self.store.chunks(key)[lease.chunk_idx])})"
+        error = ExpertLoadError(
+            f"Expert {key.expert_idx} of MoE layer {layer_idx} could not be fetched{where}: {cause}. "
+            "The forward was stopped and its KV cache is incomplete: start the generation again once the cause is mended."
+        )
+        error.__cause__ = cause
+        return error
+
+    def state(self) -> str:
+        """The state of the engine in words, for error messages."""
+        scheduler = self.scheduler
+        caches = [scheduler.cache_of(spec.layers[0]) for spec in scheduler.config.pools]
+        pools = "; ".join(
+            f"pool {i}: {c.num_slots} slots, {c.num_free} free, {len(c.slot_of)} resident, {c.num_pinned} pinned, "
+            f"{sum(load.in_flight for load in c.loads.values())} chunks in flight"
+            for i, c in enumerate(caches)
+        )
+        return (
+            f"step {scheduler.step}, layer {scheduler.current_layer}, {self._chunks_completed} chunks completed, "
+            f"{self._idle_workers} of {len(self._threads)} workers idle, link: {self.link.describe()}; {pools}"
+        )
+
+    # -- the workers' side --------------------------------------------------------------------------------------
+
+    def _serve(self, worker_idx: int) -> None:
+        try:
+            while (lease := self._next_lease()) is not None:
+                while lease is not None:
+                    error = self._transfer(lease, worker_idx)
+                    lease = self._complete(lease, error)
+        except BaseException as error:
+            logger.exception("link worker %d died", worker_idx)
+            with self.lock:
+                self._fatal = error
+                self._arrived.notify_all()
+
+    def _next_lease(self) -> Lease | None:
+        with self.lock:
+            while not self._closed:
+                leases = self.scheduler.next_chunks(1)
+                if leases:
+                    return leases[0]
+                self._idle_workers += 1
+                self._work.wait()
+                self._idle_workers -= 1
+        return None
+
+    def _transfer(self, lease: Lease, worker_idx: int) -> Exception | None:
+        pool = self._pool_of[lease.key.layer_idx]
+        chunk = self.store.chunks(lease.key)[lease.chunk_idx]
+        start_s = time.perf_counter()
+        try:
+            self.link.transfer(chunk, pool.slot(lease.slot), pool.address(lease.slot))
+        except Exception as error:  # whatever a link raises is reported to the forward that needs the expert
+            return error
+        if (tracer := self.tracer) is not None:  # another thread may end the timeline at any time
+            tracer.span(
+                link_worker(worker_idx),
+                f"{lease.cause} L{lease.key.layer_idx} E{lease.key.expert_idx}",
+                start_s,
+                time.perf_counter(),
+                chunk=lease.chunk_idx,
+                nbytes=chunk.nbytes,
+            )
+        return None
+
+    def _complete(self, lease: Lease, error: Exception | None) -> Lease | None:
+        """Publish a completion, and take the next order in the same breath."""
+        with self.lock:
+            self._progress += 1
+            self._chunks_completed += 1
+            first_failure = error is not None and self._failed(lease, error)
+            if error is None and self.scheduler.chunk_done(lease):
+                self._load_errors.pop(lease.key, None)
+                if self._waiting_visits:
+                    self._arrived.notify_all()
+            following = None if self._closed else self._take_one()
+        if first_failure and lease.cause == "prefetch":
+            logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, error)
+        return following
+
+    def _failed(self, lease: Lease, error: Exception) -> bool:
+        """Publish a failure, with the lock held; says whether it is the expert's first since it last arrived."""
+        first = lease.key not in self._load_errors
+        self._load_errors[lease.key] = (lease, error)
+        self.scheduler.chunk_failed(lease)
+        self._arrived.notify_all()
+        return first
+
+    def _take_one(self) -> Lease | None:
+        leases = self.scheduler.next_chunks(1)
+        if leases and self._idle_workers:
+            self._work.notify()
+        return leases[0] if leases else None
+
+
+class EngineVisit:
+    """A layer's visit, as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        layer_idx: int,
+        ids: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None,
+        num_sequences: int,
+        hits: int | None,
+    ) -> None:
+        self._engine = engine
+        self._layer_idx = layer_idx
+        self._ids = ids
+        self._pool = engine._pool_of[layer_idx]
+        self._stall_s = 0.0
+        self._waited_for = 0
+        self._group: list[int] = []
+        with engine.lock:
+            engine._check_alive()
+            self._visit = engine.scheduler.begin_visit(layer_idx, ids, tokens, num_sequences)
+            self._visit.admit()
+            self._group = self._visit.ready()
+            if hits is None:  # not the group: without `reorder`, that ends at the first that is missing
+                hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
+            self._hits = hits
+            if len(self._group) < len(ids):
+                engine._wake_workers()
+
+    def __enter__(self) -> EngineVisit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        engine = self._engine
+        with engine.lock:
+            self._visit.close()
+            if kind is None:
+                needed = len(self._ids)
+                engine.recorder.visit(
+                    self._layer_idx, self._ids, min(self._hits, needed), needed - self._waited_for, self._stall_s
+                )
+            if engine._idle_workers or engine._waiting_visits:
+                engine._wake_workers()
+                engine._arrived.notify_all()
+
+    def all_rows(self) -> Rows | None:
+        """The tensors of every needed expert, if all are resident now; else None."""
+        return self._rows() if len(self._group) == len(self._ids) else None
+
+    def groups(self) -> Iterator[Rows]:
+        """Groups of ready experts until all have run; waits where none is ready.
+
+        Rows of a group are valid until the next one is asked for.
+
+        Raises:
+            ExpertLoadError: a needed expert could not be fetched.
+            EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
+        """
+        if not self._group:
+            self._group = self._next_group()
+        while self._group:
+            yield self._rows()
+            self._group = self._next_group()
+
+    def _rows(self) -> Rows:
+        tensors, visit = self._pool.tensors, self._visit
+        return {expert_idx: tensors(visit.slot(expert_idx)) for expert_idx in self._group}
+
+    def _next_group(self) -> list[int]:
+        engine, visit = self._engine, self._visit
+        with engine.lock:
+            visit.release(self._group)
+            engine._progress += 1
+            if visit.admit() or engine._waiting_visits:
+                engine._wake_workers()
+            if engine._waiting_visits:
+                engine._arrived.notify_all()  # another visit may be granted what this one gave back
+            if visit.finished:
+                return []
+            group = visit.ready()
+            if not group:
+                group = self._wait()
+                self._waited_for += len(group)
+            return group
+
+    def _wait(self) -> list[int]:
+        """Wait, with the engine's lock held, until some needed expert is ready."""
+        engine, visit = self._engine, self._visit
+        start_s = last_progress_s = time.perf_counter()
+        progress = engine._progress
+        engine._waiting_visits += 1
+        try:
+            while True:
+                engine._check_alive()
+                if failed := visit.failed():
+                    raise engine._load_error(self._layer_idx, failed)
+                if group := visit.ready():
+                    return group
+                if not visit.holds_grants and visit.admit():
+                    engine._wake_workers()
+                    continue
+                engine._arrived.wait(min(HEARTBEAT_S, engine.stall_timeout_s))
+                now_s = time.perf_counter()
+                if engine._progress != progress:
+                    progress, last_progress_s = engine._progress, now_s
+                elif now_s - last_progress_s > engine.stall_timeout_s:
+                    raise EngineStalledError(
+                        f"MoE layer {self._layer_idx} waits for experts and no chunk completed for "
+                        f"{now_s - last_progress_s:.1f} s (stall_timeout_s={engine.stall_timeout_s}). "
+                        f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
+                    )
+        finally:
+            engine._waiting_visits -= 1
+            end_s = time.perf_counter()
+            self._stall_s += end_s - start_s
+            if (tracer := engine.tracer) is not None:
+                tracer.span(STALL, f"wait L{self._layer_idx}", start_s, end_s)

@@ -1,0 +1,130 @@
+"""`model.promoe`: what a user asks a patched model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+
+from torch import nn
+
+from promoe.config import PromoeConfig
+from promoe.errors import PatchStateError
+from promoe.governor import Governor
+from promoe.memory import SlotPool
+from promoe.passes import PassState
+from promoe.report import text_report
+from promoe.runtime import Runtime
+from promoe.stats import Stats
+from promoe.stores import Store
+from promoe.tracing import Tracer, check_writable
+
+
+class Handle:
+    """The handle of a patched model: counters, reports, timelines, and its end.
+
+    Attributes:
+        config: the settings it was patched with.
+        runtime: the parts at work, for tests and benchmarks; not part of the public contract.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: PromoeConfig,
+        runtime: Runtime,
+        store: Store,
+        pools: Sequence[SlotPool],
+        predictor: str | None,
+        undo: ExitStack,
+        restore: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.runtime = runtime
+        self._model_name = type(model).__name__
+        self._store = store
+        self._pools = tuple(pools)
+        self._predictor = predictor
+        self._undo = undo
+        self._restore = restore
+        self._governor = Governor() if predictor is not None and config.governor else None
+        with runtime.engine.lock:
+            runtime.engine.recorder.prefetch_switched(predictor is not None)
+
+    def __repr__(self) -> str:
+        return f"<promoe handle of {self._model_name}: {self.stats().cache_slots} slots>"
+
+    def stats(self) -> Stats:
+        """Everything counted since patching or `reset_stats()`."""
+        engine = self.runtime.engine
+        with engine.lock:
+            return Stats.of(
+                engine.recorder,
+                cache_slots=sum(pool.num_slots for pool in self._pools),
+                cache_bytes=sum(pool.nbytes for pool in self._pools),
+                link=engine.link.describe(),
+                policy=self.config.eviction,
+                predictor=self._predictor,
+                store=type(self._store).__name__,
+            )
+
+    def reset_stats(self) -> None:
+        """Set all counters to zero; cache contents and what was learned stay."""
+        with self.runtime.engine.lock:
+            self.runtime.engine.recorder.reset()
+
+    def report(self) -> str:
+        """The counters, what they mean, and what to do about it, as text."""
+        return text_report(self.stats())
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
+        """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
+
+        Raises:
+            ConfigError: the path cannot be written; raised before anything runs.
+            PatchStateError: a timeline is being recorded already.
+        """
+        check_writable(path)
+        engine = self.runtime.engine
+        if engine.tracer is not None:
+            raise PatchStateError("A timeline of this model is being recorded already; end that one first.")
+        tracer = engine.tracer = Tracer(self._model_name)
+        try:
+            yield tracer
+        finally:
+            engine.tracer = None
+            tracer.write(path)
+
+    def close(self) -> None:
+        """Stop all threads. A forward after that raises EngineClosedError; `promoe.unpatch` still works."""
+        self.runtime.close()
+
+    def pass_ended(self, state: PassState, duration_s: float) -> None:
+        """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
+        self.runtime.check_entered(state)
+        if self._governor is not None and state.phase == "decode":
+            on = self._governor.pass_ended(duration_s)
+            engine = self.runtime.engine
+            with engine.lock:
+                if on != engine.scheduler.prefetch_on:
+                    engine.scheduler.prefetch_on = on
+                    engine.recorder.prefetch_switched(on)
+                    if not on:
+                        engine.scheduler.withdraw_forecasts()
+
+    def keep(self, undo: ExitStack) -> None:
+        """Own what undoes the patch."""
+        self._undo = undo
+
+    def detach(self) -> None:
+        """Undo everything: hooks, classes, threads, memory. The model is as before it was patched.
+
+        Raises:
+            CheckpointError: its experts could not be read from their files; then it stays patched and usable.
+        """
+        self._restore()
+        self._undo.close()
+        for pool in self._pools:
+            pool.close()
+        self._store.close()

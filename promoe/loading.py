@@ -1,0 +1,142 @@
+"""`promoe.from_pretrained`: a checkpoint opened with its experts left in its files."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
+from promoe.config import PromoeConfig
+from promoe.errors import CheckpointError, ConfigError
+from promoe.links.free_ram import free_ram_bytes
+from promoe.moe_layers import MoELayer
+from promoe.opening import Progress, open_without_experts
+from promoe.resident import ResidentHandle
+from promoe.scheduler import ExpertKey
+from promoe.sizes import CacheSize, check_cache, plan_pools
+from promoe.stores import Store
+from promoe.stores.base import read_expert
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# Readers that fill a model's memory when all its experts are loaded: enough to keep one disk busy.
+LOADING_THREADS = 2
+
+
+def from_pretrained(
+    path_or_id: str | os.PathLike[str],
+    *,
+    cache: CacheSize = "50%",
+    predictor: PredictorChoice = "gate",
+    dtype: torch.dtype | str | None = None,
+    device: str | torch.device = "cpu",
+    link: LinkChoice = "auto",
+    config: PromoeConfig | None = None,
+    progress: Progress | None = None,
+    **from_pretrained_kwargs: Any,
+) -> PreTrainedModel:
+    """Open a safetensors checkpoint whose experts need not fit in memory.
+
+    Everything but the routed experts is loaded. Expert weights are read from the checkpoint's own files, chunk by
+    chunk, when they are needed or foreseen: no conversion step, no second copy. Output is identical to the model that
+    Transformers' `from_pretrained` gives.
+
+    Args:
+        path_or_id: folder of a checkpoint, or a hub id.
+        cache: RAM for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what is free, less 2 GiB).
+        predictor: "gate", "previous", "popularity", "random", a `Predictor`, or None for no prefetch.
+        dtype: of the weights; None: the checkpoint's. Experts of another dtype are converted on arrival.
+        device: "cpu".
+        link: "auto" or "file" (read the files), or an `EmulatedLink`.
+        config: everything else, see `PromoeConfig`.
+        progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
+        from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
+
+    Returns:
+        The model, in eval mode; `model.promoe` is its handle.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        CheckpointError: files are missing, truncated or do not hold the model's experts.
+        UnsupportedModelError: the model has no MoE layers that promoe can serve.
+    """
+    config = config or PromoeConfig()
+    # What needs no model is checked before one is opened, which can take long.
+    if str(device) != "cpu":
+        raise ConfigError(f"The 'device' argument must be \"cpu\" in this version. Got {str(device)!r} instead.")
+    check_cache(cache)
+    check_choices(predictor, link)
+    opened = open_without_experts(
+        path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.chunk_bytes, **from_pretrained_kwargs
+    )
+    model, layers, store = opened.model, opened.layers, opened.store
+    try:
+        plans = plan_pools(cache, store.layouts, store.num_experts, free_ram_bytes())
+        chosen, name = resolve_predictor(predictor, layers, config)
+        if config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
+            load_all_experts(layers, store, progress)
+            store.close()
+            model.promoe = ResidentHandle(model, layers, config, "memory")
+            return model
+        parts = Parts(layers, store, plans, config, chosen, name)
+        attach(model, parts, link, restore=lambda: load_all_experts(layers, store))
+    except BaseException:
+        store.close()
+        raise
+    return model
+
+
+def load_all_experts(layers: Sequence[MoELayer], store: Store, progress: Progress | None = None) -> None:
+    """Replace every guarded expert parameter by a real one, read from the store; all of them or none.
+
+    Raises:
+        CheckpointError: bytes cannot be read.
+    """
+    banks, done_bytes = [], 0
+    for layer in layers:
+        try:
+            banks.append(_read_layer(layer, store))
+        except OSError as error:
+            raise CheckpointError(
+                f"The experts of {layer.name!r} could not be read: {error}. Nothing was changed: mend the cause and try again."
+            ) from error
+        done_bytes += layer.num_experts * layer.layout.payload_bytes
+        if progress is not None:
+            progress(done_bytes, store.expert_bytes)
+    for layer, bank in zip(layers, banks, strict=True):
+        # Guards do not say whether the weights would be trained; the gate beside them does.
+        requires_grad = any(parameter.requires_grad for parameter in layer.gate.parameters())
+        for name, tensor in bank.items():
+            if name in layer.experts._buffers:
+                layer.experts._buffers[name] = tensor
+            else:
+                layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad)
+
+
+def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
+    with torch.inference_mode(False):  # ordinary tensors, wherever we are called
+        banks = {
+            spec.name: torch.empty((layer.num_experts, *spec.shape), dtype=spec.dtype) for spec in layer.layout.tensors
+        }
+
+    def load(expert_idx: int) -> None:
+        slot = memoryview(bytearray(layer.layout.slot_bytes))
+        read_expert(store, ExpertKey(layer.layer_idx, expert_idx), slot)
+        for spec in layer.layout.tensors:
+            source = torch.frombuffer(
+                slot, dtype=spec.dtype, count=spec.nbytes // spec.dtype.itemsize, offset=spec.offset_bytes
+            )
+            banks[spec.name][expert_idx].copy_(source.view(spec.shape))
+
+    with ThreadPoolExecutor(LOADING_THREADS) as threads:
+        list(threads.map(load, range(layer.num_experts)))
+    return banks

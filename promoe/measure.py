@@ -1,0 +1,166 @@
+"""Times of generation, measured so that systems can be compared: paired in one run, interleaved, with intervals.
+
+Knows nothing of experts: a system is whatever generates tokens. Used by the demo and by benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Item = TypeVar("Item")
+CONFIDENCE = 0.95
+RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer and when its tokens came."""
+
+    tokens: tuple[int, ...]
+    """Generated token ids, prompt excluded."""
+    ttft_s: float
+    """Seconds from the call to the first token."""
+    gaps_s: tuple[float, ...]
+    """Seconds between one token and the next: one less than tokens."""
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds per output token after the first, (t_last - t_first) / (n - 1); nan for a single token."""
+        return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else math.nan
+
+
+class Stopwatch(BaseStreamer):
+    """A streamer for `model.generate(streamer=)` that notes when each token comes. For one sequence.
+
+    Args:
+        on_token: called with each generated token id, after its time was taken; its own time delays the next token.
+    """
+
+    def __init__(self, on_token: Callable[[int], None] | None = None) -> None:
+        self._on_token = on_token
+        self._prompt_seen = False
+        self.tokens: list[int] = []
+        self.times_s: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt `[1, n]` at the first call, then one token `[1]` a time."""
+        now_s = time.perf_counter()
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        for token in value.flatten().tolist():
+            self.tokens.append(token)
+            self.times_s.append(now_s)
+            if self._on_token is not None:
+                self._on_token(token)
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    max_new_tokens: int,
+    on_token: Callable[[int], None] | None = None,
+    **options: Any,
+) -> Generation:
+    """Let a model answer one prompt, and time it.
+
+    Args:
+        model: patched or not.
+        inputs: `input_ids` and `attention_mask`, both `[1, n]`.
+        max_new_tokens: at most so many.
+        on_token: see `Stopwatch`.
+        options: passed to `model.generate`; greedy unless they say otherwise.
+    """
+    watch = Stopwatch(on_token)
+    start_s = time.perf_counter()
+    with torch.inference_mode():
+        model.generate(**{**inputs, "do_sample": False, "max_new_tokens": max_new_tokens, **options, "streamer": watch})
+    times_s = watch.times_s
+    gaps_s = tuple(after - before for before, after in zip(times_s, times_s[1:], strict=False))
+    return Generation(tuple(watch.tokens), times_s[0] - start_s, gaps_s)
+
+
+def interleaved(
+    systems: Mapping[str, Callable[[Item], Generation]],
+    items: Iterable[Item],
+    on_done: Callable[[str, int, Generation], None] | None = None,
+) -> dict[str, list[Generation]]:
+    """Every system on every item, in the order A B C A B C, so that what drifts in the machine drifts for all.
+
+    Args:
+        systems: name -> generates from an item.
+        items: for example prompts.
+        on_done: called as `on_done(name, item_idx, generation)` after each; an exception of it ends the run.
+
+    Returns:
+        Name -> one generation per item, in their order: the same position is a pair.
+    """
+    results: dict[str, list[Generation]] = {name: [] for name in systems}
+    for item_idx, item in enumerate(items):
+        for name, run in systems.items():
+            generation = run(item)
+            results[name].append(generation)
+            if on_done is not None:
+                on_done(name, item_idx, generation)
+    return results
+
+
+class Estimate(NamedTuple):
+    """A median and its bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
+    """Median of `values` and its 95% percentile-bootstrap interval; nan for none, no width for one value."""
+    if not values:
+        return Estimate(math.nan, math.nan, math.nan)
+    resampled = np.random.default_rng(seed).choice(np.asarray(values, dtype=np.float64), (RESAMPLES, len(values)))
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(np.median(resampled, axis=1), (tail, 1.0 - tail))
+    return Estimate(median(values), float(low), float(high))
+
+
+def paired_speedup(slow: Sequence[float], fast: Sequence[float]) -> Estimate:
+    """How many times as fast `fast` is: the median, with interval, of `slow[i] / fast[i]` over pairs."""
+    return estimate([before / after for before, after in zip(slow, fast, strict=True)])
+
+
+def within_pairs(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """The same times without what distinguishes one item from another for all systems alike.
+
+    From each time its item's mean over the systems is taken and the grand mean added (Cousineau 2005). Intervals of
+    these show what a paired comparison can resolve; intervals of the raw times are as wide as prompts are different.
+    """
+    if not times:
+        return {}
+    table = np.array([list(values) for values in times.values()], dtype=np.float64)  # [systems, items]
+    levelled = table - table.mean(axis=0, keepdims=True) + table.mean()
+    return {name: row.tolist() for name, row in zip(times, levelled, strict=True)}
+
+
+def tpots_s(generations: Sequence[Generation]) -> list[float]:
+    """TPOT of each generation, seconds."""
+    return [generation.tpot_s for generation in generations]
+
+
+def ttfts_s(generations: Sequence[Generation]) -> list[float]:
+    """TTFT of each generation, seconds."""
+    return [generation.ttft_s for generation in generations]

@@ -1,0 +1,122 @@
+"""Forward passes of the whole model: their phase, which of their tokens are padding, and whether all went through us."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from promoe.errors import PatchStateError
+from promoe.recorder import Recorder
+from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(slots=True)
+class PassState:
+    """One forward pass, of one thread."""
+
+    pass_idx: int = 0
+    phase: Phase = "prefill"
+    num_sequences: int = 1
+    real: torch.Tensor | None = None
+    """`[num_tokens]` bool, False for padding; None: no padding."""
+    start_s: float = 0.0
+    gated: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
+
+    def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
+        """The experts `[T][K]` of the last tokens that are not padding, from `top_k_index` `[T, K]`."""
+        if self.real is not None and len(self.real) == len(index):
+            index = index[self.real]
+        elif tokens is not None:
+            return tokens
+        latest: list[list[int]] = index[-MAX_TOKENS_LEARNED:].tolist()
+        return latest
+
+
+class PassObserver:
+    """Watches a model's forward passes through hooks, per thread.
+
+    Args:
+        recorder: told of each pass, under `lock`.
+        lock: guards the recorder.
+        on_end: called with each pass that ended without an error.
+    """
+
+    def __init__(self, recorder: Recorder, lock: threading.Lock, on_end: Callable[[PassState, float], None]) -> None:
+        self._recorder = recorder
+        self._lock = lock
+        self._on_end = on_end
+        self._local = threading.local()
+
+    def current(self) -> PassState:
+        """This thread's pass; outside of any (a block called alone) a nameless one."""
+        state: PassState | None = getattr(self._local, "state", None)
+        if state is None:
+            state = self._local.state = PassState()
+        return state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, and with it to copy or pickle the model, whose hooks are ours."""
+        raise PatchStateError("A patched model cannot be copied or pickled. Unpatch it first (promoe.unpatch).")
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Hook a model. Returns the undo."""
+        before = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        # Also after an exception, or the next pass would inherit this one's state.
+        after = model.register_forward_hook(self._end, always_call=True)
+
+        def detach() -> None:
+            before.remove()
+            after.remove()
+
+        return detach
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch, length = _shape(args, kwargs)
+        real = _real_tokens(kwargs.get("attention_mask"), batch, length)
+        num_tokens = batch * length if real is None else int(real.sum())
+        phase: Phase = "decode" if length == 1 else "prefill"
+        interrupted = self.current().pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
+        with self._lock:
+            if interrupted:
+                self._recorder.end_pass(0.0, interrupted, aborted=True)
+            pass_idx = self._recorder.begin_pass(phase, num_tokens, batch)
+        self._local.state = PassState(pass_idx, phase, batch, real, time.perf_counter())
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        state = self.current()
+        duration_s = time.perf_counter() - state.start_s
+        self._local.state = None
+        if not state.pass_idx:
+            return  # another hook raised before ours began the pass
+        aborted = output is None
+        with self._lock:
+            self._recorder.end_pass(duration_s, state.pass_idx, aborted=aborted)
+        if not aborted:
+            self._on_end(state, duration_s)
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(sequences, tokens per sequence) of a forward's inputs."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("decoder_input_ids"), *args):
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            return value.shape[0], value.shape[1]
+    return 1, 1
+
+
+def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:
+    """`[batch * length]` bool from a 2-d attention mask, or None where nothing is padding (or nothing is known)."""
+    if length == 1 or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
+        return None
+    if mask.shape[1] < length:
+        return None
+    real = mask[:, -length:].reshape(-1).bool()
+    return None if bool(real.all()) else real

@@ -1,0 +1,123 @@
+"""`promoe.patch` and `promoe.unpatch`: plan, validate, and only then mutate."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from promoe import seam
+from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
+from promoe.config import PromoeConfig
+from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
+from promoe.links.free_ram import free_ram_bytes
+from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.resident import ResidentHandle
+from promoe.sizes import CacheSize, plan_pools
+from promoe.stores import HostStore
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+StoreChoice = Literal["auto", "host", "disk"]
+
+
+def patch(
+    model: Model,
+    *,
+    cache: CacheSize = "50%",
+    predictor: PredictorChoice = "gate",
+    store: StoreChoice = "auto",
+    link: LinkChoice = "auto",
+    config: PromoeConfig | None = None,
+) -> Model:
+    """Serve a model's routed experts from a fixed pool of slots, filled ahead of need. Output stays identical.
+
+    Args:
+        model: a Transformers model with MoE layers, in eval mode, on the CPU.
+        cache: fast memory for experts: "6GiB", "50%" of the routed experts, or bytes.
+        predictor: "gate", "previous", "popularity", "random", a `Predictor`, or None for no prefetch.
+        store: where experts always are: "host" (the model's own tensors) or "auto".
+        link: "auto", "host", or an `EmulatedLink`. Without a GPU, "auto" uses experts where they lie: a model that is
+            already in RAM gains nothing from slots in RAM.
+        config: everything else, see `PromoeConfig`.
+
+    Returns:
+        The same object; `model.promoe` is its handle.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        UnsupportedModelError: the model has no MoE layers that promoe can serve, or is not in a state to.
+        PatchStateError: it is patched already.
+
+    Nothing is changed when an error is raised.
+    """
+    config = config or PromoeConfig()
+    check_unpatched(model)
+    if store not in ("auto", "host", "disk"):
+        raise ConfigError(f'The \'store\' argument must be "auto" or "host". Got {store!r} instead.')
+    if store == "disk":
+        raise ConfigError(
+            'store="disk" is not available for a model that is already in memory. Open it with '
+            "promoe.from_pretrained(path), which leaves the experts on disk."
+        )
+    check_choices(predictor, link)
+    layers = find_moe_layers(model)
+    check_state(model, layers)
+    layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
+    plans = plan_pools(cache, layouts, num_experts, free_ram_bytes())
+    chosen, name = resolve_predictor(predictor, layers, config)
+    if link == "auto":
+        warnings.warn(
+            "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where "
+            "they lie. To run a model with most of its experts on disk, open it with promoe.from_pretrained(path).",
+            stacklevel=2,
+        )
+        model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
+        return model
+    all_fit = all(plan.spec.num_slots == sum(layers[i].num_experts for i in plan.spec.layers) for plan in plans)
+    if all_fit and config.bypass:
+        model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
+        return model
+    host = HostStore([dict(seam.bank_parameters(layer)) for layer in layers], config.chunk_bytes)
+    attach(model, Parts(layers, host, plans, config, chosen, name), link, restore=lambda: None)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch`: classes, hooks, attributes and threads are as before. A model opened by `from_pretrained` gets
+    all its experts into RAM.
+
+    Raises:
+        PatchStateError: the model is not patched.
+        CheckpointError: experts could not be read from their files; the model stays patched.
+    """
+    handle = getattr(model, "promoe", None)
+    if handle is None or not hasattr(handle, "detach"):
+        raise PatchStateError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
+    handle.detach()
+    return model
+
+
+def check_unpatched(model: nn.Module) -> None:
+    """Raise PatchStateError if the model, or a part of it, is patched."""
+    if hasattr(model, "promoe") or any(seam.is_patched(module) for module in model.modules()):
+        raise PatchStateError(
+            f"This {type(model).__name__} is patched already. Call promoe.unpatch(model) first to change its settings."
+        )
+
+
+def check_state(model: nn.Module, layers: list[MoELayer]) -> None:
+    """Raise UnsupportedModelError unless the model is on the CPU and in eval mode."""
+    if model.training:
+        raise UnsupportedModelError(
+            "The model is in training mode; promoe serves inference only, because slots are overwritten while a "
+            "backward pass would still need them. Call model.eval() first."
+        )
+    devices = sorted({str(bank.device) for layer in layers for _, bank in seam.bank_parameters(layer)})
+    if devices != ["cpu"]:
+        raise UnsupportedModelError(
+            f'The model\'s experts are on {", ".join(devices)}; this version serves models on the CPU. Call model.to("cpu").'
+        )

@@ -1,0 +1,64 @@
+"""The handle of a model whose experts are all in fast memory: the stock forward runs, nothing is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+
+from torch import nn
+
+from promoe.config import PromoeConfig
+from promoe.moe_layers import MoELayer
+from promoe.recorder import Recorder
+from promoe.report import text_report
+from promoe.stats import Stats
+from promoe.tracing import Tracer, check_writable
+
+
+class ResidentHandle:
+    """`model.promoe` where nothing needs to be served. Counters stay at zero; the answers say why."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig, store: str) -> None:
+        self.config = config
+        self._model = model
+        self._store = store
+        num_experts = [layer.num_experts for layer in layers]
+        self._recorder = Recorder(num_experts, [layer.layout.payload_bytes for layer in layers])
+        self._bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
+
+    def stats(self) -> Stats:
+        """All zero: no expert is ever fetched."""
+        return Stats.of(
+            self._recorder,
+            cache_slots=sum(self._recorder.num_experts),
+            cache_bytes=self._bytes,
+            link="none: every expert is in memory and the stock forward runs",
+            policy=self.config.eviction,
+            predictor=None,
+            store=self._store,
+        )
+
+    def reset_stats(self) -> None:
+        """Nothing to reset."""
+
+    def report(self) -> str:
+        """The same as text."""
+        return text_report(self.stats())
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
+        """A timeline without events."""
+        check_writable(path)
+        tracer = Tracer(type(self._model).__name__)
+        try:
+            yield tracer
+        finally:
+            tracer.write(path)
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+    def detach(self) -> None:
+        """Remove the handle."""
+        del self._model.promoe

@@ -1,0 +1,184 @@
+"""`promoe run`: one prompt, answered by a checkpoint whose experts stay on disk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import transformers
+from transformers import AutoTokenizer, TextStreamer
+
+from promoe.errors import CheckpointError, ConfigError
+from promoe.loading import from_pretrained
+from promoe.measure import Generation, generate
+from promoe.output import check_writable
+from promoe.report import Run, html_report, text_report
+from promoe.sizes import CacheSize
+from promoe.terminal import LiveText, opening_bar
+from promoe.units import format_number, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `promoe run` was asked for; see the help of its options.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    prompt: str
+    cache: CacheSize = "50%"
+    predictor: str | None = "gate"
+    store: Literal["auto", "disk", "host"] = "auto"
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    trace: str | None = None
+    report: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ConfigError(f"--max-new-tokens must be at least 1. Got {self.max_new_tokens} instead.")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
+        if not self.prompt.strip():
+            raise ConfigError("The prompt is empty. Give the model something to answer, in quotes.")
+
+    def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """For `model.generate`."""
+        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        return {**sampling, "pad_token_id": pad}
+
+
+def answer(request: Request) -> Generation:
+    """Open the model, stream its answer to stdout, and report to stderr.
+
+    Raises:
+        PromoeError: the model cannot be opened, or an output path not be written (checked before the model is opened).
+    """
+    outputs = [check_writable(path) for path in (request.trace, request.report) if path is not None]
+    if len(set(outputs)) < len(outputs):
+        raise ConfigError(f"--trace and --report name the same file, '{outputs[0]}'. Give two.")
+    transformers.logging.disable_progress_bar()  # ours shows bytes
+    tokenizer = load_tokenizer(request.model)
+    with opening_bar(Path(request.model).name) as progress:
+        model = from_pretrained(
+            request.model,
+            cache="100%" if request.store == "host" else request.cache,
+            predictor=request.predictor,
+            progress=progress,
+        )
+    handle: Any = model.promoe
+    try:
+        inputs = prompt_inputs(tokenizer, request.prompt)
+        with ExitStack() as stack:
+            if request.trace is not None:
+                stack.enter_context(handle.trace(request.trace))
+            torch.manual_seed(request.seed)
+            generation = _stream(model, tokenizer, inputs, request)
+    finally:
+        handle.close()
+    _report(handle.stats(), generation, request)
+    return generation
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1):
+        raise CheckpointError(f"There is no folder '{model}'. Give the folder of a checkpoint, or a hub id such as org/name.")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"Cannot open the tokenizer of '{model}': {error}") from error
+    return tokenizer
+
+
+def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask`, both `[1, n]`, through the chat template where there is one."""
+    if tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+
+
+class WordStreamer(TextStreamer):
+    """Tokens in, whole words out, to a `LiveText`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, live: LiveText) -> None:
+        super().__init__(tokenizer, skip_special_tokens=True)
+        self._live = live
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Words that no later token can change."""
+        self._live.text(text)
+
+
+def _stream(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, torch.Tensor], request: Request
+) -> Generation:
+    live = LiveText(sys.stdout, sys.stderr)
+    words = WordStreamer(tokenizer, live)
+    handle: Any = model.promoe
+    count, first_s = 0, 0.0
+
+    def on_token(token: int) -> None:
+        nonlocal count, first_s
+        count, now_s = count + 1, time.perf_counter()
+        first_s = first_s or now_s
+        words.put(torch.tensor([token]))
+        live.status(lambda: _status(count, now_s - first_s, handle.stats().hit_rate))
+
+    live.status(lambda: f"reading a prompt of {inputs['input_ids'].shape[1]} tokens")
+    try:
+        generation = generate(model, inputs, request.max_new_tokens, on_token, **request.options(tokenizer))
+        words.end()
+    finally:
+        live.end()
+    return generation
+
+
+def _status(tokens: int, decode_s: float, hit_rate: float) -> str:
+    speed = format_number((tokens - 1) / decode_s if tokens > 1 else None)
+    return f"{tokens} tokens, {speed} tokens/s, hit rate {format_share(hit_rate)}"
+
+
+def _times(generation: Generation) -> str:
+    text = f"times     {format_seconds(generation.ttft_s)} to the first token"
+    if not generation.gaps_s:
+        return text
+    tpot_s = generation.tpot_s
+    return f"{text}, then {format_seconds(tpot_s)} per token ({format_number(1 / tpot_s)} tokens/s)"
+
+
+def _report(stats: Any, generation: Generation, request: Request) -> None:
+    tpot_s, ttft_s = generation.tpot_s if generation.gaps_s else None, generation.ttft_s
+    print(f"\n{_times(generation)}\n{text_report(stats, tpot_s=tpot_s, ttft_s=ttft_s)}", file=sys.stderr)
+    if request.report is not None:
+        run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s)
+        conditions = {
+            "model": request.model,
+            "link": stats.link,
+            "tokens": f"{len(generation.tokens)} generated",
+            "threads": str(torch.get_num_threads()),
+        }
+        print(f"report    {html_report([run], request.report, f'promoe run: {request.model}', conditions)}", file=sys.stderr)
+    if request.trace is not None:
+        print(f"timeline  {request.trace} (open it at https://ui.perfetto.dev)", file=sys.stderr)

@@ -1,0 +1,160 @@
+"""One patched model at work: from gate output to hint, from the experts' forward to a visit, and what is predicted.
+
+The hot path of the library: everything here runs once or twice per MoE layer and token.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from promoe.engine import Engine
+from promoe.errors import PromoeError
+from promoe.experts_forward import check_no_grad, run_groups, run_resident
+from promoe.moe_layers import MoELayer, gate_indices
+from promoe.passes import PassObserver, PassState
+from promoe.prediction import PredictionThread
+from promoe.predictors import LayerVisit
+from promoe.tracing import COMPUTE
+
+# Up to here ids are handled as Python lists, which is faster than tensor operations.
+MAX_LISTED_IDS = 256
+# A predictor is asked about passes of up to this many tokens; longer ones use most experts anyway.
+MAX_PREDICTED_TOKENS = 8
+
+
+class Runtime:
+    """Runs the experts of one model's MoE layers through an engine.
+
+    Args:
+        layers: the model's MoE layers, in order.
+        engine: started.
+        predictor: runs beside the model; None: no prefetch.
+        passes: watches the model's forward passes.
+    """
+
+    def __init__(
+        self, layers: Sequence[MoELayer], engine: Engine, predictor: PredictionThread | None, passes: PassObserver
+    ) -> None:
+        self.layers = tuple(layers)
+        self.engine = engine
+        self.predictor = predictor
+        self.passes = passes
+        self._hits = threading.local()
+
+    def close(self) -> None:
+        """Stop the predictor and the engine. Safe to repeat."""
+        if self.predictor is not None:
+            self.predictor.close()
+        self.engine.close()
+
+    def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        """The forward hook for a layer's gate. It returns None: a value would replace the gate's output."""
+
+        def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            index = gate_indices(output)
+            if index is None:
+                return
+            tokens, ids = chosen_experts(index)
+            state = self.passes.current()
+            state.gated.add(layer.layer_idx)
+            hits = self.engine.hint(layer.layer_idx, ids)
+            self._hits.latest = (layer.layer_idx, ids, hits)
+            if self.predictor is not None:
+                self._predict(layer, state, args, kwargs, tokens)
+
+        return on_gate
+
+    def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The experts' forward of a layer: `(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`."""
+
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            check_no_grad(hidden)
+            start_s = time.perf_counter()
+            state = self.passes.current()
+            state.entered.add(layer.layer_idx)
+            # The ids actually passed are the authority: between gate and experts some families change them.
+            tokens, ids = chosen_experts(index)
+            hits = self._hits_at_gate(layer.layer_idx, ids)
+            with self.engine.visit(
+                layer.layer_idx, ids, state.real_tokens(index, tokens), state.num_sequences, hits
+            ) as visit:
+                rows = visit.all_rows()
+                if rows is not None:
+                    result = run_resident(layer, hidden, index, weights, rows, tokens)
+                else:
+                    result = run_groups(layer, hidden, index, weights, visit.groups(), tokens)
+            if (tracer := self.engine.tracer) is not None:
+                tracer.span(
+                    COMPUTE,
+                    f"experts L{layer.layer_idx}",
+                    start_s,
+                    time.perf_counter(),
+                    experts=len(ids),
+                    tokens=len(index),
+                )
+            return result
+
+        return forward
+
+    def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
+        latest = getattr(self._hits, "latest", None)
+        self._hits.latest = None
+        if latest is None or latest[0] != layer_idx or latest[1] != ids:
+            return None
+        hits: int = latest[2]
+        return hits
+
+    def _predict(
+        self,
+        layer: MoELayer,
+        state: PassState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tokens: list[list[int]] | None,
+    ) -> None:
+        assert self.predictor is not None
+        gate_input = args[0].reshape(-1, args[0].shape[-1])
+        if tokens is None or len(gate_input) > MAX_PREDICTED_TOKENS:
+            return
+        visit = LayerVisit(
+            pass_idx=state.pass_idx,
+            phase=state.phase,
+            layer_idx=layer.layer_idx,
+            gate_input=gate_input.clone(),
+            chosen=tokens,
+            gate_args=args[1:],
+            gate_kwargs=kwargs,
+        )
+        # The hint precedes the visit that it announces, which will be the next step.
+        self.predictor.post(self.engine.scheduler.step + 1, visit)
+
+    def check_entered(self, state: PassState) -> None:
+        """Every layer whose gate fired in a pass must have run its experts through us.
+
+        Raises:
+            PromoeError: the model's block was replaced behind our back (a fused kernel, for example).
+        """
+        if state.gated <= state.entered:
+            return
+        missed = sorted(state.gated - state.entered)
+        raise PromoeError(
+            f"The gates of MoE layers {missed} fired but their experts did not run through promoe: something replaced "
+            f"the forward of {self.layers[missed[0]].name!r} or of its block after patching (use_kernels, another patch). "
+            "The output of this pass may be wrong. Unpatch the model, and patch it after whatever changes its modules."
+        )
+
+
+def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:
+    """The experts of each token `[T][K]` (None if there are many tokens), and the distinct ones in ascending order."""
+    if index.numel() <= MAX_LISTED_IDS:
+        tokens: list[list[int]] = index.tolist()
+        if len(tokens) == 1:
+            return tokens, sorted(set(tokens[0]))
+        return tokens, sorted({expert_idx for token in tokens for expert_idx in token})
+    return None, torch.unique(index).tolist()

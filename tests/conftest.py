@@ -1,0 +1,35 @@
+"""Common ground of all tests: one thread, fixed seeds, no network, no leftovers."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_fixed_seed() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_left_behind() -> Iterator[None]:
+    """Whatever a test opens it closes: no promoe thread survives it."""
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-")]
+    assert not left, f"threads left running: {left}"

@@ -1,0 +1,244 @@
+"""Tiny models served by promoe under any settings, and the references that they must equal bit for bit.
+
+Models and references are made once per process. A served model is hostile to mistakes: every slot holds NaN until its
+expert has arrived, and again from the moment that its expert is evicted.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from faults import DelayedLink
+from tiny_models import build, left_padded, token_ids
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import promoe
+from promoe.assembly import predictor_context
+from promoe.engine import Engine
+from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
+from promoe.memory import POISON_BYTE
+from promoe.moe_layers import gate_indices
+from promoe.predictors import Predictor
+from promoe.predictors.reference import OraclePredictor
+from promoe.runtime import MAX_PREDICTED_TOKENS
+from promoe.stores import Store
+
+EVICTIONS = ("next_use", "lru", "lfru", "static")
+PREDICTORS = (None, "gate", "previous", "popularity", "random", "oracle", "wrong")
+PROMPTS: dict[str, dict[str, torch.Tensor]] = {
+    "one": {"input_ids": token_ids(1, 12, seed=1), "attention_mask": torch.ones(1, 12, dtype=torch.long)},
+    # Short enough that predictors see its prefill too.
+    "short": {"input_ids": token_ids(1, 4, seed=2), "attention_mask": torch.ones(1, 4, dtype=torch.long)},
+    "padded": left_padded((9, 6, 2), seed=3),
+}
+NEW_TOKENS = 4
+
+
+class LinkOver(EmulatedLink):
+    """What to pass as `link=` to have any link: `make(store)` is called with the store that is served."""
+
+    def __init__(self, make: Callable[[Store], Link]) -> None:
+        super().__init__(bandwidth_bytes_per_s=1e12)
+        object.__setattr__(self, "_make", make)
+
+    def bind(self, store: Store, **kwargs: Any) -> Link:  # type: ignore[override]
+        return self._make(store)  # type: ignore[attr-defined, no-any-return]
+
+
+def plain_link(store: Store, workers: int = 2) -> Link:
+    """The fastest link that fits the store."""
+    return FileLink(store, "page_cache", workers) if isinstance(store, FileStore) else HostLink(store, workers)
+
+
+def delayed(seed: int, max_delay_s: float = 5e-4, workers: int = 2) -> LinkOver:
+    """A link whose chunks take random times, and so arrive in any order."""
+    return LinkOver(lambda store: DelayedLink(plain_link(store, workers), random.Random(seed), max_delay_s))
+
+
+def config(**fields: Any) -> promoe.PromoeConfig:
+    """Settings under which the engine really serves, its invariants are checked, and prefetch stays on."""
+    defaults = {"bypass": False, "strict": True, "governor": False, "min_probability": 0.3}
+    return promoe.PromoeConfig(**(defaults | fields))
+
+
+@functools.cache
+def stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The unmodified model, loaded from `checkpoint`; its tensors cloned, because mapped ones are not aligned."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(family, dtype), dtype=dtype).eval()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+    return model
+
+
+@functools.cache
+def checkpoint(family: str, dtype: torch.dtype = torch.float32) -> Path:
+    """Folder of a tiny model's checkpoint, several shards, in the layout that hub checkpoints have."""
+    folder = Path(_scratch().name) / f"{family}-{dtype}"
+    build(family, dtype=dtype).save_pretrained(folder, max_shard_size="60KB")
+    return folder
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model answered to a prompt: `[batch, tokens, vocabulary]` of the prompt, then of each new token."""
+
+    logits: tuple[torch.Tensor, ...]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Greedy tokens `[batch, new tokens]`."""
+        return torch.cat([logits[:, -1:].argmax(-1) for logits in self.logits], dim=1)
+
+    def assert_equals(self, expected: Outputs) -> None:
+        """All bits and all tokens are those of `expected`, none of them NaN."""
+        assert len(self.logits) == len(expected.logits)
+        for step, (found, wanted) in enumerate(zip(self.logits, expected.logits, strict=True)):
+            assert torch.equal(found, wanted), f"step {step}: {(found - wanted).abs().max():.3g} off"
+        assert torch.equal(self.tokens, expected.tokens)
+
+
+@torch.inference_mode()
+def greedy(model: nn.Module, prompt: dict[str, torch.Tensor], new_tokens: int = NEW_TOKENS) -> Outputs:
+    """The logits of a prompt, and of `new_tokens` greedy tokens after it, each from its own decode pass."""
+    ids, mask = prompt["input_ids"], prompt["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    out = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True)
+    logits = [out.logits]
+    for _ in range(new_tokens):
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
+        out = model(
+            input_ids=logits[-1][:, -1:].argmax(-1),
+            attention_mask=mask,
+            position_ids=mask.sum(-1, keepdim=True) - 1,
+            past_key_values=out.past_key_values,
+            use_cache=True,
+        )
+        logits.append(out.logits)
+    return Outputs(tuple(logits))
+
+
+@functools.cache
+def expected(family: str, dtype: torch.dtype, implementation: str, prompt: str) -> Outputs:
+    """What the unmodified model answers."""
+    return record(family, dtype, implementation, prompt)[0]
+
+
+@functools.cache
+def record(
+    family: str, dtype: torch.dtype, implementation: str, prompt: str
+) -> tuple[Outputs, tuple[tuple[int, tuple[int, ...]], ...]]:
+    """What the unmodified model answers, and (MoE layer, experts) of each visit that a predictor is asked about."""
+    model = stock(family, dtype)
+    model.set_experts_implementation(implementation)
+    visits: list[tuple[int, tuple[int, ...]]] = []
+
+    def tap(layer_idx: int) -> Callable[..., None]:
+        def on_gate(gate: nn.Module, args: Any, output: Any) -> None:
+            index = gate_indices(output)
+            assert index is not None
+            if len(index) <= MAX_PREDICTED_TOKENS:
+                visits.append((layer_idx, tuple(sorted(set(index.flatten().tolist())))))
+
+        return on_gate
+
+    hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in promoe.find_moe_layers(model)]
+    try:
+        return greedy(model, PROMPTS[prompt]), tuple(visits)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def predictor_of(name: str | None, model: nn.Module, visits: Sequence[Any], lookahead: int) -> str | Predictor | None:
+    """What to pass as `predictor=`; "oracle" and "wrong" know the visits."""
+    if name not in ("oracle", "wrong"):
+        return name
+    context = predictor_context(promoe.find_moe_layers(model))
+    return OraclePredictor(context, lookahead, visits, wrong=name == "wrong")
+
+
+def slots_of(model: nn.Module, cache: str | int) -> str | int:
+    """A cache argument: "top-k" and small numbers mean slots, "25%" itself."""
+    layer = promoe.find_moe_layers(model)[0]
+    if cache == "top-k":
+        assert layer.top_k is not None
+        cache = layer.top_k
+    return cache * layer.layout.slot_bytes if isinstance(cache, int) else cache
+
+
+@contextmanager
+def served(
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    implementation: str = "grouped_mm",
+    *,
+    store: str = "host",
+    cache: str | int = "25%",
+    predictor: Any = None,
+    link: Any = None,
+    **fields: Any,
+) -> Iterator[PreTrainedModel]:
+    """A tiny model in promoe's hands for as long as the context lasts; `fields` are those of `config`."""
+    link = link or LinkOver(plain_link)
+    plain = stock(family, dtype)
+    arguments = {"cache": slots_of(plain, cache), "predictor": predictor, "link": link, "config": config(**fields)}
+    if store == "host":
+        model = promoe.patch(plain, **arguments)
+    else:
+        model = promoe.from_pretrained(checkpoint(family, dtype), **arguments)
+    model.set_experts_implementation(implementation)
+    try:
+        poison_free_slots(model.promoe.runtime.engine)
+        yield model
+        check_integrity(model)
+    finally:
+        if store == "host":
+            promoe.unpatch(model)
+        else:
+            close(model)
+
+
+def close(model: nn.Module) -> None:
+    """End a model that was opened from files, without reading its experts."""
+    model.promoe.close()
+    model.promoe._store.close()
+
+
+def check_integrity(model: nn.Module) -> None:
+    """The scheduler's conservation laws."""
+    engine = model.promoe.runtime.engine
+    with engine.lock:
+        engine.scheduler.check_integrity()
+
+
+def poison_free_slots(engine: Engine) -> None:
+    """From now on, a slot without an expert holds NaN."""
+    with engine.lock:
+        for pool, cache in zip(engine.pools, engine.scheduler._caches, strict=True):
+            assert cache.num_free == cache.num_slots
+            pool.poison()
+            cache._release = _poisoning(cache._release, pool.slot)
+
+
+def _poisoning(release: Callable[[int, int], None], slot_bytes: Callable[[int], memoryview]) -> Callable[..., None]:
+    def poison(code: int, slot: int) -> None:
+        release(code, slot)
+        view = slot_bytes(slot)
+        view[:] = bytes([POISON_BYTE]) * len(view)
+
+    return poison

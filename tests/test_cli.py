@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoint import write_checkpoint
+from transformers import AutoModelForCausalLM
+
+from promoe import cli, running
+from promoe.errors import ExpertLoadError
+
+PROMPT = "What is a lighthouse?"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny") / "checkpoint"))
+
+
+def stock_answer(checkpoint: str, new_tokens: int) -> str:
+    tokenizer = running.load_tokenizer(checkpoint)
+    inputs = running.prompt_inputs(tokenizer, PROMPT)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    output = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    text: str = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return text
+
+
+def test_run_streams_the_unmodified_models_answer_and_reports(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--cache", "25%", "--max-new-tokens", "8"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.removesuffix("\n") == stock_answer(checkpoint, 8).removesuffix("\n")
+    assert "6 slots for 24 experts" in captured.err
+    assert "to the first token, then" in captured.err
+    assert "policy next_use, predictor gate" in captured.err
+
+
+def test_run_writes_timeline_and_report(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace, report = tmp_path / "t.json", tmp_path / "r.html"
+    arguments = ["run", checkpoint, PROMPT, "--max-new-tokens", "4", "--trace", str(trace), "--report", str(report)]
+    assert cli.main([*arguments, "--predictor", "none"]) == 0
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert any(event["name"].startswith("experts L") for event in events)
+    assert "predictor none" in capsys.readouterr().err
+    assert report.read_text().startswith("<!DOCTYPE html>")
+    assert "TPOT" in report.read_text()
+
+
+def test_run_with_all_experts_in_ram_gives_the_same(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--store", "host", "--max-new-tokens", "6"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.removesuffix("\n") == stock_answer(checkpoint, 6).removesuffix("\n")
+    assert "24 slots for 24 experts (100%)" in captured.err
+
+
+def test_sampling_repeats_with_its_seed(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def sample(seed: int) -> str:
+        arguments = ["--temperature", "3", "--seed", str(seed), "--max-new-tokens", "24"]
+        assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 0
+        return capsys.readouterr().out
+
+    first = sample(1)
+    assert first == sample(1)
+    assert first != sample(2)
+
+
+def test_a_prompt_goes_through_the_chat_template_where_there_is_one(checkpoint: str, tmp_path: Path) -> None:
+    tokenizer = running.load_tokenizer(checkpoint)
+    ids = running.prompt_inputs(tokenizer, "hi")["input_ids"]
+    assert tokenizer.decode(ids[0]) == "<|human|>hi<|gpt|>"
+    plain = running.load_tokenizer(str(write_checkpoint(tmp_path / "plain", chat=False)))
+    assert plain.decode(running.prompt_inputs(plain, "hi")["input_ids"][0]) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cache", "0.1%"], "at least"),
+        (["--cache", "much"], "'cache' argument must be a size"),
+        (["--predictor", "crystal"], "Got 'crystal' instead"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--temperature", "-1"], "--temperature must be 0"),
+    ],
+)
+def test_mistakes_are_one_message_and_exit_code_2(
+    checkpoint: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("promoe run: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_missing_model_and_an_empty_prompt_are_explained(
+    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", str(tmp_path / "none"), PROMPT]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+    assert cli.main(["run", checkpoint, "  "]) == 2
+    assert "The prompt is empty" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["run", str(tmp_path / "empty"), PROMPT]) == 2
+    assert "Cannot open the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--trace", "--report"])
+def test_outputs_are_refused_before_the_model_is_opened(
+    checkpoint: str, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def opened(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the model was opened")
+
+    monkeypatch.setattr(running, "from_pretrained", opened)
+    monkeypatch.setattr(running, "load_tokenizer", opened)
+    assert cli.main(["run", checkpoint, PROMPT, option, str(tmp_path / "no" / "file")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+    same = str(tmp_path / "same")
+    assert cli.main(["run", checkpoint, PROMPT, "--trace", same, "--report", same]) == 2
+    assert "name the same file" in capsys.readouterr().err
+
+
+def test_an_error_while_generating_ends_the_text_and_the_threads(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ExpertLoadError("Expert 3 of MoE layer 1 could not be fetched.")
+
+    monkeypatch.setattr(running, "generate", fail)
+    assert cli.main(["run", checkpoint, PROMPT]) == 2
+    assert capsys.readouterr().err.endswith("promoe run: Expert 3 of MoE layer 1 could not be fetched.\n")
+    # The fixture of conftest.py sees whether a thread is left.
+
+
+def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(**options: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "run", interrupt)
+    monkeypatch.setattr(cli, "make_parser", _parser_of_real_commands(cli.make_parser))
+    assert cli.main(["run", "model", PROMPT]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def _parser_of_real_commands(make: Any) -> Any:
+    replaced, cli.COMMANDS["run"] = cli.COMMANDS["run"], cli.run
+    parser = make()
+    cli.COMMANDS["run"] = replaced
+    return lambda: parser
+
+
+@pytest.mark.parametrize("command", ["demo", "run"])
+def test_help_explains_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    options = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    assert "--cache" in options
+    assert "--max-new-tokens" in options
+    assert "_" not in "".join(options)
+    assert "Args:" not in text
+
+
+def test_unknown_commands_and_options_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["fly"], ["run"], ["demo", "--speed", "9"], ["run", "m", "p", "--max-new-tokens", "many"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2, arguments
+    capsys.readouterr()
+
+
+def test_help_in_a_process_of_its_own_imports_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "from promoe import cli\n"
+        "try:\n    cli.main(['run', '--help'])\n"
+        "except SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'tqdm'} & set(sys.modules)\n"
+        "sys.exit(f'imported {sorted(heavy)}' if heavy else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--max-new-tokens" in done.stdout
+
+
+def test_the_command_in_a_process_of_its_own(checkpoint: str) -> None:
+    arguments = ["run", checkpoint, PROMPT, "--cache", "50%", "--max-new-tokens", "4"]
+    command = [sys.executable, "-m", "promoe.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.removesuffix("\n") == stock_answer(checkpoint, 4).removesuffix("\n")
+    assert "12 slots for 24 experts" in done.stderr
+    assert torch.get_num_threads() == 1

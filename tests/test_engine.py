@@ -1,0 +1,505 @@
+"""The engine under failing, blocking and reordering links; experts are rows of numbers that say which they are."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from faults import FailingLink
+
+from promoe.engine import Engine
+from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
+from promoe.links import HostLink, Link
+from promoe.memory import SlotPool
+from promoe.recorder import Recorder
+from promoe.scheduler import ExpertKey, PoolSpec, Scheduler, SchedulerConfig
+from promoe.stores import Chunk, HostStore
+
+LAYERS, EXPERTS, WIDTH = 3, 6, 4096
+CHUNKS = WIDTH * 4 // 4096
+JOIN_S = 60
+
+
+def value(layer_idx: int, expert_idx: int) -> float:
+    return 100.0 * layer_idx + expert_idx
+
+
+def bank(layer_idx: int) -> dict[str, torch.Tensor]:
+    values = torch.tensor([value(layer_idx, expert_idx) for expert_idx in range(EXPERTS)])
+    return {"w": values.unsqueeze(1).expand(EXPERTS, WIDTH).contiguous()}
+
+
+class Recording:
+    """A link that notes (expert, chunk) of each transfer as it starts; chunks may be held back until `release`."""
+
+    def __init__(self, link: Link, held: Callable[[ExpertKey, int], bool] = lambda key, chunk_idx: False) -> None:
+        self.workers = link.workers
+        self.started: list[tuple[ExpertKey, int]] = []
+        self.open = threading.Event()
+        self.running = self.most_running = 0
+        self._link, self._held = link, held
+        self._lock = threading.Lock()
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        expert_idx, offset_bytes = divmod(chunk.source_offset_bytes, WIDTH * 4)
+        key, chunk_idx = ExpertKey(chunk.source_idx, expert_idx), offset_bytes // 4096
+        with self._lock:
+            self.started.append((key, chunk_idx))
+            self.running += 1
+            self.most_running = max(self.most_running, self.running)
+        if self._held(key, chunk_idx):
+            assert self.open.wait(JOIN_S)
+        self._link.transfer(chunk, destination, address)
+        with self._lock:
+            self.running -= 1
+
+    @property
+    def experts(self) -> list[int]:
+        """Experts in the order in which their first chunks were started."""
+        return list(dict.fromkeys(key.expert_idx for key, _ in self.started))
+
+    def describe(self) -> str:
+        return "a link under test"
+
+    def close(self) -> None:
+        self.open.set()
+        self._link.close()
+
+
+@contextmanager
+def running(
+    make_link: Callable[[Link], Any] = Recording,
+    *,
+    slots: int = 3,
+    workers: int = 1,
+    stall_timeout_s: float = 30.0,
+    **fields: Any,
+) -> Iterator[tuple[Engine, Any]]:
+    """An engine over LAYERS layers of EXPERTS experts of CHUNKS chunks each, with its link."""
+    store = HostStore([bank(layer_idx) for layer_idx in range(LAYERS)], chunk_bytes=4096)
+    settings = SchedulerConfig(
+        num_experts=[EXPERTS] * LAYERS,
+        chunk_bytes=[store.chunk_bytes(layer_idx) for layer_idx in range(LAYERS)],
+        pools=[PoolSpec(slots, tuple(range(LAYERS)))],
+        **({"eviction": "lru", "calibrate": False, "strict": True} | fields),
+    )
+    assert all(len(chunks) == CHUNKS for chunks in settings.chunk_bytes)
+    recorder = Recorder(settings.num_experts, settings.expert_bytes)
+    link = make_link(HostLink(store, workers))
+    pool = SlotPool(store.layouts[0], slots)
+    pool.poison()
+    engine = Engine(Scheduler(settings, recorder), store, link, [pool], recorder, stall_timeout_s)
+    engine.start()
+    try:
+        yield engine, link
+        with engine.lock:
+            engine.scheduler.check_integrity()
+            assert not any(cache.num_pinned for cache in engine.scheduler._caches)
+    finally:
+        if isinstance(link, Recording):
+            link.open.set()
+        engine.close()
+
+
+def visit(engine: Engine, layer_idx: int, ids: list[int]) -> list[int]:
+    """Run a visit; every weight is looked at. Returns the experts in order of execution."""
+    order: list[int] = []
+    with engine.visit(layer_idx, ids) as layer_visit:
+        for rows in layer_visit.groups():
+            for expert_idx, tensors in rows.items():
+                assert (tensors["w"] == value(layer_idx, expert_idx)).all(), (layer_idx, expert_idx, tensors["w"])
+                order.append(expert_idx)
+    assert sorted(order) == sorted(ids)
+    return order
+
+
+def settle(engine: Engine) -> None:
+    """Wait until no worker has anything to do."""
+    deadline_s = time.monotonic() + JOIN_S
+    while True:
+        with engine.lock:
+            if engine._idle_workers == len(engine._threads):
+                return
+        assert time.monotonic() < deadline_s, engine.state()
+        time.sleep(0.0005)
+
+
+def resident(engine: Engine) -> set[ExpertKey]:
+    with engine.lock:
+        return set(engine.scheduler.resident())
+
+
+# -- what arrives, and in which order ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("slots", [1, 2, EXPERTS * LAYERS])
+@pytest.mark.parametrize("reorder", [True, False])
+def test_every_expert_arrives_whole(slots: int, workers: int, reorder: bool) -> None:
+    with running(slots=slots, workers=workers, reorder=reorder) as (engine, _):
+        for turn in range(3):
+            for layer_idx in range(LAYERS):
+                visit(engine, layer_idx, [turn, 5, 3] if turn != 3 else [0])
+
+
+def test_all_rows_is_there_only_when_everything_is() -> None:
+    with running() as (engine, _):
+        with engine.visit(0, [1, 2]) as first:
+            assert first.all_rows() is None
+            assert [sorted(rows) for rows in first.groups()]
+        with engine.visit(0, [1, 2]) as second:
+            rows = second.all_rows()
+            assert rows is not None
+            assert sorted(rows) == [1, 2]
+
+
+def test_an_empty_visit_has_all_it_needs() -> None:
+    with running() as (engine, link), engine.visit(0, []) as nothing:
+        assert nothing.all_rows() == {}
+        assert list(nothing.groups()) == []
+        assert link.started == []
+
+
+def test_chunks_are_fetched_in_order_of_execution() -> None:
+    with running(slots=5) as (engine, link):
+        visit(engine, 0, [1, 4])
+        link.started.clear()
+        assert visit(engine, 0, [0, 1, 3, 4]) == [1, 4, 0, 3]
+        assert link.started == [(ExpertKey(0, expert_idx), idx) for expert_idx in (0, 3) for idx in range(CHUNKS)]
+
+
+def test_without_reorder_experts_run_and_come_in_id_order() -> None:
+    with running(slots=5, reorder=False) as (engine, link):
+        visit(engine, 0, [1, 4])
+        link.started.clear()
+        assert visit(engine, 0, [4, 3, 1, 0]) == [0, 1, 3, 4]
+        assert link.experts == [0, 3]
+
+
+def test_a_hint_starts_what_is_missing_and_its_visit_finishes_it() -> None:
+    with running(slots=4) as (engine, link):
+        visit(engine, 0, [1])
+        link.started.clear()
+        assert engine.hint(0, [1, 2, 5]) == 1
+        settle(engine)
+        assert link.experts == [2, 5]
+        assert resident(engine) >= {(0, 1), (0, 2), (0, 5)}
+        with engine.visit(0, [1, 2, 5]) as layer_visit:
+            assert layer_visit.all_rows() is not None
+        assert len(link.started) == 2 * CHUNKS
+
+
+def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
+    """Speculation is preempted between chunks: at most one of its chunks lies before the demand's first."""
+    with running(lambda link: Recording(link, lambda key, idx: key == (1, 0) and idx == 1), slots=4) as (engine, link):
+        visit(engine, 0, [0])
+        probabilities = [1.0, 1.0] + [0.0] * 4
+        assert engine.forecast(engine.scheduler.step, 1, 1, probabilities)
+        while (ExpertKey(1, 0), 1) not in link.started:
+            time.sleep(0.0005)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(visit, engine, 0, [3])
+            while not engine._waiting_visits:
+                time.sleep(0.0005)
+            link.open.set()
+            done.result(JOIN_S)
+        held = link.started.index((ExpertKey(1, 0), 1))
+        after = link.started[held + 1 :]
+        assert after[:CHUNKS] == [(ExpertKey(0, 3), idx) for idx in range(CHUNKS)]
+        settle(engine)
+        assert {(1, 0), (1, 1)} <= resident(engine)  # and speculation was finished, not started again
+        assert len(link.started) == len(set(link.started))
+
+
+def test_workers_fetch_at_once() -> None:
+    with running(lambda link: Recording(link, lambda key, idx: True), workers=3) as (engine, link):
+        engine.hint(0, [0, 1])
+        deadline_s = time.monotonic() + JOIN_S
+        while link.most_running < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+        assert link.most_running == 3
+        assert link.started == [(ExpertKey(0, 0), idx) for idx in range(3)]
+        link.open.set()
+        visit(engine, 0, [0, 1])
+
+
+def test_a_late_forecast_is_dropped() -> None:
+    with running() as (engine, link):
+        visit(engine, 0, [0])
+        origin_step = engine.scheduler.step
+        visit(engine, 1, [0])
+        link.started.clear()
+        assert not engine.forecast(origin_step, 1, 1, [1.0] * EXPERTS)
+        assert engine.forecast(origin_step, 2, 2, [1.0] + [0.0] * 5)
+        settle(engine)
+        assert link.experts == [0]
+        assert (2, 0) in resident(engine)
+
+
+def test_hits_are_what_was_resident_in_any_order_of_execution() -> None:
+    for reorder in (True, False):
+        with running(slots=5, reorder=reorder) as (engine, _):
+            visit(engine, 0, [3, 4, 5])
+            engine.recorder.reset()
+            visit(engine, 0, [0, 3, 4])
+            counts = engine.recorder.phase_stats("prefill")
+            assert (counts.needed, counts.hits) == (3, 2)
+            assert counts.stall_s > 0
+
+
+# -- several forwards at once -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_several_forwards_at_once(slots: int) -> None:
+    with running(slots=slots, workers=2) as (engine, _), ThreadPoolExecutor(3) as threads:
+
+        def forward(seed: int) -> None:
+            for turn in range(20):
+                for layer_idx in range(LAYERS):
+                    first = (seed + turn + layer_idx) % EXPERTS
+                    visit(engine, layer_idx, [first, (first + 2) % EXPERTS, (first + 3) % EXPERTS])
+
+        for result in [threads.submit(forward, seed) for seed in range(3)]:
+            result.result(JOIN_S)
+
+
+def test_a_group_that_another_forward_runs_is_progress() -> None:
+    """A long computation in one thread is not a stall of another that waits for its slots."""
+    with running(slots=1, stall_timeout_s=0.2) as (engine, _), ThreadPoolExecutor(1) as thread:
+        with engine.visit(0, [0, 1]) as layer_visit:
+            groups = layer_visit.groups()
+            next(groups)
+            waiting = thread.submit(visit, engine, 1, [2])
+            while not engine._waiting_visits:
+                time.sleep(0.0005)
+            time.sleep(0.15)
+            next(groups)
+            time.sleep(0.15)
+            assert not waiting.done()
+            assert list(groups) == []
+        assert waiting.result(JOIN_S) == [2]
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+class Failing(FailingLink):
+    """Fails every transfer of the experts in `broken`."""
+
+    def __init__(self, link: Link) -> None:
+        self.broken: set[ExpertKey] = set()
+        super().__init__(link, lambda chunk: self.key(chunk) in self.broken)
+
+    def key(self, chunk: Chunk) -> ExpertKey:
+        return ExpertKey(chunk.source_idx, chunk.source_offset_bytes // (WIDTH * 4))
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_failed_demand_names_expert_source_and_cause(workers: int, hinted: bool) -> None:
+    with running(Failing, workers=workers) as (engine, link):
+        link.broken = {ExpertKey(1, 4)}
+        if hinted:
+            engine.hint(1, [0, 4])
+        with pytest.raises(ExpertLoadError, match=r"Expert 4 of MoE layer 1.*tensor w of MoE layer 1.*offset \d+") as raised:
+            visit(engine, 1, [0, 4])
+        assert isinstance(raised.value.__cause__, OSError)
+        assert raised.value.__cause__.errno == errno.EIO
+        assert str(raised.value.__cause__) in str(raised.value)
+        # Usable: others at once, the same expert as soon as the cause is mended.
+        visit(engine, 1, [0, 1])
+        with pytest.raises(ExpertLoadError):
+            visit(engine, 1, [4])
+        link.broken.clear()
+        visit(engine, 1, [0, 4])
+
+
+def test_experts_that_were_ready_run_before_the_failure_is_raised() -> None:
+    with running(Failing) as (engine, link):
+        visit(engine, 0, [1])
+        link.broken = {ExpertKey(0, 2)}
+        ran: list[int] = []
+        with pytest.raises(ExpertLoadError), engine.visit(0, [1, 2]) as layer_visit:
+            for rows in layer_visit.groups():
+                ran += rows
+        assert ran == [1]
+        assert engine.recorder.phase_stats("prefill").failures_demand == 1
+
+
+def test_a_failed_prefetch_is_counted_logged_once_and_retried_only_on_demand(caplog: pytest.LogCaptureFixture) -> None:
+    with running(Failing, workers=3) as (engine, link):
+        visit(engine, 0, [0])
+        link.broken = {ExpertKey(1, 2)}
+        forecast = [0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+        with caplog.at_level(logging.WARNING, "promoe.engine"):
+            for _ in range(3):
+                assert engine.forecast(engine.scheduler.step, 1, 1, forecast)
+                settle(engine)
+        tried = link.failures
+        assert 1 <= tried <= 3  # the chunks that were in flight together; none after the first was known to fail
+        assert len(caplog.records) == 1
+        assert "prefetch of ExpertKey(layer_idx=1, expert_idx=2) failed" in caplog.text
+        counts = engine.recorder.phase_stats("prefill")
+        assert (counts.failures_prefetch, counts.failures_demand) == (tried, 0)
+        link.broken.clear()
+        assert visit(engine, 1, [2]) == [2]
+
+
+def test_a_failure_does_not_keep_the_others_from_running() -> None:
+    with running(Failing, slots=1) as (engine, link), ThreadPoolExecutor(2) as threads:
+        link.broken = {ExpertKey(0, 0)}
+
+        def failing() -> int:
+            failed = 0
+            for _ in range(10):
+                with pytest.raises(ExpertLoadError):
+                    visit(engine, 0, [0])
+                failed += 1
+            return failed
+
+        def working() -> None:
+            for turn in range(20):
+                visit(engine, 1, [turn % EXPERTS, (turn + 1) % EXPERTS])
+
+        results = [threads.submit(failing), threads.submit(working)]
+        assert results[0].result(JOIN_S) == 10
+        results[1].result(JOIN_S)
+
+
+class Fatal(Recording):
+    """A link with a bug: it raises what no I/O raises."""
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        raise SystemExit("a bug in the link")
+
+
+def test_a_dead_worker_is_an_engine_error(caplog: pytest.LogCaptureFixture) -> None:
+    with running(Fatal, workers=2) as (engine, _):
+        for _ in range(2):
+            with pytest.raises(EngineError, match="worker died.*a bug in the link.*unpatch") as raised:
+                visit(engine, 0, [0])
+            assert isinstance(raised.value.__cause__, SystemExit)
+        assert "died" in caplog.text
+
+
+def test_any_error_of_a_link_is_reported_to_the_forward() -> None:
+    class Buggy(Recording):
+        def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+            raise ZeroDivisionError("a bug")
+
+    with running(Buggy) as (engine, _):
+        with pytest.raises(ExpertLoadError, match="a bug") as raised:
+            visit(engine, 0, [0])
+        assert isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+# -- closing and stalling ---------------------------------------------------------------------------------------
+
+
+def test_closing_wakes_a_forward_that_waits() -> None:
+    with running(lambda link: Recording(link, lambda key, idx: True)) as (engine, link), ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(visit, engine, 0, [0])
+        while not engine._waiting_visits:
+            time.sleep(0.0005)
+        closing = threads.submit(engine.close)  # its worker is in a transfer, which lands first
+        with pytest.raises(EngineClosedError, match="closed.*unpatch"):
+            waiting.result(JOIN_S)
+        link.open.set()
+        closing.result(JOIN_S)
+        assert not any(thread.is_alive() for thread in engine._threads)
+
+
+def test_a_closed_engine_refuses_visits_and_ignores_the_rest() -> None:
+    with running() as (engine, link):
+        visit(engine, 0, [0])
+        engine.close()
+        engine.close()
+        assert engine.closed
+        with pytest.raises(EngineClosedError):
+            visit(engine, 0, [0])
+        started = len(link.started)
+        engine.hint(0, [1])
+        assert not engine.forecast(engine.scheduler.step, 1, 1, [1.0] * EXPERTS)
+        assert len(link.started) == started
+
+
+def test_no_progress_is_an_error_with_the_state() -> None:
+    make = lambda link: Recording(link, lambda key, idx: idx == 1)  # noqa: E731
+    with running(make, slots=3, workers=1, stall_timeout_s=0.05) as (engine, link):
+        with pytest.raises(EngineStalledError) as raised:
+            visit(engine, 2, [4])
+        message = str(raised.value)
+        for part in (
+            "MoE layer 2 waits",
+            "stall_timeout_s=0.05",
+            "layer 2, 1 chunks completed",
+            "0 of 1 workers idle",
+            "a link under test",
+            "3 slots, 2 free, 0 resident, 1 pinned, 1 chunks in flight",
+        ):
+            assert part in message, (part, message)
+        link.open.set()
+        visit(engine, 2, [4])  # it was the link: everything goes on
+
+
+def test_progress_elsewhere_is_not_a_stall() -> None:
+    """The clock starts again with each chunk, whoever's it is."""
+
+    def slow(link: Link) -> Recording:
+        class Slow(Recording):
+            def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+                time.sleep(0.05)
+                super().transfer(chunk, destination, address)
+
+        return Slow(link)
+
+    with running(slow, stall_timeout_s=0.15) as (engine, _):
+        visit(engine, 0, [0, 1])  # eight chunks: 0.4 s
+
+
+def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    with running(lambda link: Recording(link, lambda key, idx: True), stall_timeout_s=0.05) as (engine, link):
+        link.close = lambda: None  # type: ignore[method-assign]  # it would end the hanging
+        with pytest.raises(EngineStalledError):
+            visit(engine, 0, [0])
+        engine.close()
+        assert "promoe-link-0 still in a transfer after 0.1 s" in caplog.text
+        link.open.set()
+        engine._threads[0].join(JOIN_S)
+        assert not engine._threads[0].is_alive()
+
+
+def test_the_timeline_may_end_while_chunks_are_under_way() -> None:
+    """A worker looks at the tracer twice; in between, it may be gone."""
+
+    class Vanishing(Engine):
+        looks = 0
+
+        @property
+        def tracer(self) -> Any:
+            self.looks += 1
+            return _Spans() if self.looks % 2 else None
+
+        @tracer.setter
+        def tracer(self, value: Any) -> None:
+            pass
+
+    class _Spans:
+        def span(self, *args: Any, **kwargs: Any) -> None:
+            pass
+
+    with running() as (engine, _):
+        engine.__class__ = Vanishing
+        for layer_idx in range(LAYERS):
+            visit(engine, layer_idx, [0, 1, 2, 3])
+        assert engine._fatal is None
+        engine.__class__ = Engine
