@@ -48,7 +48,10 @@ def measure(demo: Demo, source: Any, resident: Any, reference: Reference, cache:
         "title": title,
         "cache": cache,
         "bandwidth_bytes_per_s": result.bandwidth_bytes_per_s,
-        "runs": {run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()} for run in result.runs},
+        "runs": {
+            run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()}
+            for run in result.runs
+        },
         "ratios": {},
     }
     for slow, fast, wanted in RATIOS:

@@ -85,7 +85,9 @@ def main() -> None:
 
     source = Path(__file__).parents[1] / "examples" / "sharegpt_moe" / "checkpoint"
     rows = []
-    print(f"{'width':>6} {'cache':>8} {'experts MB':>11} {'ready s':>8} {'opened MB':>10} {'peak MB':>8} {'bound MB':>9}")
+    print(
+        f"{'width':>6} {'cache':>8} {'experts MB':>11} {'ready s':>8} {'opened MB':>10} {'peak MB':>8} {'bound MB':>9}"
+    )
     for repeat in options.repeats:
         folder = widen(source, Path("promoe-out") / f"widened-{repeat}", repeat=repeat)
         for cache in (options.cache, *([options.equal_cache] if options.equal_cache else [])):

@@ -49,7 +49,7 @@ def tiny_model(num_layers: int) -> Qwen2MoeForCausalLM:
 def interleaved_us(variants: dict[str, Callable[[int], object]], rounds: int) -> dict[str, np.ndarray]:
     """Microseconds of each variant per round, `[rounds]`, the variants taking turns."""
     times: dict[str, list[float]] = {name: [] for name in variants}
-    for name, run in variants.items():
+    for run in variants.values():
         for round_idx in range(20):
             run(round_idx)
     for round_idx in range(rounds):
@@ -89,8 +89,8 @@ def per_layer(rounds: int) -> list[dict[str, float]]:
                 patched(torch.tensor([[expert_token]]), use_cache=False)
             times = interleaved_us(
                 {
-                    "unpatched": lambda _, m=stock: m(token, use_cache=False),
-                    "patched": lambda _, m=patched: m(token, use_cache=False),
+                    "unpatched": lambda _, m=stock, t=token: m(t, use_cache=False),
+                    "patched": lambda _, m=patched, t=token: m(t, use_cache=False),
                 },
                 max(20, rounds // num_layers),
             )
@@ -143,7 +143,6 @@ def per_miss(rounds: int) -> dict[str, float]:
 def widened(folder: Path, rounds: int) -> dict[str, float]:
     """Decode TPOT of the widened model: unpatched, every expert in slots, bypassed."""
     from transformers import AutoModelForCausalLM
-
 
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     for parameter in stock.parameters():  # private memory, 64-byte aligned, as the others have

@@ -39,6 +39,7 @@ class Timings:
 
     @contextmanager
     def timed(self, *names: str) -> Iterator[None]:
+        """Time the block once, for all these names."""
         start_s = time.perf_counter()
         yield
         elapsed_s = time.perf_counter() - start_s
@@ -46,6 +47,7 @@ class Timings:
             self.seconds[name].append(elapsed_s)
 
     def summary(self) -> dict[str, dict[str, float]]:
+        """Quantiles by name."""
         return {name: quantiles_us(np.array(seconds)) for name, seconds in self.seconds.items()}
 
 
@@ -170,7 +172,9 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=60, help="tokens decoded per case")
-    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/scheduler.json"), help="where to write")
+    parser.add_argument(
+        "--json", type=Path, default=Path("promoe-out/benchmarks/scheduler.json"), help="where to write"
+    )
     args = parser.parse_args()
     results = {
         "decode, no prefetch": decode(args.tokens, with_forecasts=False),

@@ -9,23 +9,27 @@ Output is identical to the unmodified model's. See docs/structure.md for how it 
 
 from __future__ import annotations
 
-from promoe.config import PromoeConfig
-from promoe.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineClosedError,
-    EngineError,
-    EngineStalledError,
-    ExpertLoadError,
-    PatchStateError,
-    PromoeError,
-    UnsupportedModelError,
-)
-from promoe.links import EmulatedLink
-from promoe.loading import from_pretrained
-from promoe.moe_layers import MoELayer, find_moe_layers
-from promoe.patching import patch, unpatch
-from promoe.stats import Stats
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from promoe.config import PromoeConfig
+    from promoe.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineClosedError,
+        EngineError,
+        EngineStalledError,
+        ExpertLoadError,
+        PatchStateError,
+        PromoeError,
+        UnsupportedModelError,
+    )
+    from promoe.links import EmulatedLink
+    from promoe.loading import from_pretrained
+    from promoe.moe_layers import MoELayer, find_moe_layers
+    from promoe.patching import patch, unpatch
+    from promoe.stats import Stats
 
 __version__ = "0.1.0"
 
@@ -48,3 +52,27 @@ __all__ = [
     "patch",
     "unpatch",
 ]
+
+_HOMES = {
+    "EmulatedLink": "links",
+    "MoELayer": "moe_layers",
+    "PromoeConfig": "config",
+    "Stats": "stats",
+    "find_moe_layers": "moe_layers",
+    "from_pretrained": "loading",
+    "patch": "patching",
+    "unpatch": "patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a member when it is first asked for: `promoe --help` then need not wait for torch."""
+    if name not in __all__:
+        raise AttributeError(f"module 'promoe' has no attribute {name!r}")
+    member = getattr(importlib.import_module(f"promoe.{_HOMES.get(name, 'errors')}"), name)
+    globals()[name] = member
+    return member
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

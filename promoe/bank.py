@@ -63,8 +63,8 @@ class SlotBank:
     """Plays a stacked parameter `[num_experts, ...]` for the experts kernels of transformers.
 
     `bank[e]` with an int or a 0-d tensor is the slot's own tensor; `bank[ids]` with a 1-d tensor copies the rows of these
-    experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too. Any other
-    use is an error, as it would need the whole stack.
+    experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too. Any
+    other use is an error, as it would need the whole stack.
     """
 
     __slots__ = ("_call", "_name", "_transposed", "device", "dtype", "shape")
@@ -166,7 +166,8 @@ def _grouped_mm(
     One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a CPU,
     which does the same.
     """
-    assert bias is None and out_dtype is None, f"grouped_mm with bias={bias!r}, out_dtype={out_dtype!r}"
+    assert bias is None, f"grouped_mm with bias={bias!r}"
+    assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
     out = torch.empty((x.shape[0], bank.shape[2]), dtype=x.dtype, device=x.device)

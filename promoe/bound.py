@@ -26,6 +26,8 @@ from promoe.units import format_seconds, format_times, ratio
 
 TOLERANCE = 0.97
 MIB = 1024 * 1024
+PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
+PROBE_SECONDS = 0.3  # per setting
 
 
 class MeasurementError(PromoeError):
@@ -171,4 +173,4 @@ def link_bandwidth(link: Link, store: Store) -> float:
 
 def probe(store: FileStore, link: FileLink) -> BandwidthProbe:
     """Raw reads of the store's files in the link's mode, over request sizes and depths."""
-    return best_bandwidth(store, link.mode, request_bytes=(1 * MIB, 4 * MIB), seconds=0.3, rounds=2)
+    return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS, rounds=2)

@@ -41,8 +41,8 @@ class WeightedSum:
     Args:
         kernel: the layer's kernel.
         row_dtype: dtype in which the kernel computes a row before it is weighted.
-        pad_single: give the kernel a lone pair twice. (torch.bmm in fp32 takes another path for a batch of one, which the
-            whole call does not take.)
+        pad_single: give the kernel a lone pair twice. (torch.bmm in fp32 takes another path for a batch of one,
+            which the whole call does not take.)
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -63,7 +63,8 @@ class WeightedSum:
         self._pairs = pairs
         self._dtype = hidden.dtype
         self._row_dtype = row_dtype
-        # The kernel would cast its input to this dtype, and its result back. Cast before, and the rows come out as they are.
+        # The kernel would cast its input to this dtype, and its result back. Cast before, and the rows come out as they
+        # are.
         self._hidden = hidden.to(row_dtype)
         self._rows: torch.Tensor | None = None
 
@@ -175,9 +176,9 @@ class EagerSum:
         return self._sum.to(self._hidden.dtype)
 
 
-# (eager loop, dtype of hidden, dtype of weights) -> dtype in which the loop accumulates. Nearly all families accumulate in the
-# dtype of hidden; the others (nemotron_h: of the weights, inkling2 and openai_privacy_filter: fp32) round at the end, so
-# that their rows can only be seen on the way into the sum.
+# (eager loop, dtype of hidden, dtype of weights) -> dtype in which the loop accumulates. Nearly all families accumulate
+# in the dtype of hidden; the others (nemotron_h: of the weights, inkling2 and openai_privacy_filter: fp32) round at the
+# end, so that their rows can only be seen on the way into the sum.
 _ACCUMULATORS: dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], torch.dtype] = {}
 
 

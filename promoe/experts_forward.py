@@ -1,8 +1,9 @@
 """Runs one MoE layer's experts from slots, bit-identical to the unmodified layer.
 
-When every needed expert is ready, one call of the stock kernel over stand-ins is the whole layer (`run_resident`). Otherwise
-groups of experts are computed as they get ready (`run_groups`): each through the same stock kernel, with one row per
-(token, choice) pair, and the rows are combined once, in the order in which the stock kernel would have added them.
+When every needed expert is ready, one call of the stock kernel over stand-ins is the whole layer (`run_resident`).
+Otherwise groups of experts are computed as they get ready (`run_groups`): each through the same stock kernel, with one
+row per (token, choice) pair, and the rows are combined once, in the order in which the stock kernel would have added
+them.
 
 All pairs of an expert are in one call and in the stock order, as the bits of a product depend on how many rows it has.
 
@@ -81,9 +82,9 @@ def run_groups(
         hidden: `[T, H]`, the experts' input.
         top_k_index: `[T, K]`, int64 expert ids.
         top_k_weights: `[T, K]`, routing weights of any float dtype.
-        groups: yields groups that together hold every needed expert, as in `run_resident`. An expert is computed with the
-            first group that has it; experts that no token chose are left alone. A group's tensors are not read any more once
-            the next group is asked for. The iterator is always run to its end.
+        groups: yields groups that together hold every needed expert, as in `run_resident`. An expert is computed with
+            the first group that has it; experts that no token chose are left alone. A group's tensors are not read any
+            more once the next group is asked for. The iterator is always run to its end.
         ids: `top_k_index.tolist()`, where the caller has it already.
 
     Returns:

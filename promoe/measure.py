@@ -5,6 +5,7 @@ Knows nothing of experts: a system is whatever generates tokens. Used by the dem
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ class Generation:
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else math.nan
 
 
-class Stopwatch(BaseStreamer):
+class Stopwatch(BaseStreamer):  # type: ignore[misc]
     """A streamer for `model.generate(streamer=)` that notes when each token comes. For one sequence.
 
     Args:
@@ -91,7 +92,7 @@ def generate(
     with torch.inference_mode():
         model.generate(**{**inputs, "do_sample": False, "max_new_tokens": max_new_tokens, **options, "streamer": watch})
     times_s = watch.times_s
-    gaps_s = tuple(after - before for before, after in zip(times_s, times_s[1:], strict=False))
+    gaps_s = tuple(after - before for before, after in itertools.pairwise(times_s))
     return Generation(tuple(watch.tokens), times_s[0] - start_s, gaps_s)
 
 

@@ -20,7 +20,7 @@ from promoe.errors import ConfigError
 from promoe.units import format_memory
 
 if TYPE_CHECKING:
-    from promoe.stores.layout import ExpertLayout
+    from promoe.layout import ExpertLayout
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe.errors import UnsupportedModelError
-from promoe.stores.layout import ExpertLayout
+from promoe.layout import ExpertLayout
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 TESTED_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
@@ -110,8 +110,8 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
         allow_meta: accept experts on the meta device (their weights are to be read from files).
 
     Raises:
-        UnsupportedModelError: there are no MoE layers; or one of them is kept, sharded, quantised or run in a way that is
-            not supported. The message names the module, what was found and what to do.
+        UnsupportedModelError: there are no MoE layers; or one of them is kept, sharded, quantised or run in a way that
+            is not supported. The message names the module, what was found and what to do.
     """
     layers: list[MoELayer] = []
     unmet: list[tuple[str, nn.Module, str]] = []
@@ -302,7 +302,8 @@ def _eager_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     decorated = _decorated_forward(type(module))
     assert decorated is not None, f"{type(module).__name__} is not decorated"
     # Unwrapped to the core: some quantisers decorate a class once per layer.
-    return inspect.unwrap(decorated)
+    core: Callable[..., torch.Tensor] = inspect.unwrap(decorated)
+    return core
 
 
 def _model_name(model: nn.Module) -> str:

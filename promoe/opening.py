@@ -138,7 +138,7 @@ class _Opening:
             def _finalize_model_loading(model: Any, *args: Any) -> Any:
                 with _hidden_experts(opening.layers):
                     loading = base._finalize_model_loading(model, *args)
-                pass
+                check_missing(loading)
                 return loading
 
         Opening.__name__ = base.__name__
@@ -245,7 +245,7 @@ def _hidden_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
     for layer in layers:
         names = tuple(spec.name for spec in layer.layout.tensors)
         layer.experts.__dict__["_is_hf_initialized"] = True  # as any loaded module has it; skips _init_weights
-        handles.append(layer.experts.register_state_dict_post_hook(_dropping(names)))  # type: ignore[no-untyped-call]
+        handles.append(layer.experts.register_state_dict_post_hook(_dropping(names)))
     try:
         yield
     finally:

@@ -99,7 +99,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         CheckpointError: there is none, or it cannot be read.
     """
     if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1):
-        raise CheckpointError(f"There is no folder '{model}'. Give the folder of a checkpoint, or a hub id such as org/name.")
+        raise CheckpointError(
+            f"There is no folder '{model}'. Give the folder of a checkpoint, or a hub id such as org/name."
+        )
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
@@ -119,7 +121,7 @@ def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, 
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
-class WordStreamer(TextStreamer):
+class WordStreamer(TextStreamer):  # type: ignore[misc]
     """Tokens in, whole words out, to a `LiveText`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, live: LiveText) -> None:
@@ -179,6 +181,9 @@ def _report(stats: Any, generation: Generation, request: Request) -> None:
             "tokens": f"{len(generation.tokens)} generated",
             "threads": str(torch.get_num_threads()),
         }
-        print(f"report    {html_report([run], request.report, f'promoe run: {request.model}', conditions)}", file=sys.stderr)
+        print(
+            f"report    {html_report([run], request.report, f'promoe run: {request.model}', conditions)}",
+            file=sys.stderr,
+        )
     if request.trace is not None:
         print(f"timeline  {request.trace} (open it at https://ui.perfetto.dev)", file=sys.stderr)

@@ -20,7 +20,10 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 GateTap = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 _RUN = "_promoe_run"
 _BANKS = "_promoe_banks"
-_NO_LOADING = "A patched model cannot load a state_dict: slots hold copies of its experts' weights. Unpatch it, load, patch again."
+_NO_LOADING = (
+    "A patched model cannot load a state_dict: slots hold copies of its experts' weights. "
+    "Unpatch it, load, and patch it again."
+)
 
 
 @functools.cache
@@ -73,7 +76,7 @@ def attach(layer: MoELayer, run: RunExperts, tap: GateTap) -> Callable[[], None]
     experts = layer.experts
     base = type(experts)
     assert not is_patched(experts), layer.name
-    experts.__class__ = patched_class(base)  # the only step that can fail comes first
+    experts.__class__ = patched_class(base)  # type: ignore[arg-type]  # the only step that can fail comes first
     experts.__dict__[_RUN] = run
     experts.__dict__[_BANKS] = layer.parameter_names
     handle = layer.gate.register_forward_hook(tap, with_kwargs=True)

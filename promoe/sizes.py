@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from promoe.errors import ConfigError
+from promoe.layout import ExpertLayout
 from promoe.scheduler import PoolSpec
-from promoe.stores import ExpertLayout
 from promoe.units import format_memory
 
 UNIT_BYTES = {
@@ -61,9 +61,7 @@ def plan_pools(
         groups.setdefault(layout, []).append(layer_idx)
     experts = [sum(num_experts[layer] for layer in layers) for layers in groups.values()]
     total_bytes = sum(layout.slot_bytes * count for layout, count in zip(groups, experts, strict=True))
-    if cache == "auto":
-        cache = _auto_bytes(free_bytes)
-    share = _share(cache, total_bytes)
+    share = _share(_auto_bytes(free_bytes) if cache == "auto" else cache, total_bytes)
     slots = [int(share * count + 1e-9) for count in experts]
     if min(slots) < 1:
         least_bytes = -(-total_bytes // min(experts))

@@ -30,6 +30,7 @@ def _one_thread_fixed_seed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _no_thread_left_behind() -> Iterator[None]:
     """Whatever a test opens it closes: no promoe thread survives it."""
+    before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-")]
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-") and thread not in before]
     assert not left, f"threads left running: {left}"

@@ -40,7 +40,8 @@ PROMPTS: dict[str, dict[str, torch.Tensor]] = {
     "short": {"input_ids": token_ids(1, 4, seed=2), "attention_mask": torch.ones(1, 4, dtype=torch.long)},
     "padded": left_padded((9, 6, 2), seed=3),
 }
-NEW_TOKENS = 4
+NEW_TOKENS = 3
+TOP_K = 3
 
 
 class LinkOver(EmulatedLink):
@@ -72,7 +73,18 @@ def config(**fields: Any) -> promoe.PromoeConfig:
 
 @functools.cache
 def stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The unmodified model, loaded from `checkpoint`; its tensors cloned, because mapped ones are not aligned."""
+    """The unmodified model, never patched: what references come from. Loaded from `checkpoint`."""
+    return load_stock(family, dtype)
+
+
+@functools.cache
+def resident(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Another instance of the same model: the one that `served` patches and unpatches."""
+    return load_stock(family, dtype)
+
+
+def load_stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A new instance from `checkpoint`; its tensors cloned, because mapped ones are not aligned."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint(family, dtype), dtype=dtype).eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -82,9 +94,12 @@ def stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 
 @functools.cache
 def checkpoint(family: str, dtype: torch.dtype = torch.float32) -> Path:
-    """Folder of a tiny model's checkpoint, several shards, in the layout that hub checkpoints have."""
+    """Folder of a tiny model's checkpoint, several shards, in the layout that hub checkpoints have.
+
+    Three experts per token: a sum of two rows is the same in any order, so fewer would not show a wrong order.
+    """
     folder = Path(_scratch().name) / f"{family}-{dtype}"
-    build(family, dtype=dtype).save_pretrained(folder, max_shard_size="60KB")
+    build(family, dtype=dtype, top_k=TOP_K).save_pretrained(folder, max_shard_size="60KB")
     return folder
 
 
@@ -144,6 +159,7 @@ def record(
 ) -> tuple[Outputs, tuple[tuple[int, tuple[int, ...]], ...]]:
     """What the unmodified model answers, and (MoE layer, experts) of each visit that a predictor is asked about."""
     model = stock(family, dtype)
+    assert not hasattr(model, "promoe"), "the reference must be the unmodified model's"
     model.set_experts_implementation(implementation)
     visits: list[tuple[int, tuple[int, ...]]] = []
 
@@ -195,7 +211,7 @@ def served(
 ) -> Iterator[PreTrainedModel]:
     """A tiny model in promoe's hands for as long as the context lasts; `fields` are those of `config`."""
     link = link or LinkOver(plain_link)
-    plain = stock(family, dtype)
+    plain = resident(family, dtype)
     arguments = {"cache": slots_of(plain, cache), "predictor": predictor, "link": link, "config": config(**fields)}
     if store == "host":
         model = promoe.patch(plain, **arguments)
@@ -211,6 +227,63 @@ def served(
             promoe.unpatch(model)
         else:
             close(model)
+
+
+DISTURBANCES = ("none", "gate called twice", "gate called alone", "exception", "interruption")
+
+
+@torch.inference_mode()
+def disturb(model: nn.Module, kind: str, prompt: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """Do something to a served model that no forward expects, between a gate and its experts. Returns the undo.
+
+    Args:
+        model: served.
+        kind: one of DISTURBANCES; "gate called twice" lasts until undone, the others are over when this returns.
+        prompt: what an interrupted forward was about.
+    """
+    layers = promoe.find_moe_layers(model)
+    if kind == "gate called twice":
+        hooks = [layer.gate.register_forward_hook(_CallAgain()) for layer in layers]
+        return lambda: [hook.remove() for hook in hooks] and None
+    if kind == "gate called alone":
+        width = model.get_input_embeddings().weight.shape[1]
+        for seed, layer in enumerate(layers):
+            hidden = torch.randn(3, width, generator=torch.Generator().manual_seed(seed))
+            layer.gate(hidden.to(next(layer.gate.parameters()).dtype))
+    if kind in ("exception", "interruption"):
+        error = RuntimeError if kind == "exception" else KeyboardInterrupt
+        hook = layers[len(layers) // 2].experts.register_forward_pre_hook(_raising(error))
+        try:
+            greedy(model, prompt)
+        except error:
+            pass
+        else:
+            raise AssertionError("the forward was not interrupted")
+        finally:
+            hook.remove()
+    return lambda: None
+
+
+class _CallAgain:
+    """A gate's hook that calls it again, with its tokens in another order: a hint for the same layer that is not meant."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.calls = 0
+
+    def __call__(self, gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self.inside:
+            self.inside = True
+            self.calls += 1
+            gate(-args[0], *args[1:])
+            self.inside = False
+
+
+def _raising(error: type[BaseException]) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        raise error("between gate and experts")
+
+    return hook
 
 
 def close(model: nn.Module) -> None:

@@ -141,20 +141,12 @@ def test_an_error_while_generating_ends_the_text_and_the_threads(
 
 
 def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(**options: Any) -> int:
+    def interrupt(request: running.Request) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(cli.COMMANDS, "run", interrupt)
-    monkeypatch.setattr(cli, "make_parser", _parser_of_real_commands(cli.make_parser))
+    monkeypatch.setattr(running, "answer", interrupt)
     assert cli.main(["run", "model", PROMPT]) == 130
     assert "interrupted" in capsys.readouterr().err
-
-
-def _parser_of_real_commands(make: Any) -> Any:
-    replaced, cli.COMMANDS["run"] = cli.COMMANDS["run"], cli.run
-    parser = make()
-    cli.COMMANDS["run"] = replaced
-    return lambda: parser
 
 
 @pytest.mark.parametrize("command", ["demo", "run"])

@@ -310,7 +310,9 @@ def test_a_failed_demand_names_expert_source_and_cause(workers: int, hinted: boo
         link.broken = {ExpertKey(1, 4)}
         if hinted:
             engine.hint(1, [0, 4])
-        with pytest.raises(ExpertLoadError, match=r"Expert 4 of MoE layer 1.*tensor w of MoE layer 1.*offset \d+") as raised:
+        with pytest.raises(
+            ExpertLoadError, match=r"Expert 4 of MoE layer 1.*tensor w of MoE layer 1.*offset \d+"
+        ) as raised:
             visit(engine, 1, [0, 4])
         assert isinstance(raised.value.__cause__, OSError)
         assert raised.value.__cause__.errno == errno.EIO
@@ -328,9 +330,9 @@ def test_experts_that_were_ready_run_before_the_failure_is_raised() -> None:
         visit(engine, 0, [1])
         link.broken = {ExpertKey(0, 2)}
         ran: list[int] = []
-        with pytest.raises(ExpertLoadError), engine.visit(0, [1, 2]) as layer_visit:
-            for rows in layer_visit.groups():
-                ran += rows
+        layer_visit = engine.visit(0, [1, 2])
+        with layer_visit, pytest.raises(ExpertLoadError):
+            ran.extend(row for rows in layer_visit.groups() for row in rows)
         assert ran == [1]
         assert engine.recorder.phase_stats("prefill").failures_demand == 1
 
@@ -385,7 +387,7 @@ class Fatal(Recording):
 def test_a_dead_worker_is_an_engine_error(caplog: pytest.LogCaptureFixture) -> None:
     with running(Fatal, workers=2) as (engine, _):
         for _ in range(2):
-            with pytest.raises(EngineError, match="worker died.*a bug in the link.*unpatch") as raised:
+            with pytest.raises(EngineError, match=r"worker died.*a bug in the link.*unpatch") as raised:
                 visit(engine, 0, [0])
             assert isinstance(raised.value.__cause__, SystemExit)
         assert "died" in caplog.text
@@ -406,12 +408,15 @@ def test_any_error_of_a_link_is_reported_to_the_forward() -> None:
 
 
 def test_closing_wakes_a_forward_that_waits() -> None:
-    with running(lambda link: Recording(link, lambda key, idx: True)) as (engine, link), ThreadPoolExecutor(2) as threads:
+    with (
+        running(lambda link: Recording(link, lambda key, idx: True)) as (engine, link),
+        ThreadPoolExecutor(2) as threads,
+    ):
         waiting = threads.submit(visit, engine, 0, [0])
         while not engine._waiting_visits:
             time.sleep(0.0005)
         closing = threads.submit(engine.close)  # its worker is in a transfer, which lands first
-        with pytest.raises(EngineClosedError, match="closed.*unpatch"):
+        with pytest.raises(EngineClosedError, match=r"closed.*unpatch"):
             waiting.result(JOIN_S)
         link.open.set()
         closing.result(JOIN_S)

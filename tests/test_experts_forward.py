@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, make_config, token_ids
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
@@ -25,7 +26,6 @@ from promoe.bank import ExpertRows, SlotBank
 from promoe.errors import UnsupportedModelError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
 from promoe.moe_layers import MoELayer, find_moe_layers
-from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, make_config, token_ids
 
 DTYPES = (torch.float32, torch.bfloat16)
 INPUTS: dict[str, dict[str, torch.Tensor]] = {
@@ -177,9 +177,7 @@ def experts_layer(
         "gpt_oss": (GptOssExperts, "gpt_oss"),
     }
     cls, family = classes[kind]
-    config = make_config(
-        family, hidden=hidden, intermediate=intermediate, num_experts=num_experts, top_k=2, layers=2
-    )
+    config = make_config(family, hidden=hidden, intermediate=intermediate, num_experts=num_experts, top_k=2, layers=2)
     return lone_layer(cls(config), config, implementation, dtype)
 
 
@@ -240,8 +238,8 @@ def test_any_routing_in_any_groups(data: st.DataObject) -> None:
 def test_experts_of_real_size_with_one_and_two_threads(kind: str, dtype: torch.dtype) -> None:
     layer = experts_layer(kind, "eager", dtype, hidden=2048, intermediate=1408, num_experts=3)
     weights_dtype = torch.float32 if kind == "deepseek_v3" else dtype
-    # 18 pairs: from 17 on torch.sort moves equal keys. batched_mm copies the weights of every pair; bf16 products are slow
-    # where the CPU has no instruction for them.
+    # 18 pairs: from 17 on torch.sort moves equal keys. batched_mm copies the weights of every pair; bf16 products are
+    # slow where the CPU has no instruction for them.
     lengths = {"batched_mm": (1, 2), "eager": (1, 6), "grouped_mm": (1, 6)} if dtype == torch.float32 else {}
     calls: list[tuple[int, str, Call]] = []
     for threads, implementation in itertools.product((1, 2), IMPLEMENTATIONS):
@@ -453,7 +451,9 @@ def test_an_implementation_switched_in_between_is_followed() -> None:
             assert_same(call.resident(slots, with_ids=True), call.expected)
             assert_same(call.grouped(slots, partition(call.needed, 5), with_ids=True), call.expected)
         results.append(call.expected)
-    assert not torch.equal(results[0], results[2]), "eager and grouped_mm round differently, else this test shows nothing"
+    assert not torch.equal(results[0], results[2]), (
+        "eager and grouped_mm round differently, else this test shows nothing"
+    )
 
 
 def test_gradients_are_refused_with_a_remedy() -> None:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from served import LinkOver, PROMPTS, config, delayed, expected, greedy, plain_link, poison_free_slots, served, stock
+from served import PROMPTS, LinkOver, config, delayed, expected, greedy, plain_link, poison_free_slots, served, stock
 from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build
 from transformers import PreTrainedModel
 

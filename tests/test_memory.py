@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from promoe.errors import ConfigError
+from promoe.layout import ExpertLayout, TensorSpec
 from promoe.memory import HUGE_PAGE_BYTES, HugePageRegion, SlotPool
-from promoe.stores.layout import ExpertLayout, TensorSpec
 
 MIB = 1024 * 1024
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, make_config, token_ids
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer, find_moe_layers, gate_indices
-from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, make_config, token_ids
 
 
 def experts_of(model: nn.Module) -> nn.Module:
@@ -237,13 +237,19 @@ def test_a_list_of_expert_modules_is_refused() -> None:
 
 TINY: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 OTHER_FAMILIES: dict[str, dict[str, Any]] = {
-    "llama4_text": {**TINY, "num_hidden_layers": 2, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 16},
+    "llama4_text": {
+        **TINY,
+        "num_hidden_layers": 2,
+        "intermediate_size": 16,
+        "intermediate_size_mlp": 16,
+        "head_dim": 16,
+    },
     "dbrx": {
         "d_model": 32,
         "n_heads": 2,
         "n_layers": 1,
         "vocab_size": 64,
-        "attn_config": {"kv_n_heads": 2},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "longcat_flash": {

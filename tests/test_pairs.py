@@ -26,7 +26,9 @@ def test_every_pair_is_selected_once_with_its_token(tokens: int, by_choice: bool
         for some in (experts[1:], experts[:1]):
             selection = pairs.select(some)
             assert selection.experts == some
-            assert selection.index.flatten().tolist() == [e for e, n in zip(some, selection.sizes, strict=True) for _ in range(n)]
+            assert selection.index.flatten().tolist() == [
+                e for e, n in zip(some, selection.sizes, strict=True) for _ in range(n)
+            ]
             hidden = torch.arange(tokens).float().unsqueeze(1).expand(-1, 4)
             of_expert = pairs_of(selection, 3)
             tokens_of_pairs = [token for expert in some for token, _ in of_expert[expert]]

@@ -33,25 +33,16 @@ def assert_unharmed(model: nn.Module) -> None:
     greedy(model, PROMPTS["one"]).assert_equals(wanted)
 
 
-def wanted_with(hook_up: Callable[[nn.Module], list[Any]], model: nn.Module) -> torch.Tensor:
+def wanted_with(hook_up: Callable[[nn.Module], list[Any]]) -> torch.Tensor:
     """The logits of an unmodified model of the same weights with the same hooks."""
-    plain = stock(FAMILY) if model is not stock(FAMILY) else copy_of_stock()
+    plain = stock(FAMILY)
+    plain.set_experts_implementation("grouped_mm")
     hooks = hook_up(plain)
     try:
         return greedy(plain, PROMPTS["one"], 1).logits[-1]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def copy_of_stock() -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint(FAMILY)).eval()
-    for tensor in (*plain.parameters(), *plain.buffers()):
-        tensor.data = tensor.data.clone()
-    plain.set_experts_implementation("grouped_mm")
-    return plain
 
 
 # -- what happens between gate and experts ----------------------------------------------------------------------
@@ -133,7 +124,7 @@ def test_ids_changed_between_gate_and_experts(model: PreTrainedModel) -> None:
     def hook_up(some: nn.Module) -> list[Any]:
         return [layer.experts.register_forward_pre_hook(rotate) for layer in promoe.find_moe_layers(some)]
 
-    wanted = wanted_with(hook_up, model)
+    wanted = wanted_with(hook_up)
     hooks = hook_up(model)
     for _ in range(2):
         assert torch.equal(greedy(model, PROMPTS["one"], 1).logits[-1], wanted)
@@ -158,7 +149,7 @@ def test_hooks_that_replace_the_outputs_of_gate_and_experts_still_work(model: Pr
             *(layer.gate.register_forward_hook(even) for layer in layers),
         ]
 
-    wanted = wanted_with(hook_up, model)
+    wanted = wanted_with(hook_up)
     hooks = hook_up(model)
     assert torch.equal(greedy(model, PROMPTS["one"], 1).logits[-1], wanted)
     for hook in hooks:
@@ -175,7 +166,8 @@ def test_router_logits_are_recorded_once_per_layer(model: PreTrainedModel) -> No
 
 def test_experts_called_alone_with_their_gate(model: PreTrainedModel) -> None:
     """A block outside of any pass of the model."""
-    plain = copy_of_stock()
+    plain = stock(FAMILY)
+    plain.set_experts_implementation("grouped_mm")
     hidden = torch.randn(1, 5, 64)
     with torch.inference_mode():
         for ours, theirs in zip(promoe.find_moe_layers(model), promoe.find_moe_layers(plain), strict=True):
@@ -260,7 +252,7 @@ def test_the_class_keeps_its_name_and_its_kind(model: PreTrainedModel) -> None:
     assert seam.patched_class(base) is type(experts)
     for attribute in ("__name__", "__qualname__", "__module__"):
         assert getattr(type(experts), attribute) == getattr(base, attribute)
-    assert repr(experts) == repr(promoe.find_moe_layers(copy_of_stock())[0].experts)
+    assert repr(experts) == repr(promoe.find_moe_layers(stock(FAMILY))[0].experts)
 
 
 def test_guarded_experts_of_a_file_store_are_refused_outside_the_seam(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,16 @@ from promoe.demo.comparison import Reference, Result, Task, TokensDifferError, c
 from promoe.demo.example import READABLE_LOSS, Example, find_example
 from promoe.demo.options import Options
 from promoe.demo.setups import DEEPSEEK_ON_4090, RealSetup, emulate
-from promoe.demo.show import conditions, heading, paragraph, say, show_conditions, show_result, show_routing, show_sample
+from promoe.demo.show import (
+    conditions,
+    heading,
+    paragraph,
+    say,
+    show_conditions,
+    show_result,
+    show_routing,
+    show_sample,
+)
 from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk
 from promoe.errors import ConfigError
 from promoe.links.free_ram import free_ram_bytes
@@ -65,7 +75,7 @@ class Demo:
         self.written: list[tuple[str, Path]] = []
         self._tokenizer = load_tokenizer(str(self.example.checkpoint))
         self._prompts = self.example.prompts(options.prompts + 1)
-        self._task = self._make_task()
+        self.task = self._make_task()
         say("What each idea buys, step by step; every row adds one to the row above it.")
         for system in SYSTEMS:
             say(f"  {system.name.ljust(20)}{system.meaning}")
@@ -75,7 +85,7 @@ class Demo:
         heading(f"1. The demo model behind a link with the balance of {setup.name}")
         source = BehindLink(self.example.checkpoint, DTYPE)
         model = source.resident()
-        reference = record(model, self._task)
+        reference = record(model, self.task)
         source.link = emulate(setup, reference.token_bytes, reference.compute_s)
         paragraph(
             f"There, moving all of a token's experts takes {format_seconds(setup.transfer_s)} and computing the token "
@@ -85,9 +95,11 @@ class Demo:
         )
         self._sample(reference)
         result = compare(
-            source, model, reference, self._task, self.options.cache, self._path("emulated-link-timeline.json")
+            source, model, reference, self.task, self.options.cache, self._path("emulated-link-timeline.json")
         )
-        setting = {"imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached"}
+        setting = {
+            "imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached"
+        }
         self._present(result, reference, self.example.checkpoint, setting, "emulated-link", "behind an emulated link")
 
     def on_disk(self) -> None:
@@ -97,20 +109,17 @@ class Demo:
         checkpoint = self.example.widen(self.out / name, self.options.repeat, DTYPE)
         source = OnDisk(checkpoint, DTYPE)
         probe: Any = source.patched(SYSTEMS[0], self.options.cache)
-        layers: list[MoELayer] = list(probe.promoe.runtime.layers)
-        fits = self._fits(layers)
-        model = source.resident() if fits else None
-        reference = record(probe if model is None else model, self._task)
-        probe.promoe.close()
+        with closing(probe.promoe):
+            layers: Sequence[MoELayer] = probe.promoe.runtime.layers
+            model = source.resident() if self._fits(layers) else None
+            reference = record(probe, self.task, layers) if model is None else record(model, self.task)
         del probe
         gc.collect()
         paragraph(
             f"Every neuron of an expert is repeated {self.options.repeat} times and its output divided by as much: real "
             f"routing, real bytes. Read from {checkpoint} with O_DIRECT, so that the page cache does not flatter."
         )
-        result = compare(
-            source, model, reference, self._task, self.options.cache, self._path("real-disk-timeline.json")
-        )
+        result = compare(source, model, reference, self.task, self.options.cache, self._path("real-disk-timeline.json"))
         self._present(result, reference, checkpoint, {}, "real-disk", "on the real disk")
 
     def say_where(self) -> None:
@@ -123,7 +132,7 @@ class Demo:
     def _present(
         self, result: Result, reference: Reference, checkpoint: Path, setting: Mapping[str, str], name: str, where: str
     ) -> None:
-        found = conditions(checkpoint, DTYPE, reference.layers, result, self._task, self.options) | setting
+        found = conditions(checkpoint, DTYPE, reference.layers, result, self.task, self.options) | dict(setting)
         show_result(result, reference)
         say()
         show_conditions(found)
@@ -156,9 +165,11 @@ class Demo:
     def _make_task(self) -> Task:
         inputs = [prompt_inputs(self._tokenizer, prompt) for prompt in self._prompts]
         pad = self._tokenizer.pad_token_id
-        return Task(inputs[0], inputs[1:], self.options.max_new_tokens, self._tokenizer.eos_token_id if pad is None else pad)
+        return Task(
+            inputs[0], inputs[1:], self.options.max_new_tokens, self._tokenizer.eos_token_id if pad is None else pad
+        )
 
-    def _fits(self, layers: list[MoELayer]) -> bool:
+    def _fits(self, layers: Sequence[MoELayer]) -> bool:
         """Whether the whole model and the slots of every system fit into free RAM."""
         free_bytes = free_ram_bytes()
         layouts, counts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]

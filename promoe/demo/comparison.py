@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ class Reference(NamedTuple):
 
     answers: list[Generation]
     routing: list[list[RoutedPass]]
-    layers: list[MoELayer]
+    layers: Sequence[MoELayer]
 
     @property
     def compute_s(self) -> float:
@@ -103,11 +104,13 @@ class Result(NamedTuple):
     bandwidth_bytes_per_s: float
     """W."""
     link: str
+    answers: dict[str, list[Generation]]
+    """By system, one per measured prompt."""
 
 
-def record(model: PreTrainedModel, task: Task) -> Reference:
-    """Let a model do the task with its routing recorded."""
-    layers = find_moe_layers(model)
+def record(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer] | None = None) -> Reference:
+    """Let a model do the task with its routing recorded. The `layers` of a model whose experts are on disk are given."""
+    layers = find_moe_layers(model) if layers is None else list(layers)
     answers, routing = [], []
     with RoutingRecorder(model, layers) as recorder:
         for inputs in _bar([task.warm_up, *task.prompts], "reference"):
@@ -159,7 +162,7 @@ def compare(
             runs.append(_run(name, stats, times[name], intervals[name], bound_s))
         _draw_timeline(models[systems[-1].name], task, timeline)
         slow, fast = (tpots_s(times[system.name]) for system in (systems[0], systems[-1]))
-        return Result(runs, paired_speedup(slow, fast), compute_s, bandwidth, engine.link.describe())
+        return Result(runs, paired_speedup(slow, fast), compute_s, bandwidth, engine.link.describe(), times)
 
 
 def resident_stats(layers: Sequence[MoELayer]) -> Stats:
@@ -203,9 +206,7 @@ def _measure(models: dict[str, Any], reference: Reference, task: Task) -> dict[s
             bar.set_postfix_str(name)
             verify(name, idx + 1, answer, reference.answers[idx + 1])
 
-        systems: dict[str, Callable[[Inputs], Generation]] = {
-            name: (lambda inputs, model=model: task.run(model, inputs)) for name, model in models.items()
-        }
+        systems = {name: functools.partial(task.run, model) for name, model in models.items()}
         return interleaved(systems, task.prompts, on_done)
 
 

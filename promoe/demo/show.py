@@ -89,11 +89,7 @@ def show_conditions(pairs: Mapping[str, str]) -> None:
     """Print names and values, aligned."""
     width = max(len(name) for name in pairs)
     for name, value in pairs.items():
-        say(
-            textwrap.fill(
-                value, WIDTH, initial_indent=f"  {name.ljust(width)}  ", subsequent_indent=" " * (width + 4)
-            )
-        )
+        say(textwrap.fill(value, WIDTH, initial_indent=f"  {name.ljust(width)}  ", subsequent_indent=" " * (width + 4)))
 
 
 def show_result(result: Result, reference: Reference) -> None:
@@ -126,14 +122,18 @@ def words(result: Result) -> list[str]:
             f"per token: overlapping them can win {format_times(most)} at most. More than that comes from moving fewer bytes."
         )
     if compute_s is None:
-        sentences.append(f"“{RESIDENT}” was left out: the model does not fit into free RAM. Bounds are those of the link.")
+        sentences.append(
+            f"“{RESIDENT}” was left out: the model does not fit into free RAM. Bounds are those of the link."
+        )
     return sentences
 
 
 def show_routing(phase: PhaseStats) -> None:
     """Print which experts were needed, a line per layer."""
     counts = phase.expert_counts
-    say(f"  Experts needed while generating, a line per layer, a column per expert ('{SHADES[-1]}': the layer's most needed)")
+    say(
+        f"  Experts needed while generating, a line per layer, a column per expert ('{SHADES[-1]}': the layer's most needed)"
+    )
     for layer_idx, row in enumerate(counts):
         top = max(max(row), 1)
         cells = "".join(SHADES[-(-count * (len(SHADES) - 1) // top)] for count in row)

@@ -97,10 +97,8 @@ def probe_read_bandwidth(
         raise ConfigError("A probe needs at least one chunk to read. Got none.")
     random.Random(seed).shuffle(requests)
     paths = [file.path for file in store.files]
-    if mode == "direct":
-        descriptors = DirectFiles(paths).descriptors
-    else:
-        descriptors = tuple(Descriptor(path, os.O_RDONLY) for path in paths)
+    direct = mode == "direct"
+    descriptors = DirectFiles(paths).descriptors if direct else tuple(Descriptor(path, os.O_RDONLY) for path in paths)
     buffers = [HugePageRegion(request_bytes, prefault=True) for _ in range(depth)]
     todo = itertools.cycle(requests)
     start_together = threading.Barrier(depth)

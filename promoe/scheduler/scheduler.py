@@ -236,7 +236,7 @@ class Scheduler:
         while queue:
             code = queue[0]
             cache = self._cache_of[code // self.max_experts]
-            if code not in self._failed_speculation and self._has_slot(cache, code, HINT):
+            if not self._gave_up(code) and self._has_slot(cache, code, HINT):
                 return self._issue(cache, code, "demand")
             queue.popleft()  # nothing left to send, or no room: the visit will ask again, with pins
         return None
@@ -244,10 +244,14 @@ class Scheduler:
     def _next_speculation(self) -> Lease | None:
         while (code := self._speculation.most_urgent()) is not None:
             cache = self._cache_of[code // self.max_experts]
-            if self._may_speculate(cache, code) and self._has_slot(cache, code, SPECULATION):
+            if not self._gave_up(code) and self._may_speculate(cache, code) and self._has_slot(cache, code, SPECULATION):
                 return self._issue(cache, code, "prefetch")
             self._speculation.skip()
         return None
+
+    def _gave_up(self, code: int) -> bool:
+        """Whether its fetch failed and no visit has asked anew: a failure is reported, never retried behind its back."""
+        return code in self._failed_speculation or code in self.failures
 
     def _may_speculate(self, cache: ExpertCache, code: int) -> bool:
         """Speculation never takes the last slot that demand could have at once."""
@@ -328,12 +332,15 @@ class Scheduler:
     # -- other --------------------------------------------------------------------------------------------------
 
     def warm(self, keys: Iterable[ExpertKey]) -> list[Lease]:
-        """Leases for every chunk of absent experts that fit into free slots, best first; evicts nothing."""
+        """Leases for every chunk of absent experts that fit into free slots, best first; evicts nothing.
+
+        An expert that a visit has pinned is left to that visit: it is queued, or has failed for good.
+        """
         leases = []
         for layer_idx, expert_idx in keys:
             cache = self._cache_of[layer_idx]
             code = layer_idx * self.max_experts + expert_idx
-            if cache.state[code] == ABSENT and cache.num_free:
+            if cache.state[code] == ABSENT and cache.num_free and not cache.pins[code]:
                 leases += [self._issue(cache, code, "demand") for _ in range(self._num_chunks[layer_idx])]
         return leases
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk, Store, convert_chunk, read_expert, split_at_pages
 from promoe.stores.host import HostStore
-from promoe.stores.layout import ExpertLayout, TensorSpec
 from promoe.stores.safetensors_store import SafetensorsStore
 
 __all__ = [
     "DEFAULT_CHUNK_BYTES",
     "Chunk",
-    "ExpertLayout",
     "HostStore",
     "SafetensorsStore",
     "Store",
-    "TensorSpec",
     "convert_chunk",
     "read_expert",
     "split_at_pages",

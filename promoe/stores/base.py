@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from promoe.errors import ConfigError
+from promoe.layout import PAGE_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
-from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 

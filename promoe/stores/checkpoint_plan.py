@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.layout import ExpertLayout
 from promoe.stores.base import Chunk, split_at_pages
 from promoe.stores.checkpoint_names import BankSpec, CheckpointNames, is_per_expert
-from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_header import TensorRange
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from promoe.errors import UnsupportedModelError
+from promoe.layout import ExpertLayout
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk, split_at_pages
-from promoe.stores.layout import ExpertLayout
 
 Bytes = NDArray[np.uint8]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from promoe.layout import ExpertLayout
 from promoe.links.alignment import WHOLE_PAGES
 from promoe.links.direct import DirectFiles, DirectUnsupportedError
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import Chunk
-from promoe.stores.layout import ExpertLayout
 
 
 @dataclass

@@ -95,7 +95,12 @@ def markov_routing(
 
 
 def topic_routing(
-    seed: int, num_tokens: int, num_layers: int = 6, num_experts: int = 32, num_topics: int = 6, persistence: float = 0.8
+    seed: int,
+    num_tokens: int,
+    num_layers: int = 6,
+    num_experts: int = 32,
+    num_topics: int = 6,
+    persistence: float = 0.8,
 ) -> Routing:
     """Every expert is used with a known probability that depends on the token's topic, a Markov chain."""
     rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MOE_FAMILIES, build
+from tiny_models import build
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from promoe.errors import CheckpointError, ConfigError
@@ -39,7 +39,7 @@ def assert_equal_experts(store: SafetensorsStore, model: PreTrainedModel) -> Non
 
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 @pytest.mark.parametrize("shard_size", ["60KB", "10GB"], ids=["sharded", "one_file"])
-@pytest.mark.parametrize("family", MOE_FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2", "gpt_oss"])
 def test_every_expert_is_what_a_plain_load_makes_of_it(
     tmp_path: Path, family: str, shard_size: str, fused: bool
 ) -> None:
@@ -59,7 +59,7 @@ def test_every_expert_is_what_a_plain_load_makes_of_it(
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_dtypes_are_converted_on_arrival(tmp_path: Path, family: str, saved: torch.dtype, wanted: torch.dtype) -> None:
-    save(tmp_path, family, dtype=saved)
+    save(tmp_path, family, dtype=saved, layers=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=wanted)
     store = open_store(tmp_path, model, chunk_bytes=4096)
     chunks = store.chunks(ExpertKey(0, 0))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from promoe.errors import ConfigError
-from promoe.stores import ExpertLayout
+from promoe.layout import ExpertLayout
 
 
 def test_large_tensors_start_on_pages_small_ones_on_cache_lines() -> None:

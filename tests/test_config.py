@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from promoe import ConfigError, PromoeConfig, PromoeError
+
+BOOLEANS = ("early_preemption", "reorder", "governor", "bypass", "strict")
+WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "workers")
+NUMBERS = ("min_probability", "stall_timeout_s")
+
+
+def config(**fields: Any) -> PromoeConfig:
+    return PromoeConfig(**fields)
+
+
+def test_defaults() -> None:
+    """What the documentation promises; a change is a change of behaviour for everybody."""
+    assert dataclasses.asdict(PromoeConfig()) == {
+        "eviction": "next_use",
+        "early_preemption": True,
+        "reorder": True,
+        "lookahead": 3,
+        "min_probability": 0.5,
+        "governor": True,
+        "bypass": True,
+        "chunk_bytes": 4 * 2**20,
+        "workers": 2,
+        "read_mode": "auto",
+        "stall_timeout_s": 60.0,
+        "strict": False,
+    }
+
+
+def test_every_field_is_explained() -> None:
+    assert PromoeConfig.__doc__ is not None
+    for field in dataclasses.fields(PromoeConfig):
+        assert f"\n        {field.name}: " in PromoeConfig.__doc__, field.name
+
+
+def test_every_field_is_covered_by_these_tests() -> None:
+    names = {field.name for field in dataclasses.fields(PromoeConfig)}
+    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "read_mode"}
+
+
+def test_settings_cannot_be_changed_after_patching() -> None:
+    settings = PromoeConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        settings.lookahead = 5  # type: ignore[misc]
+    assert dataclasses.replace(settings, lookahead=5).lookahead == 5
+    with pytest.raises(ConfigError):
+        dataclasses.replace(settings, lookahead=0)
+
+
+def test_equal_settings_are_equal() -> None:
+    assert PromoeConfig(lookahead=2) == PromoeConfig(lookahead=2) != PromoeConfig()
+    assert hash(PromoeConfig(lookahead=2)) == hash(PromoeConfig(lookahead=2))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"eviction": "lru"},
+        {"eviction": "lfru"},
+        {"eviction": "static"},
+        {"read_mode": "page_cache"},
+        {"read_mode": "direct"},
+        {"lookahead": 1},
+        {"min_probability": 1.0},
+        {"min_probability": 1},
+        {"min_probability": 1e-9},
+        {"workers": 1},
+        {"stall_timeout_s": 1},
+        {"stall_timeout_s": 1e-3},
+        {"chunk_bytes": 4096},
+        {"chunk_bytes": 3 * 4096},
+    ],
+    ids=str,
+)
+def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
+    settings = config(**fields)
+    for name, value in fields.items():
+        assert getattr(settings, name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("eviction", "fifo", r"one of \('lru', 'lfru', 'static', 'next_use'\)"),
+        ("eviction", "LRU", "one of"),
+        ("eviction", None, "one of"),
+        ("eviction", ["lru"], "one of"),
+        ("read_mode", "mmap", r"one of \('auto', 'page_cache', 'direct'\)"),
+        ("lookahead", 0, "at least 1 layer"),
+        ("lookahead", -2, "at least 1 layer"),
+        ("min_probability", 0.0, r"in \(0, 1\]"),
+        ("min_probability", 1.0000001, r"in \(0, 1\]"),
+        ("min_probability", -0.1, r"in \(0, 1\]"),
+        ("min_probability", 50, r"in \(0, 1\]"),
+        ("min_probability", math.nan, r"in \(0, 1\]"),
+        ("workers", 0, "at least 1 thread"),
+        ("stall_timeout_s", 0.0, "more than 0 seconds"),
+        ("stall_timeout_s", -1, "more than 0 seconds"),
+        ("stall_timeout_s", math.nan, "more than 0 seconds"),
+        ("chunk_bytes", 0, "a positive multiple of 4096 bytes"),
+        ("chunk_bytes", -4096, "a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 4095, "a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 4097, "a positive multiple of 4096 bytes"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused(name: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{name}' field of PromoeConfig must be {allowed}"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "allowed"),
+    [
+        (BOOLEANS, (1, 0, None, "yes", 1.0), "True or False"),
+        (WHOLE_NUMBERS, (4096.0, "4096", None, True, 1.5), "a whole number"),
+        (NUMBERS, ("0.5", None, True, [0.5], 0.5j), "a number"),
+    ],
+    ids=["booleans", "whole numbers", "numbers"],
+)
+def test_a_value_of_another_type_is_refused(names: tuple[str, ...], values: tuple[Any, ...], allowed: str) -> None:
+    """Also what Python would take for it: `lookahead=True` is no number of layers."""
+    for name in names:
+        for value in values:
+            with pytest.raises(ConfigError, match=f"'{name}' field of PromoeConfig must be {allowed}"):
+                config(**{name: value})
+
+
+def test_the_error_says_field_allowed_and_found() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(chunk_bytes=5000)
+    assert str(caught.value) == (
+        "The 'chunk_bytes' field of PromoeConfig must be a positive multiple of 4096 bytes. Got 5000 instead."
+    )
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, PromoeError)
+
+
+def test_an_unknown_field_is_an_error() -> None:
+    with pytest.raises(TypeError, match="look_ahead"):
+        config(look_ahead=3)
