@@ -96,7 +96,7 @@ class Engine:
         """
         with self.lock:
             self._closed = True
-            self._work.notify_all()
+            self._wake_workers()
             self._arrived.notify_all()
         deadline_s = time.perf_counter() + self.stall_timeout_s
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -156,6 +156,7 @@ class Engine:
     def _wake_workers(self) -> None:
         if self._idle_workers:
             self._work.notify(self._idle_workers)
+            self._idle_workers = 0
 
     def _check_alive(self) -> None:
         if self._fatal is not None:
@@ -215,8 +216,7 @@ class Engine:
                 if leases:
                     return leases[0]
                 self._idle_workers += 1
-                self._work.wait()
-                self._idle_workers -= 1
+                self._work.wait()  # whoever wakes it has counted it as busy
         return None
 
     def _transfer(self, lease: Lease, worker_idx: int) -> Exception | None:
@@ -263,8 +263,9 @@ class Engine:
 
     def _take_one(self) -> Lease | None:
         leases = self.scheduler.next_chunks(1)
-        if leases and self._idle_workers:
+        if leases and self._idle_workers:  # where there is one order there may be more
             self._work.notify()
+            self._idle_workers -= 1
         return leases[0] if leases else None
 
 

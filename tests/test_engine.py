@@ -252,7 +252,7 @@ def test_hits_are_what_was_resident_in_any_order_of_execution() -> None:
             visit(engine, 0, [0, 3, 4])
             counts = engine.recorder.phase_stats("prefill")
             assert (counts.needed, counts.hits) == (3, 2)
-            assert counts.stall_s > 0
+            assert (counts.stall_s > 0) == (counts.ready < counts.needed)
 
 
 # -- several forwards at once -----------------------------------------------------------------------------------
