@@ -96,7 +96,7 @@ class Engine:
         """
         with self.lock:
             self._closed = True
-            self._wake_workers()
+            self._work.notify_all()
             self._arrived.notify_all()
         deadline_s = time.perf_counter() + self.stall_timeout_s
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -154,7 +154,8 @@ class Engine:
         return True
 
     def _wake_workers(self) -> None:
-        if self._idle_workers:
+        # To wake a thread in vain costs the forward tens of microseconds: it must share the interpreter with it.
+        if self._idle_workers and self.scheduler.has_orders:
             self._work.notify(self._idle_workers)
             self._idle_workers = 0
 
@@ -313,8 +314,8 @@ class EngineVisit:
                 engine.recorder.visit(
                     self._layer_idx, self._ids, min(self._hits, needed), needed - self._waited_for, self._stall_s
                 )
-            if engine._idle_workers or engine._waiting_visits:
-                engine._wake_workers()
+            engine._wake_workers()
+            if engine._waiting_visits:
                 engine._arrived.notify_all()
 
     def all_rows(self) -> Rows | None:

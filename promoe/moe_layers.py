@@ -23,6 +23,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe.errors import UnsupportedModelError
+from promoe.guard import is_guard
 from promoe.layout import ExpertLayout
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -236,6 +237,8 @@ def _require_local(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
+    if is_guard(tensor):  # in files: the layer is described as it will run, and a guard computes nothing by itself
+        return
     # A subclass (DTensor, torchao, ...) keeps its bytes elsewhere; copying rows of it would not copy the weights.
     if type(tensor) not in (nn.Parameter, torch.Tensor):
         raise UnsupportedModelError(

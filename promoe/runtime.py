@@ -119,8 +119,10 @@ class Runtime:
         tokens: list[list[int]] | None,
     ) -> None:
         assert self.predictor is not None
+        if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
+            return
         gate_input = args[0].reshape(-1, args[0].shape[-1])
-        if tokens is None or len(gate_input) > MAX_PREDICTED_TOKENS:
+        if len(gate_input) > MAX_PREDICTED_TOKENS:
             return
         visit = LayerVisit(
             pass_idx=state.pass_idx,

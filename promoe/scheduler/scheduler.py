@@ -83,6 +83,11 @@ class Scheduler:
         """Every expert that is complete in a slot."""
         return sorted(self._keys[code] for cache in self._caches for code in cache.slot_of)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether `next_chunks` may have something: False is certain."""
+        return bool(self._demand or self._hint_queue or self._speculation)
+
     # -- what is needed -----------------------------------------------------------------------------------------
 
     def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
@@ -178,7 +183,9 @@ class Scheduler:
             layer_idx: the layer forecast.
             probabilities: `[num_experts]` of use by that visit.
         """
-        if not 0 < steps_ahead <= self.config.num_layers or layer_idx in self._hinted:
+        num_layers = self.config.num_layers
+        assert 0 <= layer_idx < num_layers, f"a forecast of layer {layer_idx}, {num_layers} layers"
+        if not 0 < steps_ahead <= num_layers or layer_idx in self._hinted:
             return
         num_experts = self.config.num_experts[layer_idx]
         # A predictor's nan is no forecast; it must not enter the fit, which would never forget it.

@@ -41,6 +41,10 @@ class Speculation:
             self._order = [code for _, code in sorted(wishes, reverse=True)]
         return self._order[-1] if self._order else None
 
+    def __bool__(self) -> bool:
+        """Whether there may be something to send: False is certain."""
+        return bool(self._by_layer) if self._order is None else bool(self._order)
+
     def skip(self) -> None:
         """Do not offer the most urgent again until a forecast changes; it stays wanted."""
         assert self._order, "nothing to skip"
