@@ -98,7 +98,8 @@ class Engine:
             self._closed = True
             self._work.notify_all()
             self._arrived.notify_all()
-        deadline_s = time.perf_counter() + self.stall_timeout_s
+        # No limit at all (inf) is more than a thread can be waited for.
+        deadline_s = time.perf_counter() + min(self.stall_timeout_s, threading.TIMEOUT_MAX)
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in workers:
             if thread.is_alive():

@@ -104,9 +104,9 @@ class Handle:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
         self.runtime.check_entered(state)
         if self._governor is not None and state.phase == "decode":
-            on = self._governor.pass_ended(duration_s)
             engine = self.runtime.engine
             with engine.lock:
+                on = self._governor.pass_ended(duration_s)
                 if on != engine.scheduler.prefetch_on:
                     engine.scheduler.prefetch_on = on
                     engine.recorder.prefetch_switched(on)

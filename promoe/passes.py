@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -69,15 +70,11 @@ class PassObserver:
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Hook a model. Returns the undo."""
-        before = model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        # Also after an exception, or the next pass would inherit this one's state.
-        after = model.register_forward_hook(self._end, always_call=True)
-
-        def detach() -> None:
-            before.remove()
-            after.remove()
-
-        return detach
+        with ExitStack() as undo:
+            undo.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            # Also after an exception, or the next pass would inherit this one's state.
+            undo.callback(model.register_forward_hook(self._end, always_call=True).remove)
+            return undo.pop_all().close
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch, length = _shape(args, kwargs)

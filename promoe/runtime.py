@@ -74,7 +74,8 @@ class Runtime:
         """The experts' forward of a layer: `(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            check_no_grad(hidden)
+            if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
+                check_no_grad(hidden, weights, *layer.experts.parameters(recurse=False))
             start_s = time.perf_counter()
             state = self.passes.current()
             state.entered.add(layer.layer_idx)

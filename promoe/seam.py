@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -76,17 +77,15 @@ def attach(layer: MoELayer, run: RunExperts, tap: GateTap) -> Callable[[], None]
     experts = layer.experts
     base = type(experts)
     assert not is_patched(experts), layer.name
-    experts.__class__ = patched_class(base)  # type: ignore[arg-type]  # the only step that can fail comes first
-    experts.__dict__[_RUN] = run
-    experts.__dict__[_BANKS] = layer.parameter_names
-    handle = layer.gate.register_forward_hook(tap, with_kwargs=True)
-
-    def detach() -> None:
-        handle.remove()
-        experts.__class__ = base
-        del experts.__dict__[_RUN], experts.__dict__[_BANKS]
-
-    return detach
+    with ExitStack() as undo:  # an error or Ctrl-C in between takes back what was done
+        undo.callback(layer.gate.register_forward_hook(tap, with_kwargs=True).remove)
+        undo.callback(lambda: setattr(experts, "__class__", base))
+        experts.__class__ = patched_class(base)  # type: ignore[arg-type]
+        undo.callback(experts.__dict__.pop, _RUN, None)
+        experts.__dict__[_RUN] = run
+        undo.callback(experts.__dict__.pop, _BANKS, None)
+        experts.__dict__[_BANKS] = layer.parameter_names
+        return undo.pop_all().close
 
 
 def _apply_without_banks(
@@ -118,17 +117,12 @@ def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[],
     Returns the undo.
     """
     dtypes = sorted({spec.dtype for layer in layers for spec in layer.layout.tensors}, key=str)
-    undo: list[Callable[[], None]] = []
-    for module in _containers(model, layers):
-        module.__dict__["_apply"] = _same_dtype_only(module._apply, dtypes)
-        undo.append(functools.partial(module.__dict__.pop, "_apply"))
-        undo.append(module.register_load_state_dict_pre_hook(_refuse_loading).remove)
-
-    def restore() -> None:
-        for step in undo:
-            step()
-
-    return restore
+    with ExitStack() as undo:
+        for module in _containers(model, layers):
+            undo.callback(module.__dict__.pop, "_apply", None)
+            module.__dict__["_apply"] = _same_dtype_only(module._apply, dtypes)
+            undo.callback(module.register_load_state_dict_pre_hook(_refuse_loading).remove)
+        return undo.pop_all().close
 
 
 def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[nn.Module]:

@@ -71,33 +71,38 @@ def config(**fields: Any) -> promoe.PromoeConfig:
     return promoe.PromoeConfig(**(defaults | fields))
 
 
-@functools.cache
 def stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The unmodified model, never patched: what references come from. Loaded from `checkpoint`."""
-    return load_stock(family, dtype)
+    return _instance(family, dtype, "reference")
+
+
+def resident(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Another instance of the same model: the one that `served` patches and unpatches."""
+    return _instance(family, dtype, "served")
 
 
 @functools.cache
-def resident(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Another instance of the same model: the one that `served` patches and unpatches."""
-    return load_stock(family, dtype)
+def _instance(family: str, dtype: torch.dtype, purpose: str) -> PreTrainedModel:
+    return load_stock(checkpoint(family, dtype))
 
 
-def load_stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A new instance from `checkpoint`; its tensors cloned, because mapped ones are not aligned."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(family, dtype), dtype=dtype).eval()
+def load_stock(folder: Path, **kwargs: Any) -> PreTrainedModel:
+    """A new instance of a checkpoint's model; its tensors cloned, because mapped ones are not aligned."""
+    model = AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     return model
 
 
-@functools.cache
 def checkpoint(family: str, dtype: torch.dtype = torch.float32) -> Path:
-    """Folder of a tiny model's checkpoint, several shards, in the layout that hub checkpoints have.
+    """Folder of a tiny model's checkpoint, several shards, in the layout that hub checkpoints have."""
+    return _saved(family, dtype)
 
-    Three experts per token: a sum of two rows is the same in any order, so fewer would not show a wrong order.
-    """
+
+@functools.cache
+def _saved(family: str, dtype: torch.dtype) -> Path:
+    # Three experts per token: a sum of two rows is the same in any order, so fewer would not show a wrong one.
     folder = Path(_scratch().name) / f"{family}-{dtype}"
     build(family, dtype=dtype, top_k=TOP_K).save_pretrained(folder, max_shard_size="60KB")
     return folder
@@ -209,7 +214,10 @@ def served(
     link: Any = None,
     **fields: Any,
 ) -> Iterator[PreTrainedModel]:
-    """A tiny model in promoe's hands for as long as the context lasts; `fields` are those of `config`."""
+    """A tiny model in promoe's hands for as long as the context lasts, or until it is unpatched inside.
+
+    `fields` are those of `config`.
+    """
     link = link or LinkOver(plain_link)
     plain = resident(family, dtype)
     arguments = {"cache": slots_of(plain, cache), "predictor": predictor, "link": link, "config": config(**fields)}
@@ -221,11 +229,12 @@ def served(
     try:
         poison_free_slots(model.promoe.runtime.engine)
         yield model
-        check_integrity(model)
+        if hasattr(model, "promoe"):
+            check_integrity(model)
     finally:
-        if store == "host":
+        if hasattr(model, "promoe") and store == "host":
             promoe.unpatch(model)
-        else:
+        elif hasattr(model, "promoe"):
             close(model)
 
 
@@ -244,7 +253,7 @@ def disturb(model: nn.Module, kind: str, prompt: dict[str, torch.Tensor]) -> Cal
     layers = promoe.find_moe_layers(model)
     if kind == "gate called twice":
         hooks = [layer.gate.register_forward_hook(_CallAgain()) for layer in layers]
-        return lambda: [hook.remove() for hook in hooks] and None
+        return lambda: [hook.remove() for hook in hooks].clear()
     if kind == "gate called alone":
         width = model.get_input_embeddings().weight.shape[1]
         for seed, layer in enumerate(layers):

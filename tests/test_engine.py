@@ -122,11 +122,11 @@ def visit(engine: Engine, layer_idx: int, ids: list[int]) -> list[int]:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until no worker has anything to do."""
+    """Wait until no worker has anything to do: all wait, and none was woken that has not run yet."""
     deadline_s = time.monotonic() + JOIN_S
     while True:
         with engine.lock:
-            if engine._idle_workers == len(engine._threads):
+            if len(engine._work._waiters) == len(engine._threads):  # type: ignore[attr-defined]
                 return
         assert time.monotonic() < deadline_s, engine.state()
         time.sleep(0.0005)

@@ -1,6 +1,7 @@
 """The promise: whatever the cache size, policy, predictor, timing and order, no bit differs from the unmodified model.
 
-This table is complete in families, experts implementations and dtypes; `test_identity_drawn` draws the rest.
+These tables are complete in families, experts implementations and dtypes, and in policies and predictions;
+`test_identity_drawn` draws the rest.
 """
 
 from __future__ import annotations
@@ -8,11 +9,35 @@ from __future__ import annotations
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
-from served import PROMPTS, LinkOver, config, delayed, expected, greedy, plain_link, poison_free_slots, served, stock
-from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build
+from served import (
+    DISTURBANCES,
+    EVICTIONS,
+    PREDICTORS,
+    PROMPTS,
+    TOP_K,
+    LinkOver,
+    Outputs,
+    check_integrity,
+    close,
+    config,
+    delayed,
+    disturb,
+    expected,
+    greedy,
+    load_stock,
+    plain_link,
+    poison_free_slots,
+    predictor_of,
+    record,
+    resident,
+    served,
+    stock,
+)
+from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, token_ids
 from transformers import PreTrainedModel
 
 import promoe
@@ -21,13 +46,13 @@ from promoe.stores import Chunk
 
 DTYPES = (torch.float32, torch.bfloat16)
 CASES = (
-    (1, "padded"),
-    (2, "one"),
-    ("top-k", "padded"),
-    ("25%", "one"),
-    ("25%", "padded"),
-    ("50%", "one"),
-    ("100%", "padded"),
+    (1, "padded", "host"),
+    (2, "one", "host"),
+    ("top-k", "padded", "host"),
+    ("25%", "one", "host"),
+    ("25%", "padded", "file"),
+    ("50%", "one", "host"),
+    ("100%", "padded", "host"),
 )
 
 
@@ -35,10 +60,44 @@ CASES = (
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_cache_size(family: str, implementation: str, dtype: torch.dtype) -> None:
-    for cache, prompt in CASES:
-        with served(family, dtype, implementation, cache=cache) as model:
+    for cache, prompt, store in CASES:
+        with served(family, dtype, implementation, cache=cache, store=store) as model:
             found = greedy(model, PROMPTS[prompt])
-            found.assert_equals(expected(family, dtype, implementation, prompt))
+        found.assert_equals(expected(family, dtype, implementation, prompt))
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+@pytest.mark.parametrize("predictor", PREDICTORS)
+def test_every_policy_with_every_prediction(eviction: str, predictor: str | None) -> None:
+    """Seven predictions and seven families: each policy meets every family, each family every policy."""
+    assert len(PREDICTORS) == len(MOE_FAMILIES)
+    family = MOE_FAMILIES[(PREDICTORS.index(predictor) + EVICTIONS.index(eviction)) % len(MOE_FAMILIES)]
+    wanted, visits = record(family, torch.float32, "grouped_mm", "short")
+    chosen = predictor_of(predictor, stock(family), visits, lookahead=3)
+    with served(family, cache="50%", predictor=chosen, eviction=eviction, link=delayed(7)) as model:
+        greedy(model, PROMPTS["short"]).assert_equals(wanted)
+        assert model.promoe.stats().policy == eviction
+
+
+@pytest.mark.parametrize("kind", DISTURBANCES[1:])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_disturbance_between_gate_and_experts(family: str, kind: str) -> None:
+    wanted = expected(family, torch.float32, "grouped_mm", "one")
+    with served(family, cache=2, predictor="gate") as model:
+        undo = disturb(model, kind, PROMPTS["one"])
+        greedy(model, PROMPTS["one"]).assert_equals(wanted)
+        undo()
+        greedy(model, PROMPTS["one"]).assert_equals(wanted)
+
+
+def test_the_gate_is_really_called_twice() -> None:
+    with served("qwen2_moe", cache=2) as model:
+        undo = disturb(model, "gate called twice", PROMPTS["one"])
+        hooks = [next(reversed(layer.gate._forward_hooks.values())) for layer in promoe.find_moe_layers(model)]
+        greedy(model, PROMPTS["one"], new_tokens=2)
+        assert [hook.calls for hook in hooks] == [3, 3, 3]
+        undo()
+        assert [len(layer.gate._forward_hooks) for layer in promoe.find_moe_layers(model)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("store", ["host", "file"])
@@ -52,44 +111,98 @@ def test_generate_gives_the_same_tokens(family: str, store: str) -> None:
         assert model.promoe.stats().decode.passes == 5
 
 
+@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_unpatched_models_are_the_stock_model_again(family: str, store: str) -> None:
+    """Weights and bits, also of a model whose experts had been left in files."""
+    wanted = expected(family, torch.float32, "grouped_mm", "padded")
+    with served(family, cache=2, store=store) as model:
+        greedy(model, PROMPTS["padded"], new_tokens=1)
+        promoe.unpatch(model)
+        assert not hasattr(model, "promoe")
+        greedy(model, PROMPTS["padded"]).assert_equals(wanted)
+        state, plain = model.state_dict(), stock(family).state_dict()
+        assert list(state) == list(plain)
+        assert all(torch.equal(state[name], plain[name]) for name in plain)
+
+
+# -- experts of real size ---------------------------------------------------------------------------------------
+
+
+# The stock batched_mm copies an expert of 34 MB per token and choice, so its prompts are short.
+SMALL = {
+    "one": {"input_ids": token_ids(1, 2), "attention_mask": torch.ones(1, 2, dtype=torch.long)},
+    "padded": left_padded((2, 1, 1)),
+}
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_real_shapes(threads: int, dtype: torch.dtype) -> None:
     """Hidden 2,048 and intermediate 1,408, as DeepSeek-V2-Lite and Qwen1.5-MoE have: kernels take other paths there."""
     model = real_shapes(dtype)
     torch.set_num_threads(threads)  # the fixture of all tests sets it back
-    for implementation in IMPLEMENTATIONS:
-        model.set_experts_implementation(implementation)
-        for prompt in ("one", "padded"):
-            wanted = greedy(model, PROMPTS[prompt], new_tokens=1)
-            promoe.patch(model, cache="50%", predictor=None, link=LinkOver(plain_link), config=config())
-            try:
-                poison_free_slots(model.promoe.runtime.engine)
-                greedy(model, PROMPTS[prompt], new_tokens=1).assert_equals(wanted)
-            finally:
-                promoe.unpatch(model)
+
+    def answers() -> list[Outputs]:
+        found = []
+        for implementation in IMPLEMENTATIONS:
+            model.set_experts_implementation(implementation)
+            prompts = SMALL if implementation == "batched_mm" else PROMPTS
+            found += [greedy(model, prompts[prompt], new_tokens=1) for prompt in ("one", "padded")]
+        return found
+
+    wanted = answers()
+    promoe.patch(model, cache="50%", predictor=None, link=LinkOver(plain_link), config=config())
+    try:
+        poison_free_slots(model.promoe.runtime.engine)
+        found = answers()
+        check_integrity(model)
+    finally:
+        promoe.unpatch(model)
+    for ours, theirs in zip(found, wanted, strict=True):
+        ours.assert_equals(theirs)
+
+
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+def test_real_shapes_from_files(read_mode: str, tmp_path: Path) -> None:
+    """Experts of 17 MB, in chunks of 4 MiB that do not end where tensors do."""
+    real_shapes(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="30MB")
+    wanted = greedy(load_stock(tmp_path), PROMPTS["padded"], new_tokens=1)
+    model = promoe.from_pretrained(tmp_path, cache="50%", predictor=None, config=config(read_mode=read_mode))
+    try:
+        poison_free_slots(model.promoe.runtime.engine)
+        greedy(model, PROMPTS["padded"], new_tokens=1).assert_equals(wanted)
+        check_integrity(model)
+    finally:
+        close(model)
 
 
 @functools.cache
 def real_shapes(dtype: torch.dtype) -> PreTrainedModel:
-    return build("qwen2_moe", dtype=dtype, hidden=2048, intermediate=1408, num_experts=4, top_k=2, layers=1)
+    return build("qwen2_moe", dtype=dtype, hidden=2048, intermediate=1408, num_experts=4, top_k=TOP_K, layers=1)
 
 
-def test_two_threads_on_one_model() -> None:
+# -- several at once --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("store", "cache"), [("host", 1), ("host", 2), ("file", "25%")])
+def test_two_threads_on_one_model(store: str, cache: str | int) -> None:
     prompts = ("one", "padded")
     wanted = {prompt: expected("qwen2_moe", torch.float32, "grouped_mm", prompt) for prompt in prompts}
-    with served("qwen2_moe", cache=2, predictor="gate", link=delayed(1)) as model:
+    with served("qwen2_moe", store=store, cache=cache, predictor="gate", link=delayed(1)) as model:
         together = threading.Barrier(2)
 
         def run(prompt: str) -> None:
             torch.set_num_threads(1)
-            for _ in range(4):
+            for _ in range(3):
                 together.wait(60)
                 greedy(model, PROMPTS[prompt]).assert_equals(wanted[prompt])
 
         with ThreadPoolExecutor(2) as threads:
             for result in [threads.submit(run, prompt) for prompt in prompts]:
                 result.result(120)
+        stats = model.promoe.stats()
+        assert (stats.prefill.passes, stats.decode.passes) == (6, 18)
 
 
 def test_two_models_in_one_process() -> None:
@@ -107,8 +220,11 @@ def test_file_and_host_store_of_one_model_side_by_side() -> None:
             greedy(model, PROMPTS["one"]).assert_equals(wanted)
 
 
-def test_a_slot_that_lost_a_chunk_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test's own eyes: a link that forgets one chunk must not pass for bit-identical."""
+# -- the tests' own eyes ----------------------------------------------------------------------------------------
+
+
+def test_a_slot_that_lost_a_chunk_is_seen() -> None:
+    """A link that forgets one chunk must not pass for bit-identical."""
 
     class Forgetful(HostLink):
         def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
@@ -117,5 +233,19 @@ def test_a_slot_that_lost_a_chunk_is_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
     with served("qwen2_moe", link=LinkOver(Forgetful)) as model:
         found = greedy(model, PROMPTS["one"])
-        with pytest.raises(AssertionError):
-            found.assert_equals(expected("qwen2_moe", torch.float32, "grouped_mm", "one"))
+    with pytest.raises(AssertionError):
+        found.assert_equals(expected("qwen2_moe", torch.float32, "grouped_mm", "one"))
+
+
+def test_references_never_come_from_a_patched_model() -> None:
+    with served("qwen2_moe") as model:
+        assert model is resident("qwen2_moe")
+        assert model is not stock("qwen2_moe")
+        mine = {tensor.data_ptr() for tensor in model.parameters()}
+        assert not mine & {tensor.data_ptr() for tensor in stock("qwen2_moe").parameters()}
+        stock("qwen2_moe").promoe = model.promoe
+        try:
+            with pytest.raises(AssertionError, match="unmodified"):
+                record.__wrapped__("qwen2_moe", torch.float32, "grouped_mm", "one")
+        finally:
+            del stock("qwen2_moe").promoe

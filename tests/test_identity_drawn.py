@@ -98,7 +98,17 @@ def test_no_setting_changes_a_bit() -> None:
     holds()
     assert seen["examples"] >= LEAST_EXAMPLES
     # No value stayed away: a strategy that lost one would pass unseen.
-    values = [*MOE_FAMILIES, *IMPLEMENTATIONS, *DTYPES, *STORES, *EVICTIONS, *DISTURBANCES, *PROMPTS, "plain", "delayed"]
+    values = [
+        *MOE_FAMILIES,
+        *IMPLEMENTATIONS,
+        *DTYPES,
+        *STORES,
+        *EVICTIONS,
+        *DISTURBANCES,
+        *PROMPTS,
+        "plain",
+        "delayed",
+    ]
     values += [("cache", cache) for cache in CACHES] + [("predictor", predictor) for predictor in PREDICTORS]
     rare = {value: seen[value] for value in values if seen[value] < 10}
     assert not rare, rare

@@ -298,7 +298,7 @@ def test_detaching_removes_every_hook() -> None:
 def test_a_watched_model_cannot_be_copied_or_pickled(watched: Watched) -> None:
     watched.model.inside = print  # the fixture's model holds nothing else that refuses
     for copy_it in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(PatchStateError, match="cannot be copied or pickled. Unpatch it first"):
+        with pytest.raises(PatchStateError, match=r"cannot be copied or pickled\. Unpatch it first"):
             copy_it(watched.model)
 
 

@@ -51,7 +51,7 @@ def write_checkout(root: Path, *, loss: float | None = 3.1, **overrides: Any) ->
     write_checkpoint(folder / "checkpoint", **overrides)
     shutil.copy(REPOSITORY / "examples" / "sharegpt_moe" / "widen.py", folder)
     if loss is not None:
-        card = f"| held-out loss | **{loss:.3f}** nats per token |\n"
+        card = f"- Held-out loss **{loss:.3f}** nats per token\n"
         (folder / "checkpoint" / "README.md").write_text(card, encoding="utf-8")
     prompts = [f"Question {number}: what is {'very ' * number}good?" for number in range(6)]
     (folder / "heldout_prompts.json").write_text(json.dumps(prompts), encoding="utf-8")

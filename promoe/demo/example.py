@@ -56,7 +56,7 @@ class Example:
     def heldout_loss(self) -> float | None:
         """Held-out loss in nats per token, as the checkpoint's model card states it; None where it does not."""
         card = self.checkpoint / "README.md"
-        found = re.search(r"held-out loss[^0-9]*([0-9]+\.[0-9]+)", _text(card))
+        found = re.search(r"held-out loss[^0-9]*([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
         return float(found[1]) if found else None
 
     def widen(self, destination: Path, repeat: int, dtype: torch.dtype) -> Path:

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
+from promoe.demo.example import Example
 from promoe.training.sharegpt import Conversation, Turn
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sharegpt_moe"
@@ -241,6 +242,9 @@ def test_smoke_run_writes_a_loadable_checkpoint_and_resumes(
         assert opened.get_tensor("model.embed_tokens.weight").dtype == torch.bfloat16
     card = (checkpoint / "README.md").read_text()
     assert "nats per token" in card
+    loss = Example(checkpoint.parent, checkpoint).heldout_loss()
+    assert loss is not None
+    assert f"Held-out loss **{loss:.3f}**" in card
     assert "| 1 |" in card
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     messages = [{"role": "user", "content": "Tell me a story."}]

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from promoe.predictors import Forecast, LayerVisit, PredictorContext
+from promoe.predictors.base import any_token
+
+
+def test_one_token_is_itself() -> None:
+    assert any_token(np.array([[0.0, 0.3, 1.0]])) == pytest.approx([0.0, 0.3, 1.0])
+
+
+def test_several_tokens() -> None:
+    """1 - (1 - p)(1 - q), by hand."""
+    per_token = np.array([[0.5, 0.1, 0.0, 1.0], [0.5, 0.2, 0.0, 0.3]])
+    assert any_token(per_token) == pytest.approx([0.75, 0.28, 0.0, 1.0])
+    three = np.full((3, 2), 0.9)
+    assert any_token(three) == pytest.approx([0.999, 0.999])
+
+
+def test_no_token_uses_nothing() -> None:
+    assert any_token(np.zeros((0, 3))).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_more_tokens_never_make_an_expert_less_likely() -> None:
+    per_token = np.random.default_rng(0).random((6, 10))
+    shares = np.stack([any_token(per_token[:count]) for count in range(1, 7)])
+    assert (np.diff(shares, axis=0) >= 0).all()
+    assert any_token(per_token[::-1]) == pytest.approx(shares[-1])
+    assert (shares <= 1).all()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_context_counts_its_layers(layers: int) -> None:
+    context = PredictorContext([nn.Identity()] * layers, [8] * layers, [2] * layers)
+    assert context.num_layers == layers
+
+
+def test_what_predictors_get_and_give_is_frozen() -> None:
+    context = PredictorContext([nn.Identity()], [8], [2])
+    visit = LayerVisit(1, "decode", 0, torch.zeros(1, 4), [[0, 1]])
+    forecast = Forecast(1, 0, np.zeros(8))
+    for value, field in ((context, "top_k"), (visit, "layer_idx"), (forecast, "steps_ahead")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(value, field, 3)
+
+
+def test_visits_share_no_arguments() -> None:
+    visits = [LayerVisit(1, "decode", 0, torch.zeros(1, 4), [[0, 1]]) for _ in range(2)]
+    assert visits[0].gate_args == ()
+    assert visits[0].gate_kwargs == {}
+    assert visits[0].gate_kwargs is not visits[1].gate_kwargs

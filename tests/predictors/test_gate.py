@@ -1,0 +1,309 @@
+"""The skip-based predictor against the definition: the target layer's gate, applied by hand to what an earlier gate saw."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from served import PROMPTS, greedy, served
+from tiny_models import MOE_FAMILIES, build, token_ids
+from torch import nn
+
+import promoe
+from promoe.assembly import predictor_context
+from promoe.predictors import Forecast, LayerVisit, PredictorContext
+from promoe.predictors.gate import GatePredictor, selection_probability
+
+LAYERS = 4
+
+
+@functools.cache
+def recorded(
+    family: str, dtype: torch.dtype = torch.float32
+) -> tuple[list[promoe.MoELayer], list[torch.Tensor], list[list[list[int]]]]:
+    """A tiny model's MoE layers, and what each of their gates saw `[T, H]` and chose `[T][K]` in one pass."""
+    model = build(family, dtype=dtype, layers=LAYERS)
+    layers = promoe.find_moe_layers(model)
+    inputs: list[torch.Tensor] = []
+    chosen: list[list[list[int]]] = []
+
+    def on_gate(gate: nn.Module, args: tuple[torch.Tensor], output: tuple[torch.Tensor, ...]) -> None:
+        inputs.append(args[0].reshape(-1, args[0].shape[-1]).clone())
+        chosen.append(output[2].tolist())
+
+    hooks = [layer.gate.register_forward_hook(on_gate) for layer in layers]
+    with torch.inference_mode():
+        model(input_ids=token_ids(1, 5, seed=3))
+    for hook in hooks:
+        hook.remove()
+    return layers, inputs, chosen
+
+
+def visit_of(layer_idx: int, hidden: torch.Tensor, chosen: list[list[int]]) -> LayerVisit:
+    return LayerVisit(1, "prefill" if len(hidden) > 1 else "decode", layer_idx, hidden, chosen)
+
+
+def by_hand(logits: list[list[float]], chosen: list[list[int]], num_experts: int) -> list[float]:
+    """Probability per expert that at least one token uses it, from the definition in the predictor's docstring."""
+    unused = [1.0] * num_experts
+    for token_logits, ids in zip(logits, chosen, strict=True):
+        ranked = sorted(token_logits, reverse=True)
+        threshold = (ranked[len(ids) - 1] + ranked[len(ids)]) / 2
+        mean = sum(token_logits) / num_experts
+        deviation = math.sqrt(sum((z - mean) ** 2 for z in token_logits) / num_experts)
+        for expert_idx, z in enumerate(token_logits):
+            p = 1 / (1 + math.exp(-max(-7.0, min(7.0, 2.0 * (z - threshold) / deviation))))
+            p = max(p, 0.6) if expert_idx in ids else min(p, 0.4)
+            unused[expert_idx] *= 1 - p
+    return [1 - p for p in unused]
+
+
+# -- against a direct computation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss", "mixtral"])
+@torch.inference_mode()
+def test_the_target_gate_on_the_earlier_hidden_state(family: str, num_tokens: int) -> None:
+    """Linear gates without groups: logits, their ranking and the probability are computed by hand."""
+    layers, inputs, chosen = recorded(family)
+    predictor = GatePredictor(predictor_context(layers), lookahead=LAYERS)
+    compared = 0
+    for source in range(LAYERS):
+        hidden = inputs[source][-num_tokens:]
+        forecasts = predictor.predict(visit_of(source, hidden, chosen[source][-num_tokens:]))
+        assert [forecast.layer_idx for forecast in forecasts] == list(range(source + 1, LAYERS))
+        for forecast in forecasts:
+            assert forecast.steps_ahead == forecast.layer_idx - source
+            layer = layers[forecast.layer_idx]
+            bias = getattr(layer.gate, "bias", None)
+            assert (bias is not None) == (family == "gpt_oss")
+            logits = hidden @ layer.gate.weight.T + (0 if bias is None else bias)
+            ids = [sorted(range(8), key=lambda e, token=token: -token[e])[: layer.top_k] for token in logits.tolist()]
+            wanted = by_hand(logits.tolist(), ids, 8)
+            assert forecast.probabilities == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+            assert forecast.probabilities.dtype == np.float64
+            compared += 1
+    assert compared == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+@torch.inference_mode()
+def test_what_the_target_gate_would_choose_is_likely_and_nothing_else(family: str, dtype: torch.dtype) -> None:
+    """In every family, groups and correction biases included; and the layer's own gate says what was really chosen."""
+    layers, inputs, chosen = recorded(family, dtype)
+    context = predictor_context(layers)
+    assert len(layers) >= 3
+    predictor = GatePredictor(context, lookahead=LAYERS)
+    for source in range(len(layers)):
+        for token, hidden in enumerate(inputs[source].split(1)):
+            own = selection_probability(layers[source].gate(hidden), torch.tensor([chosen[source][token]]), 8)
+            assert np.flatnonzero(own[0] > 0.5).tolist() == sorted(chosen[source][token])
+            for forecast in predictor.predict(visit_of(source, hidden, [chosen[source][token]])):
+                _, _, index = layers[forecast.layer_idx].gate(hidden)
+                likely = np.flatnonzero(forecast.probabilities > 0.5).tolist()
+                assert likely == sorted(index[0].tolist())
+                assert (forecast.probabilities[likely] >= 0.6).all()
+                assert (np.delete(forecast.probabilities, likely) <= 0.4).all()
+
+
+def test_several_tokens_are_the_union_of_each() -> None:
+    layers, inputs, chosen = recorded("qwen2_moe")
+    predictor = GatePredictor(predictor_context(layers), lookahead=1)
+    (together,) = predictor.predict(visit_of(0, inputs[0], chosen[0]))
+    alone = [
+        predictor.predict(visit_of(0, hidden, [ids]))[0].probabilities
+        for hidden, ids in zip(inputs[0].split(1), chosen[0], strict=True)
+    ]
+    assert together.probabilities == pytest.approx(1 - np.prod([1 - p for p in alone], axis=0), rel=1e-5)
+    assert (together.probabilities >= np.max(alone, axis=0) - 1e-9).all()
+
+
+def test_served_it_forecasts_just_that() -> None:
+    """What reaches the engine is what the predictor says of what the stock model's gates saw."""
+    found: list[tuple[int, int, list[float]]] = []
+    with served("qwen2_moe", cache="50%", predictor="gate", lookahead=2) as model:
+        runtime = model.promoe.runtime
+        forecast = runtime.engine.forecast
+
+        def record(origin_step: int, steps_ahead: int, layer_idx: int, probabilities: Any) -> bool:
+            found.append((steps_ahead, layer_idx, probabilities.tolist()))
+            return bool(forecast(origin_step, steps_ahead, layer_idx, probabilities))
+
+        runtime.engine.forecast = record
+        seen: list[tuple[int, torch.Tensor]] = []
+        hooks = []
+        for layer in runtime.layers:
+            hooks += [
+                layer.gate.register_forward_hook(
+                    lambda gate, args, output, idx=layer.layer_idx: seen.append((idx, args[0].clone()))
+                ),
+                layer.experts.register_forward_pre_hook(lambda *args: runtime.predictor.drain()),
+            ]
+        greedy(model, PROMPTS["short"], new_tokens=1)
+        for hook in hooks:
+            hook.remove()
+        wanted: list[tuple[int, int, list[float]]] = []
+        for layer_idx, hidden in seen:
+            for target in range(layer_idx + 1, min(layer_idx + 2, 2) + 1):
+                with torch.no_grad():
+                    output = type(runtime.layers[target].gate).forward(runtime.layers[target].gate, hidden)
+                logits, index = output[0].tolist(), output[2].tolist()
+                wanted.append((target - layer_idx, target, by_hand(logits, index, 8)))
+    assert [entry[:2] for entry in found] == [(1, 1), (2, 2), (1, 2)] * 2 == [entry[:2] for entry in wanted]
+    for (*_, probabilities), (*_, expected) in zip(found, wanted, strict=True):
+        assert probabilities == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+# -- which layers -----------------------------------------------------------------------------------------------
+
+
+class Gate(nn.Module):
+    """Chooses the experts `base` and `base + 1`; counts its calls."""
+
+    def __init__(self, base: int = 0, num_experts: int = 6) -> None:
+        super().__init__()
+        self.base, self.num_experts = base, num_experts
+        self.calls: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.append((hidden, args, kwargs))
+        assert torch.is_inference_mode_enabled()
+        index = torch.tensor([[self.base, self.base + 1]] * len(hidden))
+        logits = torch.zeros(len(hidden), self.num_experts).scatter(1, index, 1.0)
+        return logits, index
+
+
+def context_of(*gates: nn.Module, num_experts: int = 6) -> PredictorContext:
+    return PredictorContext(gates, [num_experts] * len(gates), [2] * len(gates))
+
+
+def steps(forecasts: list[Forecast]) -> list[tuple[int, int]]:
+    return [(forecast.steps_ahead, forecast.layer_idx) for forecast in forecasts]
+
+
+@pytest.mark.parametrize(
+    ("layer_idx", "lookahead", "wanted"),
+    [
+        (0, 1, [(1, 1)]),
+        (0, 3, [(1, 1), (2, 2), (3, 3)]),
+        (2, 3, [(1, 3), (2, 4)]),
+        (3, 3, [(1, 4)]),
+        (4, 3, []),
+        (0, 99, [(1, 1), (2, 2), (3, 3), (4, 4)]),
+    ],
+)
+def test_layers_ahead_end_with_the_pass(layer_idx: int, lookahead: int, wanted: list[tuple[int, int]]) -> None:
+    """The next token's layers see another hidden state: nothing is said about them."""
+    gates = [Gate() for _ in range(5)]
+    forecasts = GatePredictor(context_of(*gates), lookahead).predict(visit_of(layer_idx, torch.zeros(1, 4), [[0, 1]]))
+    assert steps(forecasts) == wanted
+    assert [len(gate.calls) for gate in gates] == [int(idx in dict(map(reversed, wanted))) for idx in range(5)]  # type: ignore[arg-type]
+
+
+def test_one_layer_has_nothing_ahead() -> None:
+    gate = Gate()
+    assert GatePredictor(context_of(gate), 3).predict(visit_of(0, torch.zeros(1, 4), [[0, 1]])) == []
+    assert gate.calls == []
+
+
+def test_each_layer_has_its_own_number_of_experts() -> None:
+    context = PredictorContext([Gate(), Gate(4, 6), Gate(7, 9)], [6, 6, 9], [2, 2, 2])
+    one, two = GatePredictor(context, 2).predict(visit_of(0, torch.zeros(1, 4), [[0, 1]]))
+    assert one.probabilities.shape == (6,)
+    assert two.probabilities.shape == (9,)
+    assert np.flatnonzero(two.probabilities > 0.5).tolist() == [7, 8]
+
+
+def test_the_gate_gets_what_the_present_one_got_and_its_hooks_do_not_fire() -> None:
+    target = Gate()
+
+    def fail(*args: Any) -> None:
+        raise AssertionError("a prediction fired a hook")
+
+    target.register_forward_hook(fail)
+    target.register_forward_pre_hook(fail)
+    hidden, extra = torch.randn(3, 4), torch.tensor([1, 2, 3])
+    before = hidden.clone()
+    visit = LayerVisit(1, "prefill", 0, hidden, [[0, 1]] * 3, (extra,), {"scale": 2.0})
+    GatePredictor(context_of(Gate(), target), 1).predict(visit)
+    ((seen, args, kwargs),) = target.calls
+    assert seen is hidden
+    assert args == (extra,)
+    assert kwargs == {"scale": 2.0}
+    assert torch.equal(hidden, before)
+
+
+# -- from a gate's output to probabilities ----------------------------------------------------------------------
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def test_probability_by_hand() -> None:
+    """Logits 3, 1, -1, -3: deviation sqrt(5), threshold 0 between the second and the third."""
+    logits = torch.tensor([[1.0, -3.0, 3.0, -1.0]])
+    (found,) = selection_probability((logits, torch.tensor([[2, 0]])), torch.tensor([[2, 0]]), 4)
+    slope = 2 / math.sqrt(5)
+    assert found == pytest.approx([sigmoid(slope), sigmoid(-3 * slope), sigmoid(3 * slope), sigmoid(-slope)])
+
+
+def test_it_does_not_depend_on_the_logits_scale_or_offset() -> None:
+    logits, ids = torch.tensor([[1.0, -3.0, 3.0, -1.0]]), torch.tensor([[2, 0]])
+    wanted = selection_probability((logits, ids), ids, 4)
+    assert selection_probability((logits * 100 + 7, ids), ids, 4) == pytest.approx(wanted)
+
+
+def test_the_selection_wins_over_the_order_of_logits() -> None:
+    """A gate with groups or correction biases chose 3 and 0 although 2 and 0 have the largest logits."""
+    logits, ids = torch.tensor([[1.0, -3.0, 3.0, -1.0]]), torch.tensor([[3, 0]])
+    (found,) = selection_probability((logits, ids), ids, 4)
+    assert found == pytest.approx([sigmoid(2 / math.sqrt(5)), sigmoid(-6 / math.sqrt(5)), 0.4, 0.6])
+
+
+def test_far_logits_are_bounded() -> None:
+    """Nothing is certain: the run-time calibration could not come back from it."""
+    logits = torch.zeros(1, 1000)
+    logits[0, 5] = 1e6
+    (found,) = selection_probability((logits, torch.tensor([[5]])), torch.tensor([[5]]), 1000)
+    assert found[5] == pytest.approx(sigmoid(7))
+    assert found.min() > 0
+
+
+def test_equal_logits_are_no_reason_to_divide_by_zero() -> None:
+    (found,) = selection_probability((torch.ones(1, 4), torch.tensor([[0, 1]])), torch.tensor([[0, 1]]), 4)
+    assert found == pytest.approx([0.6, 0.6, 0.4, 0.4])
+
+
+def test_a_gate_that_takes_every_expert() -> None:
+    logits, ids = torch.tensor([[1.0, -3.0]]), torch.tensor([[0, 1]])
+    (found,) = selection_probability((logits, ids), ids, 2)
+    assert (found >= 0.6).all()
+
+
+def test_a_gate_that_returns_ids_only() -> None:
+    ids = torch.tensor([[2, 0], [1, 2]])
+    found = selection_probability((ids, torch.rand(2, 2)), ids, 4)
+    assert found.tolist() == [[0.6, 0.05, 0.6, 0.05], [0.05, 0.6, 0.6, 0.05]]
+
+
+def test_a_gate_that_returns_logits_only() -> None:
+    """As a plain linear layer does: its first expert is taken for chosen."""
+    (found,) = selection_probability(torch.tensor([[1.0, -3.0, 3.0, -1.0]]), None, 4)
+    assert np.flatnonzero(found > 0.5).tolist() == [2]
+
+
+def test_logits_of_any_shape_are_rows_of_experts() -> None:
+    logits, ids = torch.randn(2, 3, 4), torch.randint(0, 2, (6, 1))
+    assert selection_probability((logits, ids), ids, 4).shape == (6, 4)
+
+
+def test_a_gate_that_returns_neither_is_named_a_bug() -> None:
+    with pytest.raises(AssertionError, match="logits over its experts or the chosen indices"):
+        selection_probability((torch.rand(2, 3),), None, 4)

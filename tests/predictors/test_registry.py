@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import build
+
+import promoe
+from promoe.assembly import predictor_context
+from promoe.errors import ConfigError
+from promoe.predictors import KINDS, LayerVisit, PredictorContext, check_kind, create
+from promoe.predictors.gate import GatePredictor
+from promoe.predictors.history import PopularityPredictor, PreviousPredictor
+from promoe.predictors.reference import RandomPredictor
+
+LAYERS = 3
+
+
+@pytest.fixture(scope="module")
+def context() -> PredictorContext:
+    return predictor_context(promoe.find_moe_layers(build("qwen2_moe", layers=LAYERS)))
+
+
+def test_the_kinds_that_need_no_training() -> None:
+    assert {
+        "gate": GatePredictor,
+        "previous": PreviousPredictor,
+        "popularity": PopularityPredictor,
+        "random": RandomPredictor,
+    } == KINDS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_is_created_by_name(kind: str, context: PredictorContext) -> None:
+    check_kind(kind)
+    assert type(create(kind, context, 2)) is KINDS[kind]
+    assert create(kind, context, 2) is not create(kind, context, 2)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "Gate", "", "none", "oracle"])
+def test_an_unknown_kind_is_refused_with_those_that_exist(kind: str, context: PredictorContext) -> None:
+    for ask in (lambda: check_kind(kind), lambda: create(kind, context, 2)):
+        with pytest.raises(ConfigError) as caught:
+            ask()
+        assert str(caught.value) == (
+            "The 'predictor' argument must be None, a Predictor, or one of 'gate', 'previous', 'popularity', 'random'. "
+            f"Got {kind!r} instead."
+        )
+
+
+@pytest.mark.parametrize("lookahead", [1, 2, 7])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_every_kind_promises(kind: str, lookahead: int, context: PredictorContext) -> None:
+    """Forecasts of later visits, nearest first, each a probability per expert; and the visit is left as it was."""
+    predictor = create(kind, context, lookahead)
+    rng = np.random.default_rng(0)
+    told = 0
+    for pass_idx, num_tokens in ((1, 4), (2, 1), (3, 1), (4, 3)):
+        for layer_idx in range(LAYERS):
+            chosen = [rng.choice(8, 2, replace=False).tolist() for _ in range(num_tokens)]
+            phase = "decode" if num_tokens == 1 else "prefill"
+            visit = LayerVisit(pass_idx, phase, layer_idx, torch.randn(num_tokens, 64), chosen)
+            before = copy.deepcopy(visit)
+            forecasts = predictor.predict(visit)
+            steps = [forecast.steps_ahead for forecast in forecasts]
+            assert steps == sorted(set(steps))
+            assert all(1 <= step <= min(lookahead, LAYERS) for step in steps)
+            for forecast in forecasts:
+                assert forecast.layer_idx == (layer_idx + forecast.steps_ahead) % LAYERS
+                assert forecast.probabilities.shape == (8,)
+                assert ((forecast.probabilities >= 0) & (forecast.probabilities <= 1)).all()
+            assert torch.equal(visit.gate_input, before.gate_input)
+            assert visit.chosen == before.chosen
+            told += len(forecasts)
+    assert told >= 8 * min(lookahead, 1)

@@ -1,0 +1,370 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import (
+    NEW_TOKENS,
+    PROMPTS,
+    LinkOver,
+    checkpoint,
+    close,
+    config,
+    expected,
+    greedy,
+    plain_link,
+    resident,
+    served,
+    stock,
+)
+from torch import nn
+
+import promoe
+from promoe.errors import ConfigError, EngineClosedError, PatchStateError
+from promoe.governor import PAIRS, TRIAL_PASSES, Governor
+from promoe.passes import PassState
+from promoe.report import text_report
+from promoe.scheduler import ExpertKey
+from promoe.tracing import COMPUTE, Tracer
+
+FAMILY, LAYERS, EXPERTS = "qwen2_moe", 3, 8
+SLOT_BYTES = 24576  # 2 x 32 x 64 and 64 x 32 weights of 4 bytes
+
+
+def assert_unharmed(model: nn.Module, prompt: str = "one") -> None:
+    greedy(model, PROMPTS[prompt]).assert_equals(expected(FAMILY, torch.float32, "grouped_mm", prompt))
+
+
+def promoe_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-")]
+
+
+# -- counters ---------------------------------------------------------------------------------------------------
+
+
+def test_before_any_pass_there_is_only_the_set_up() -> None:
+    with served(FAMILY, cache="50%", predictor="gate", eviction="lru") as model:
+        stats = model.promoe.stats()
+    assert stats.num_experts == (EXPERTS,) * LAYERS
+    assert stats.expert_bytes == (SLOT_BYTES,) * LAYERS
+    assert stats.cache_slots == LAYERS * EXPERTS // 2
+    assert stats.cache_bytes == stats.cache_slots * SLOT_BYTES
+    assert stats.cache_rate == 0.5
+    assert (stats.policy, stats.predictor, stats.store) == ("lru", "gate", "HostStore")
+    assert stats.link
+    assert (stats.layer_visits, stats.bytes_demand, stats.evictions, stats.stall_s) == (0, 0, 0, 0.0)
+    assert stats.hit_rate != stats.hit_rate  # nan
+
+
+@pytest.mark.parametrize("cache", [2, "50%"])
+def test_without_prefetch_every_miss_is_fetched_once(cache: Any) -> None:
+    """Conservation: needed = hits + fetched; fetched = evicted + still there."""
+    with served(FAMILY, cache=cache) as model:
+        assert_unharmed(model)
+        stats = model.promoe.stats()
+        resident = len(model.promoe.runtime.engine.scheduler.resident())
+    total = stats.total
+    assert stats.layer_visits == LAYERS * (1 + NEW_TOKENS)
+    assert stats.prefill.layer_visits == LAYERS
+    assert (stats.prefill.tokens, stats.decode.tokens) == (12, NEW_TOKENS)
+    assert total.needed == sum(sum(counts) for phase in (stats.prefill, stats.decode) for counts in phase.expert_counts)
+    assert (total.hits > 0) == (cache == "50%")
+    assert 0 <= total.hits <= total.ready <= total.needed
+    assert stats.bytes_demand == (total.needed - total.hits) * SLOT_BYTES
+    assert stats.bytes_prefetched == stats.bytes_wasted == 0
+    assert stats.evictions == stats.bytes_demand // SLOT_BYTES - resident
+    assert resident <= stats.cache_slots
+    assert stats.prefetch_on_share == 0.0
+    assert (total.failures_demand, total.stale_completions, total.passes_aborted) == (0, 0, 0)
+
+
+def test_the_heat_map_is_what_the_gates_chose() -> None:
+    wanted: list[Counter[int]] = [Counter() for _ in range(LAYERS)]
+    with served(FAMILY, cache="50%") as model:
+        hooks = [
+            layer.gate.register_forward_hook(
+                lambda gate, args, output, idx=layer.layer_idx: wanted[idx].update(set(output[2].flatten().tolist()))
+            )
+            for layer in model.promoe.runtime.layers
+        ]
+        assert_unharmed(model)
+        for hook in hooks:
+            hook.remove()
+        total = model.promoe.stats().total
+    assert total.expert_counts == tuple(tuple(counts[e] for e in range(EXPERTS)) for counts in wanted)
+
+
+def test_stats_are_a_frozen_copy() -> None:
+    with served(FAMILY, cache=2) as model:
+        assert_unharmed(model)
+        before = model.promoe.stats()
+        visits = before.layer_visits
+        assert_unharmed(model)
+        assert before.layer_visits == visits
+        assert model.promoe.stats().layer_visits == 2 * visits
+        assert model.promoe.stats() == model.promoe.stats()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.cache_slots = 3
+    assert promoe.Stats.from_json(json.loads(json.dumps(before.to_json()))) == before
+
+
+def test_resetting_counts_from_zero_and_keeps_the_cache() -> None:
+    with served(FAMILY, cache="50%", predictor="gate") as model:
+        handle = model.promoe
+        assert_unharmed(model)
+        resident = handle.runtime.engine.scheduler.resident()
+        step = handle.runtime.engine.scheduler.step
+        handle.reset_stats()
+        stats = handle.stats()
+        assert (stats.layer_visits, stats.bytes_demand, stats.total.passes) == (0, 0, 0)
+        assert set(resident) <= set(handle.runtime.engine.scheduler.resident())
+        assert handle.runtime.engine.scheduler.step == step
+        assert_unharmed(model)
+        stats = handle.stats()
+        assert stats.layer_visits == LAYERS * (1 + NEW_TOKENS)
+        assert stats.prefetch_on_share == 1.0  # still switched on
+
+
+def test_a_file_store_and_its_link_are_named() -> None:
+    with served(FAMILY, store="file", cache=2, link="auto", read_mode="page_cache", bypass=True) as model:
+        stats = model.promoe.stats()
+        assert stats.store == "SafetensorsStore"
+        assert "page cache" in stats.link
+        assert_unharmed(model)
+
+
+def test_repr_says_model_and_slots() -> None:
+    with served(FAMILY, cache=5) as model:
+        assert repr(model.promoe) == "<promoe handle of Qwen2MoeForCausalLM: 5 slots>"
+
+
+def test_config_is_what_was_asked() -> None:
+    settings = config(lookahead=2, eviction="lfru")
+    model = promoe.patch(resident(FAMILY), cache="50%", link=LinkOver(plain_link), config=settings)
+    try:
+        assert model.promoe.config is settings
+        assert model.promoe.stats().policy == "lfru"
+    finally:
+        promoe.unpatch(model)
+
+
+def test_a_predictor_of_ones_own_is_named_by_its_class() -> None:
+    class Psychic:
+        def predict(self, visit: Any) -> list[Any]:
+            return []
+
+    with served(FAMILY, cache=2, predictor=Psychic()) as model:
+        assert model.promoe.stats().predictor == "Psychic"
+    with served(FAMILY, cache=2) as model:
+        assert model.promoe.stats().predictor is None
+
+
+# -- report -----------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_that_of_the_counters() -> None:
+    with served(FAMILY, cache="25%", predictor="previous") as model:
+        assert_unharmed(model)
+        model.promoe.runtime.predictor.drain()
+        report = model.promoe.report()
+        stats = model.promoe.stats()
+    assert isinstance(report, str)
+    assert stats.summary() in report
+    assert report == text_report(stats)
+    assert "6 slots for 24 experts (25.0%)" in report
+    assert "policy next_use, predictor previous" in report
+
+
+# -- timeline ---------------------------------------------------------------------------------------------------
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return found
+
+
+def test_a_timeline_covers_the_context_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with served(FAMILY, cache=2) as model:
+        assert_unharmed(model)
+        model.promoe.reset_stats()
+        with model.promoe.trace(path) as tracer:
+            assert isinstance(tracer, Tracer)
+            assert not path.exists()
+            assert_unharmed(model)
+        stats = model.promoe.stats()
+        assert_unharmed(model)
+        assert model.promoe.runtime.engine.tracer is None
+    spans = [event for event in events(path) if event["ph"] == "X"]
+    computed = [event for event in spans if event["cat"] == COMPUTE]
+    assert [event["name"] for event in computed] == ["experts L0", "experts L1", "experts L2"] * (1 + NEW_TOKENS)
+    assert sum(event["args"]["experts"] for event in computed) == stats.total.needed
+    assert [event["args"]["tokens"] for event in computed] == [12] * LAYERS + [1] * LAYERS * NEW_TOKENS
+    moved = [event for event in spans if event["cat"] == "link"]
+    assert sum(event["args"]["nbytes"] for event in moved) == stats.bytes_demand
+    assert all(event["name"].startswith("demand L") for event in moved)
+    assert {"name": "Qwen2MoeForCausalLM"} in [event["args"] for event in events(path)]
+
+
+def test_a_timeline_survives_an_exception_in_its_context(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with served(FAMILY, cache=2) as model:
+
+        def interrupted() -> None:
+            with model.promoe.trace(path):
+                assert_unharmed(model)
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert model.promoe.runtime.engine.tracer is None
+        assert any(event["name"] == "experts L0" for event in events(path))
+        with model.promoe.trace(path):
+            pass
+    assert not any(event["name"] == "experts L0" for event in events(path))
+
+
+def test_one_timeline_at_a_time(tmp_path: Path) -> None:
+    with served(FAMILY, cache=2) as model, model.promoe.trace(tmp_path / "one.json") as tracer:
+        with (
+            pytest.raises(PatchStateError, match="recorded already; end that one first"),
+            model.promoe.trace(tmp_path / "two.json"),
+        ):
+            pass
+        assert model.promoe.runtime.engine.tracer is tracer
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+
+
+def test_a_timeline_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    ran = False
+    with served(FAMILY, cache=2) as model:
+        with pytest.raises(ConfigError, match=r"nowhere"), model.promoe.trace(tmp_path / "nowhere" / "t.json"):
+            ran = True
+        assert model.promoe.runtime.engine.tracer is None
+    assert not ran
+
+
+# -- the end ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("predictor", [None, "gate"])
+def test_closing_stops_all_threads_and_refuses_forwards(predictor: str | None) -> None:
+    with served(FAMILY, cache="50%", predictor=predictor) as model:
+        assert len(promoe_threads()) == 2 + (predictor is not None)
+        assert_unharmed(model)
+        visits = model.promoe.stats().layer_visits
+        for _ in range(2):
+            model.promoe.close()
+            assert promoe_threads() == []
+        with pytest.raises(EngineClosedError, match=r"engine was closed.*promoe\.unpatch"):
+            greedy(model, PROMPTS["one"])
+        stats = model.promoe.stats()
+        assert stats.layer_visits == visits
+        assert stats.prefill.passes_aborted == 1
+        assert model.promoe.report()
+    assert not hasattr(resident(FAMILY), "promoe")
+    assert_unharmed(resident(FAMILY))
+
+
+def test_detaching_a_file_store_reads_the_experts_and_closes_it() -> None:
+    model = promoe.from_pretrained(checkpoint(FAMILY), cache=2 * SLOT_BYTES, predictor=None, config=config())
+    model.set_experts_implementation("grouped_mm")
+    store = model.promoe._store
+    assert promoe.unpatch(model) is model
+    assert promoe_threads() == []
+    assert not hasattr(model, "promoe")
+    plain = dict(stock(FAMILY).state_dict())
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in model.state_dict().items())
+    assert_unharmed(model)
+    chunk = store.chunks(ExpertKey(0, 0))[0]
+    with pytest.raises(OSError, match="closed"):
+        store.read(chunk, memoryview(bytearray(chunk.source_nbytes)))
+
+
+def test_a_stall_limit_may_be_infinite() -> None:
+    """Who debugs a slow source has no limit in mind; closing must not trip over it."""
+    settings = config(stall_timeout_s=float("inf"))
+    model = promoe.patch(
+        stock(FAMILY), cache=2 * SLOT_BYTES, predictor=None, link=LinkOver(plain_link), config=settings
+    )
+    model.set_experts_implementation("grouped_mm")
+    try:
+        assert_unharmed(model)
+    finally:
+        promoe.unpatch(model)
+    assert promoe_threads() == []
+
+
+# -- the governor -----------------------------------------------------------------------------------------------
+
+
+class Scripted(Governor):
+    """Answers what the script says; notes what it was told."""
+
+    def __init__(self, script: list[bool], lock: threading.Lock) -> None:
+        super().__init__()
+        self.script, self.lock = script, lock
+        self.durations_s: list[float] = []
+
+    def pass_ended(self, duration_s: float) -> bool:
+        assert self.lock.locked(), "several threads may run passes: the governor counts under the engine's lock"
+        self.durations_s.append(duration_s)
+        return self.script.pop(0)
+
+
+def test_the_governor_judges_decode_passes_and_switches_prefetch() -> None:
+    with served(FAMILY, cache="50%", predictor="gate", governor=True) as model:
+        handle = model.promoe
+        engine = handle.runtime.engine
+        script = [True, False, False, True]
+        governor = handle._governor = Scripted(script, engine.lock)
+        withdrawn: list[bool] = []
+        withdraw = engine.scheduler.withdraw_forecasts
+        engine.scheduler.withdraw_forecasts = lambda: withdrawn.append(engine.lock.locked()) or withdraw()
+        on = []
+        for duration_s in (0.1, 0.2, 0.3, 0.4):
+            handle.pass_ended(PassState(phase="prefill"), 9.0)
+            handle.pass_ended(PassState(phase="decode"), duration_s)
+            on.append(engine.scheduler.prefetch_on)
+        assert on == [True, False, False, True]
+        assert governor.durations_s == [0.1, 0.2, 0.3, 0.4]
+        assert withdrawn == [True]  # once, under the lock
+        assert handle.stats().total.prefetch_switches == 1 + 2  # on at first, then off, then on
+        script += [False, True] * NEW_TOKENS
+        assert_unharmed(model)
+        assert len(governor.durations_s) == 4 + NEW_TOKENS
+
+
+def test_trials_run_by_themselves() -> None:
+    with served(FAMILY, cache="50%", predictor="gate", governor=True) as model:
+        handle = model.promoe
+        on = []
+        for _ in range(2 * PAIRS * TRIAL_PASSES // NEW_TOKENS):
+            assert_unharmed(model)
+            on.append(handle.runtime.engine.scheduler.prefetch_on)
+        assert not all(on)
+        assert any(on)
+        share = handle.stats().decode.prefetch_on_share
+    assert 0.4 < share < 0.6
+
+
+@pytest.mark.parametrize(("predictor", "governor"), [(None, True), ("gate", False)])
+def test_without_predictor_or_by_choice_nobody_judges(predictor: str | None, governor: bool) -> None:
+    with served(FAMILY, cache="50%", predictor=predictor, governor=governor) as model:
+        assert model.promoe._governor is None
+        for _ in range(2 * TRIAL_PASSES // NEW_TOKENS + 1):
+            assert_unharmed(model)
+        assert model.promoe.stats().prefetch_on_share == (predictor is not None)
+
+
+def test_closing_a_model_from_files_leaves_nothing_running() -> None:
+    model = promoe.from_pretrained(checkpoint(FAMILY), cache=2 * SLOT_BYTES, config=config())
+    assert promoe_threads()
+    close(model)
+    assert promoe_threads() == []
