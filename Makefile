@@ -31,6 +31,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/memory.py --equal-cache 256MiB
 	$(BIN)/python benchmarks/decode.py
 
 clean:

@@ -89,7 +89,7 @@ def main() -> None:
         f"{'width':>6} {'cache':>8} {'experts MB':>11} {'ready s':>8} {'opened MB':>10} {'peak MB':>8} {'bound MB':>9}"
     )
     for repeat in options.repeats:
-        folder = widen(source, Path("promoe-out") / f"widened-{repeat}", repeat=repeat)
+        folder = widen(source, Path("promoe-out") / f"widened-x{repeat}-bfloat16", repeat=repeat)
         for cache in (options.cache, *([options.equal_cache] if options.equal_cache else [])):
             command = [sys.executable, __file__, "--child", str(folder), cache]
             output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
