@@ -32,5 +32,7 @@ def _no_thread_left_behind() -> Iterator[None]:
     """Whatever a test opens it closes: no promoe thread survives it."""
     before = set(threading.enumerate())
     yield
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-") and thread not in before]
+    left = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-") and thread not in before
+    ]
     assert not left, f"threads left running: {left}"

@@ -274,16 +274,16 @@ def test_several_forwards_at_once(slots: int) -> None:
 
 def test_a_group_that_another_forward_runs_is_progress() -> None:
     """A long computation in one thread is not a stall of another that waits for its slots."""
-    with running(slots=1, stall_timeout_s=0.2) as (engine, _), ThreadPoolExecutor(1) as thread:
+    with running(slots=1, stall_timeout_s=1.0) as (engine, _), ThreadPoolExecutor(1) as thread:
         with engine.visit(0, [0, 1]) as layer_visit:
             groups = layer_visit.groups()
             next(groups)
             waiting = thread.submit(visit, engine, 1, [2])
             while not engine._waiting_visits:
                 time.sleep(0.0005)
-            time.sleep(0.15)
+            time.sleep(0.6)
             next(groups)
-            time.sleep(0.15)
+            time.sleep(0.6)
             assert not waiting.done()
             assert list(groups) == []
         assert waiting.result(JOIN_S) == [2]
@@ -462,13 +462,13 @@ def test_progress_elsewhere_is_not_a_stall() -> None:
     def slow(link: Link) -> Recording:
         class Slow(Recording):
             def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
-                time.sleep(0.05)
+                time.sleep(0.1)
                 super().transfer(chunk, destination, address)
 
         return Slow(link)
 
-    with running(slow, stall_timeout_s=0.15) as (engine, _):
-        visit(engine, 0, [0, 1])  # eight chunks: 0.4 s
+    with running(slow, stall_timeout_s=0.6) as (engine, _):
+        visit(engine, 0, [0, 1])  # eight chunks: 0.8 s
 
 
 def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -93,11 +93,13 @@ def test_a_change_during_the_hold_is_seen_by_the_next_test() -> None:
 
 
 def test_the_first_passes_of_a_trial_do_not_count() -> None:
-    """They still see what the other setting left behind, which here makes them look like the other setting."""
+    """They still see what the other setting left behind, which here would turn the verdict."""
 
     def misleading(on: bool, number: int) -> float:
-        settling = number % TRIAL_PASSES < SETTLING_PASSES
-        return prefetch_pays(on != settling) * (100 if settling else 1)
+        position = number % TRIAL_PASSES
+        if position < SETTLING_PASSES:
+            return 1.0 if on else 0.0
+        return 0.010 + 0.001 * position + (0.0 if on else 0.0005)  # on is a little faster, within the spread
 
     assert 0 < SETTLING_PASSES < TRIAL_PASSES
     governor = Governor()

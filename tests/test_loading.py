@@ -333,7 +333,7 @@ def test_training_a_served_model_is_refused(folder: Path) -> None:
 
 def test_an_unwritable_timeline(folder: Path, tmp_path: Path) -> None:
     with opened(folder) as model:
-        with pytest.raises(ConfigError, match="the folder '.*absent' does not exist"):
+        with pytest.raises(ConfigError, match=r"the folder '.*absent' does not exist"):
             model.promoe.trace(tmp_path / "absent" / "t.json").__enter__()
         with model.promoe.trace(tmp_path / "t.json"):
             greedy(model, PROMPTS["one"]).assert_equals(wanted())

@@ -486,8 +486,8 @@ def test_an_unwritable_timeline_is_refused_before_anything_runs(
             (tmp_path / "file" / "t.json", "the folder '.*file' does not exist"),
             (tmp_path / ("x" * 300), "name too long"),
         ):
-            with pytest.raises(ConfigError, match=f"Cannot write .*{reason}"), model.promoe.trace(path):
-                raise AssertionError("entered")
+            with pytest.raises(ConfigError, match=f"Cannot write .*{reason}"):
+                model.promoe.trace(path).__enter__()
         answer(model).assert_equals(wanted)
         with model.promoe.trace(tmp_path / "t.json"):
             answer(model).assert_equals(wanted)
@@ -508,7 +508,7 @@ def test_a_folder_that_vanishes_while_a_timeline_is_recorded(model: PreTrainedMo
             recording.__exit__(None, None, None)
         answer(model).assert_equals(wanted)
         with model.promoe.trace(tmp_path / "t.json"):  # it can be tried again
-            with pytest.raises(PatchStateError, match="recorded already"), model.promoe.trace(tmp_path / "u.json"):
-                raise AssertionError("entered")
+            with pytest.raises(PatchStateError, match="recorded already"):
+                model.promoe.trace(tmp_path / "u.json").__enter__()
             answer(model).assert_equals(wanted)
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]

@@ -80,12 +80,18 @@ def test_slots_of_one_pool(cache: Any, num_slots: int) -> None:
     assert one_pool(cache) == num_slots
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 7, 29, 100, 5999, 6144])
-def test_a_budget_of_so_many_slots_gives_so_many(num_slots: int) -> None:
-    """Whatever floating point makes of the share."""
-    assert slots(num_slots * 1024, [SMALL] * 48, [128] * 48) == [num_slots]
-    if num_slots > 1:
-        assert slots(num_slots * 1024 - 1, [SMALL] * 48, [128] * 48) == [num_slots - 1]
+@pytest.mark.parametrize("num_experts", [1, 3, 49, 98, 100, 6144])
+def test_a_budget_of_so_many_slots_gives_so_many(num_experts: int) -> None:
+    """Whatever floating point makes of the share: 1 / 49 * 49 is less than 1."""
+    for num_slots in range(1, num_experts + 1, -(-num_experts // 100)):
+        assert slots(num_slots * 1024, [SMALL], [num_experts]) == [num_slots]
+        if num_slots > 1:
+            assert slots(num_slots * 1024 - 1, [SMALL], [num_experts]) == [num_slots - 1]
+
+
+def test_a_share_of_a_hundred_experts_is_that_many() -> None:
+    """0.29 * 100 is less than 29."""
+    assert [slots(f"{percent}%", [SMALL], [100]) for percent in range(1, 101)] == [[n] for n in range(1, 101)]
 
 
 def test_one_layer() -> None:

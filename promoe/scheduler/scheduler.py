@@ -251,7 +251,11 @@ class Scheduler:
     def _next_speculation(self) -> Lease | None:
         while (code := self._speculation.most_urgent()) is not None:
             cache = self._cache_of[code // self.max_experts]
-            if not self._gave_up(code) and self._may_speculate(cache, code) and self._has_slot(cache, code, SPECULATION):
+            if (
+                not self._gave_up(code)
+                and self._may_speculate(cache, code)
+                and self._has_slot(cache, code, SPECULATION)
+            ):
                 return self._issue(cache, code, "prefetch")
             self._speculation.skip()
         return None

@@ -125,6 +125,7 @@ class Replay:
         lookaheads: steps ahead that are forecast.
         chunks_per_step: chunks that the link moves while a layer computes.
         depth: chunks in flight at a time.
+        gate_lead: chunks that the link moves between a gate and its experts' forward.
     """
 
     routing: Routing
@@ -133,6 +134,7 @@ class Replay:
     lookaheads: Sequence[int] = (3, 2, 1)
     chunks_per_step: int = 4
     depth: int = 2
+    gate_lead: int = 0
     needed: int = 0
     hits: int = 0
     ready: int = 0
@@ -156,6 +158,7 @@ class Replay:
         scheduler = self.scheduler
         self.needed += len(ids)
         self.hits += scheduler.hint(layer_idx, ids)
+        self._move(self.gate_lead)
         visit = scheduler.begin_visit(layer_idx, ids)
         visit.admit()
         group = visit.ready()

@@ -1,0 +1,280 @@
+"""A scheduler with everything around it made of numbers: leases in flight, a memory that shows what its slots hold.
+
+The memory is hostile: a transfer may write at any time between its lease's issue and its completion, so a slot's chunk
+is spoilt as soon as a lease for it is out, and right again only when that lease is completed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from promoe.scheduler import ExpertKey, Lease, Scheduler, SchedulerConfig, Visit
+from promoe.scheduler.cache import LOADING, RESIDENT
+
+from .replay import Tally
+
+Tag = tuple[ExpertKey, int]  # whose bytes, written under which generation
+SPOILT = None
+
+
+class OpenVisit:
+    """A visit, and the slots that its ready experts were first seen in: they may not move or change before release."""
+
+    def __init__(self, visit: Visit, ids: Sequence[int]) -> None:
+        self.visit = visit
+        self.remaining = set(ids)
+        self.held: dict[int, tuple[int, int]] = {}  # expert -> slot, generation
+
+
+class Driven:
+    """Drives a scheduler as an engine would, and checks after every operation that no slot holds wrong bytes."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.tally = Tally()
+        self.scheduler = Scheduler(config, self.tally)
+        self.pool_of = {layer: idx for idx, pool in enumerate(config.pools) for layer in pool.layers}
+        self.memory: list[list[dict[int, Tag | None]]] = [[{} for _ in range(p.num_slots)] for p in config.pools]
+        self.outstanding: list[Lease] = []
+        self.returned: list[Lease] = []
+        self.visits: list[OpenVisit] = []
+        self.causes: Counter[str] = Counter()
+        self.steps = 0
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    def hint(self, layer_idx: int, ids: Sequence[int]) -> None:
+        hits = self.scheduler.hint(layer_idx, ids)
+        assert hits == sum(self.scheduler.is_resident(layer_idx, e) for e in ids)
+        self.check()
+
+    def begin(
+        self,
+        layer_idx: int,
+        ids: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None = None,
+        num_sequences: int = 1,
+    ) -> OpenVisit:
+        opened = OpenVisit(self.scheduler.begin_visit(layer_idx, ids, tokens, num_sequences), ids)
+        self.visits.append(opened)
+        self.check()
+        return opened
+
+    def admit(self, opened: OpenVisit) -> int:
+        visit, cache = opened.visit, self.scheduler.cache_of(opened.visit.layer_idx)
+        waiting = bool(opened.remaining) and not visit.holds_grants
+        may_pin = cache.num_pinned < cache.num_slots
+        if self.config.reorder:  # what another visit holds takes no further slot
+            base = visit.layer_idx * self.scheduler.max_experts
+            may_pin |= any(cache.pins[base + expert_idx] for expert_idx in opened.remaining)
+        granted = visit.admit()
+        assert granted or not (waiting and may_pin), "a pin was to be had and none was granted"
+        self.check()
+        return granted
+
+    def run_group(self, opened: OpenVisit, limit: int | None = None) -> int:
+        """Compute with (some of) the ready experts and release them."""
+        group = opened.visit.ready()[:limit]
+        opened.remaining.difference_update(group)
+        for expert_idx in group:
+            opened.held.pop(expert_idx, None)
+        opened.visit.release(group)
+        assert opened.visit.finished == (not opened.remaining)
+        self.check()
+        return len(group)
+
+    def close(self, opened: OpenVisit) -> None:
+        opened.visit.close()
+        assert opened.visit.finished
+        assert not opened.visit.ready()
+        self.visits.remove(opened)
+        self.check()
+
+    def forecast(self, steps_ahead: int, layer_idx: int, probabilities: npt.ArrayLike) -> None:
+        self.scheduler.forecast(steps_ahead, layer_idx, probabilities)
+        self.check()
+
+    def issue(self, count: int = 1) -> list[Lease]:
+        issued = []
+        for _ in range(count):
+            may_have = self.scheduler.has_orders
+            leases = self.scheduler.next_chunks(1)
+            assert may_have or not leases, f"no orders, and then {leases}"
+            for lease in leases:
+                self._check_lease(lease)
+                self._send(lease)
+            issued += leases
+            if not leases:
+                break
+        self.check()
+        return issued
+
+    def _send(self, lease: Lease) -> None:
+        self.causes[lease.cause] += 1
+        for other in self.outstanding:
+            if other.slot == lease.slot and self._pool(other) == self._pool(lease):
+                assert (other.key, other.generation) == (lease.key, lease.generation), (
+                    f"{lease} into the slot of {other}"
+                )
+                assert other.chunk_idx != lease.chunk_idx, f"{lease} sent twice"
+        self.outstanding.append(lease)
+        self._slot(lease)[lease.chunk_idx] = SPOILT
+
+    def _check_lease(self, lease: Lease) -> None:
+        scheduler, config = self.scheduler, self.config
+        assert lease.code not in scheduler.failures, f"{lease} for an expert that its visit has given up"
+        if lease.cause != "prefetch":
+            return
+        assert config.prefetch
+        assert lease.code not in scheduler._failed_speculation, f"{lease} after a failed prefetch"
+        cache = scheduler.cache_of(lease.key.layer_idx)
+        queued = [c for c in scheduler._demand if scheduler.cache_of(c // scheduler.max_experts) is cache]
+        assert not [c for c in queued if c in cache.loads and not cache.loads[c].all_issued], f"{lease} before demand"
+        if not any(other.code == lease.code for other in self.outstanding):
+            # Speculation never takes the last slot: neither pinned nor waiting for a chunk.
+            pool = self._pool(lease)
+            busy = {o.slot for o in [*self.outstanding, lease] if self._pool(o) == pool and not cache.pins[o.code]}
+            assert cache.num_pinned + len(busy) < cache.num_slots, f"{lease} took the last slot"
+
+    def complete(self, lease: Lease) -> None:
+        self.outstanding.remove(lease)
+        self._slot(lease)[lease.chunk_idx] = (lease.key, lease.generation)
+        resident = self.scheduler.chunk_done(lease)
+        assert not resident or self.scheduler.is_resident(*lease.key)
+        self.returned = [*self.returned[-20:], lease]
+        self.check()
+
+    def fail(self, lease: Lease) -> None:
+        self.outstanding.remove(lease)
+        self.scheduler.chunk_failed(lease)
+        self.returned = [*self.returned[-20:], lease]
+        self.check()
+
+    def withdraw(self) -> None:
+        self.scheduler.withdraw_forecasts()
+        self.check()
+
+    def warm(self, keys: Sequence[ExpertKey]) -> list[Lease]:
+        evictions = self.tally.evictions
+        leases = self.scheduler.warm(keys)
+        for lease in leases:
+            self._check_lease(lease)
+            self._send(lease)
+        assert self.tally.evictions == evictions
+        self.check()
+        return leases
+
+    def report_again(self, lease: Lease, failed: bool) -> None:
+        """A completion or failure of a lease that came back before: must change nothing."""
+        before = self._summary()
+        report = self.scheduler.chunk_failed if failed else self.scheduler.chunk_done
+        if self.config.strict:
+            try:
+                report(lease)
+            except AssertionError:
+                pass
+            else:
+                raise AssertionError(f"{lease} was taken twice")
+        else:
+            stale = self.tally.stale
+            assert not report(lease)
+            assert self.tally.stale == stale + 1
+        assert self._summary() == before
+        self.check()
+
+    def _summary(self) -> object:
+        scheduler = self.scheduler
+        loads = [[(c, ld.slot, ld.issued, sorted(ld.pending)) for c, ld in s.loads.items()] for s in scheduler._caches]
+        resident = [dict(cache.slot_of) for cache in scheduler._caches]
+        return loads, resident, sorted(scheduler.failures), self.tally.moved_bytes, dict(self.tally.failures)
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """One counted step: every conservation law, and the bytes of every complete expert."""
+        self.steps += 1
+        scheduler, tally = self.scheduler, self.tally
+        scheduler.check_integrity()
+        assert tally.moved["prefetch"] == (
+            tally.used + tally.wasted_bytes["prefetch"] + scheduler._ledger.pending_bytes()
+        ), (tally.moved, tally.used, tally.wasted_bytes)
+        assert tally.wasted_bytes["demand"] <= tally.moved["demand"]
+        for code in scheduler._ledger._unasked:  # pending bytes are somewhere, and nobody asked for them
+            cache = scheduler.cache_of(code // scheduler.max_experts)
+            assert cache.state[code] in (LOADING, RESIDENT), (code, cache.state[code])
+            assert not cache.pins[code], code
+        in_flight = sum(load.in_flight for cache in scheduler._caches for load in cache.loads.values())
+        assert in_flight == len(self.outstanding), (in_flight, self.outstanding)
+        for cache, slots in zip(scheduler._caches, self.memory, strict=True):
+            for code, slot in cache.slot_of.items():
+                self._check_bytes(ExpertKey(*divmod(code, scheduler.max_experts)), slots[slot], cache._generation[slot])
+        for opened in self.visits:
+            self._check_visit(opened)
+
+    def _check_bytes(self, key: ExpertKey, chunks: dict[int, Tag | None], generation: int) -> None:
+        for chunk_idx in range(len(self.config.chunk_bytes[key.layer_idx])):
+            assert chunks[chunk_idx] == (key, generation), f"{key}, generation {generation}: its slot holds {chunks}"
+
+    def _check_visit(self, opened: OpenVisit) -> None:
+        visit = opened.visit
+        failed = visit.failed()
+        cache = self.scheduler.cache_of(visit.layer_idx)
+        slots = self.memory[self.pool_of[visit.layer_idx]]
+        ready = visit.ready()
+        assert opened.held.keys() <= set(ready) <= opened.remaining, (opened.held, ready, opened.remaining)
+        assert not set(failed) & set(ready), f"failed and ready: {failed}, {ready}"
+        for expert_idx in ready:
+            slot = visit.slot(expert_idx)
+            self._check_bytes(ExpertKey(visit.layer_idx, expert_idx), slots[slot], cache._generation[slot])
+            seen = opened.held.setdefault(expert_idx, (slot, cache._generation[slot]))
+            assert seen == (slot, cache._generation[slot]), f"expert {expert_idx} moved while a visit could use it"
+
+    def _pool(self, lease: Lease) -> int:
+        return self.pool_of[lease.key.layer_idx]
+
+    def _slot(self, lease: Lease) -> dict[int, Tag | None]:
+        return self.memory[self._pool(lease)][lease.slot]
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def end_all(self) -> None:
+        """Every open visit ends when the link works: each waits only for what is on its way or can be sent."""
+        budget = 50 + 20 * sum(len(v.remaining) + 1 for v in self.visits) * (1 + max(map(len, self.config.chunk_bytes)))
+        budget += len(self.outstanding) + len(self.scheduler._demand) * 4
+        while self.visits:
+            budget -= 1
+            assert budget > 0, f"visits do not end: {[v.remaining for v in self.visits]}"
+            moved = 0
+            for opened in list(self.visits):
+                if opened.visit.finished or opened.visit.failed():
+                    self.close(opened)
+                    moved += 1
+                    continue
+                moved += self.admit(opened) + self.run_group(opened)
+            moved += len(self.issue(2))
+            assert moved or self.outstanding, "visits are open, nothing moves and nothing is on its way"
+            if self.outstanding:
+                self.complete(self.outstanding[-1])
+
+    def drain(self) -> None:
+        """Nothing is open: what is still wanted is fetched, and then the link falls silent."""
+        assert not self.visits
+        total = sum(self.config.num_experts) * 4 * max(map(len, self.config.chunk_bytes))
+        for _ in range(total):
+            if not self.issue() and not self.outstanding:
+                break
+            if self.outstanding:
+                self.complete(self.outstanding[0])
+        else:
+            raise AssertionError(f"still sending after {total} chunks")
+        assert not self.scheduler._demand
+        assert not self.scheduler.failures
+        assert np.isfinite(self.scheduler.eviction.scores(0)).all()
+        assert np.isfinite([self.scheduler.calibration.coefficients(k) for k in range(1, 5)]).all()
+        for cache in self.scheduler._caches:
+            assert cache.num_pinned == 0
+            assert all(not load.pending for load in cache.loads.values())

@@ -1,0 +1,60 @@
+"""What sizes a scheduler accepts."""
+
+from __future__ import annotations
+
+import pytest
+
+from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.scheduler.config import NullObserver
+
+
+def test_sizes_follow_from_the_chunks() -> None:
+    config = SchedulerConfig([4, 8], [(10, 20), (5,)], [PoolSpec(2, (1,)), PoolSpec(3, (0,))])
+    assert config.num_layers == 2
+    assert config.expert_bytes == (30, 5)
+
+
+def test_defaults_are_the_best_known_switches() -> None:
+    config = SchedulerConfig([4], [(10,)], [PoolSpec(2, (0,))])
+    assert config.eviction == "next_use"
+    assert config.reorder
+    assert config.hints
+    assert config.prefetch
+    assert config.calibrate
+    assert not config.strict
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "chunk_bytes", "pools"),
+    [
+        ([4], [(10,), (10,)], [PoolSpec(1, (0,))]),
+        ([], [], []),
+        ([4], [()], [PoolSpec(1, (0,))]),
+        ([4], [(10, 0)], [PoolSpec(1, (0,))]),
+        ([4, 4], [(10,)] * 2, [PoolSpec(1, (0,))]),
+        ([4, 4], [(10,)] * 2, [PoolSpec(1, (0, 1)), PoolSpec(1, (1,))]),
+        ([4], [(10,)], [PoolSpec(1, (1,))]),
+    ],
+    ids=["lengths differ", "no layers", "no chunks", "empty chunk", "layer left out", "layer twice", "no such layer"],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    num_experts: list[int], chunk_bytes: list[tuple[int, ...]], pools: list[PoolSpec]
+) -> None:
+    with pytest.raises(AssertionError):
+        SchedulerConfig(num_experts, chunk_bytes, pools)
+
+
+@pytest.mark.parametrize(("num_slots", "layers"), [(0, (0,)), (1, ())])
+def test_a_pool_has_a_slot_and_a_layer(num_slots: int, layers: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError):
+        PoolSpec(num_slots, layers)
+
+
+def test_the_null_observer_takes_every_event() -> None:
+    observer = NullObserver()
+    observer.transferred(0, "demand", 1)
+    observer.prefetch_used(0, 1)
+    observer.wasted(0, 1, "prefetch")
+    observer.evicted(0)
+    observer.failed("demand")
+    observer.stale_completion()

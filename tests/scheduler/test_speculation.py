@@ -1,0 +1,70 @@
+"""The wishes of forecasts, by deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from promoe.scheduler.speculation import Speculation
+
+
+def order(wishes: Speculation) -> list[int]:
+    codes = []
+    while (code := wishes.most_urgent()) is not None:
+        codes.append(code)
+        wishes.skip()
+    return codes
+
+
+def test_earliest_deadline_first_then_most_probable() -> None:
+    wishes = Speculation()
+    wishes.replace(2, 12, [(20, 0.9), (21, 0.99)])
+    wishes.replace(1, 11, [(10, 0.5), (11, 0.7)])
+    assert order(wishes) == [11, 10, 21, 20]
+
+
+def test_a_forecast_replaces_its_layers_wishes() -> None:
+    wishes = Speculation()
+    wishes.replace(1, 11, [(10, 0.5), (11, 0.7)])
+    wishes.replace(2, 12, [(20, 0.9)])
+    assert wishes.replace(1, 13, [(11, 0.6), (12, 0.6)]) == {10}
+    assert sorted(wishes) == [11, 12, 20]
+    assert order(wishes)[0] == 20  # the deadline moved, too
+    assert wishes.replace(1, 13, []) == {11, 12}
+    assert list(wishes) == [20]
+
+
+def test_skipped_wishes_are_wanted_but_not_offered_until_a_forecast_changes() -> None:
+    wishes = Speculation()
+    wishes.replace(1, 11, [(10, 0.5)])
+    assert order(wishes) == [10]
+    assert not wishes
+    assert wishes.most_urgent() is None
+    assert wishes.wants(1, 10)
+    wishes.replace(2, 12, [(20, 0.5)])
+    assert order(wishes) == [10, 20]
+
+
+def test_dropping_a_layer() -> None:
+    wishes = Speculation()
+    assert wishes.drop(1) == set()
+    wishes.replace(1, 11, [(10, 0.5), (11, 0.7)])
+    assert wishes.drop(1) == {10, 11}
+    assert not wishes.wants(1, 10)
+    assert wishes.most_urgent() is None
+
+
+def test_falsehood_is_certain() -> None:
+    wishes = Speculation()
+    assert not wishes
+    wishes.replace(1, 11, [(10, 0.5)])
+    assert wishes
+    wishes.most_urgent()
+    assert wishes
+    wishes.drop(1)
+    assert wishes.most_urgent() is None
+    assert not wishes
+
+
+def test_nothing_to_skip() -> None:
+    with pytest.raises(AssertionError, match="nothing to skip"):
+        Speculation().skip()
