@@ -24,7 +24,8 @@ class PreviousPredictor:
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """The last visit of each of the next layers, as it was."""
         used = np.full(self._context.num_experts[visit.layer_idx], 0.05)
-        used[np.asarray(visit.chosen[-1])] = 0.9
+        latest = visit.chosen if visit.phase == "decode" else visit.chosen[-1:]  # decode: a token of each sequence
+        used[np.asarray(latest).ravel()] = 0.9
         self._last[visit.layer_idx] = used
         steps = horizon(visit.layer_idx, self._lookahead, self._context.num_layers)
         return [Forecast(k, layer, self._last[layer]) for k, layer in steps if layer in self._last]

@@ -58,11 +58,11 @@ def resolve_predictor(
     return choice, type(choice).__name__
 
 
-def check_choices(predictor: PredictorChoice, link: LinkChoice) -> None:
+def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool) -> None:
     """What can be said about these arguments without a model, before anything slow begins.
 
     Raises:
-        ConfigError: no such predictor or link.
+        ConfigError: no such predictor or link, or a link that cannot reach experts `on_disk` (or those in RAM).
     """
     if isinstance(predictor, str):
         predictors.check_kind(predictor)
@@ -76,6 +76,16 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice) -> None:
         raise ConfigError(
             f'The \'link\' argument must be "auto", "file", "host" or an EmulatedLink. Got {link!r} instead.'
         )
+    if link == "file" and not on_disk:
+        raise ConfigError(
+            'link="file" reads experts from files, but this model\'s are in RAM. Open it with '
+            'promoe.from_pretrained(path), or use link="host" or an EmulatedLink.'
+        )
+    if link == "host" and on_disk:
+        raise ConfigError(
+            'link="host" copies experts from RAM, but this model\'s are in files. Use link="file", or load the model with '
+            "transformers and call promoe.patch."
+        )
 
 
 def predictor_context(layers: Sequence[MoELayer]) -> PredictorContext:
@@ -88,20 +98,11 @@ def predictor_context(layers: Sequence[MoELayer]) -> PredictorContext:
 
 
 def open_link(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
-    """The link that a user asked for (see `check_choices`), over `store`.
-
-    Raises:
-        ConfigError: it does not fit the store.
-    """
+    """The link that a user asked for, which `check_choices` let pass, over `store`."""
     if isinstance(choice, EmulatedLink):
         return choice.bind(store)
-    on_disk = isinstance(store, FileStore)
-    if choice == "file" or (choice == "auto" and on_disk):
-        if isinstance(store, FileStore):
-            return FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
-        raise ConfigError(
-            'link="file" reads experts from files, but they are in RAM. Use store="disk", or an EmulatedLink.'
-        )
+    if isinstance(store, FileStore):
+        return FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
     return HostLink(store, config.workers)
 
 

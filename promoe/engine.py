@@ -154,6 +154,16 @@ class Engine:
             self._wake_workers()
         return True
 
+    def set_prefetch(self, on: bool) -> None:
+        """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
+        with self.lock:
+            if on == self.scheduler.prefetch_on:
+                return
+            self.scheduler.prefetch_on = on
+            self.recorder.prefetch_switched(on)
+            if not on:
+                self.scheduler.withdraw_forecasts()
+
     def _wake_workers(self) -> None:
         # To wake a thread in vain costs the forward tens of microseconds: it must share the interpreter with it.
         if self._idle_workers and self.scheduler.has_orders:

@@ -64,7 +64,7 @@ class Handle:
                 cache_bytes=sum(pool.nbytes for pool in self._pools),
                 link=engine.link.describe(),
                 policy=self.config.eviction,
-                predictor=self._predictor,
+                predictor=f"{self._predictor} (failed)" if self.runtime.predictor_failed else self._predictor,
                 store=type(self._store).__name__,
             )
 
@@ -103,15 +103,11 @@ class Handle:
     def pass_ended(self, state: PassState, duration_s: float) -> None:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
         self.runtime.check_entered(state)
-        if self._governor is not None and state.phase == "decode":
+        if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:
                 on = self._governor.pass_ended(duration_s)
-                if on != engine.scheduler.prefetch_on:
-                    engine.scheduler.prefetch_on = on
-                    engine.recorder.prefetch_switched(on)
-                    if not on:
-                        engine.scheduler.withdraw_forecasts()
+            engine.set_prefetch(on)
 
     def keep(self, undo: ExitStack) -> None:
         """Own what undoes the patch."""

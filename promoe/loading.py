@@ -74,7 +74,7 @@ def from_pretrained(
     if str(device) != "cpu":
         raise ConfigError(f"The 'device' argument must be \"cpu\" in this version. Got {str(device)!r} instead.")
     check_cache(cache)
-    check_choices(predictor, link)
+    check_choices(predictor, link, on_disk=True)
     opened = open_without_experts(
         path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.chunk_bytes, **from_pretrained_kwargs
     )

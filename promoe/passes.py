@@ -33,11 +33,16 @@ class PassState:
     entered: set[int] = field(default_factory=set)
 
     def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
-        """The experts `[T][K]` of the last tokens that are not padding, from `top_k_index` `[T, K]`."""
-        if self.real is not None and len(self.real) == len(index):
-            index = index[self.real]
-        elif tokens is not None:
+        """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]`."""
+        real = self.real if self.real is not None and len(self.real) == len(index) else None
+        if self.phase == "prefill" and self.num_sequences > 1 and len(index) % self.num_sequences == 0:
+            # All sequences' tokens of one position are equally old.
+            index = _by_position(index, self.num_sequences)
+            real = None if real is None else _by_position(real, self.num_sequences)
+        elif real is None and tokens is not None:
             return tokens
+        if real is not None:
+            index = index[real]
         latest: list[list[int]] = index[-MAX_TOKENS_LEARNED:].tolist()
         return latest
 
@@ -78,7 +83,8 @@ class PassObserver:
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch, length = _shape(args, kwargs)
-        real = _real_tokens(kwargs.get("attention_mask"), batch, length)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        real = _real_tokens(mask, batch, length)
         num_tokens = batch * length if real is None else int(real.sum())
         phase: Phase = "decode" if length == 1 else "prefill"
         interrupted = self.current().pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
@@ -99,6 +105,12 @@ class PassObserver:
             self._recorder.end_pass(duration_s, state.pass_idx, aborted=aborted)
         if not aborted:
             self._on_end(state, duration_s)
+
+
+def _by_position(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """`[sequences * length, ...]`, one sequence after the other, to one position after the other."""
+    by_sequence = tokens.reshape(num_sequences, -1, *tokens.shape[1:])
+    return by_sequence.transpose(0, 1).flatten(0, 1)
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:

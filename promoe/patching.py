@@ -63,7 +63,7 @@ def patch(
             'store="disk" is not available for a model that is already in memory. Open it with '
             "promoe.from_pretrained(path), which leaves the experts on disk."
         )
-    check_choices(predictor, link)
+    check_choices(predictor, link, on_disk=False)
     layers = find_moe_layers(model)
     check_state(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]

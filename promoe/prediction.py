@@ -7,8 +7,11 @@ import threading
 import time
 from collections import deque
 
+import numpy as np
+
 from promoe.engine import Engine
-from promoe.predictors import LayerVisit, Predictor
+from promoe.errors import ConfigError
+from promoe.predictors import Forecast, LayerVisit, Predictor
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,8 @@ class PredictionThread:
         self._condition = threading.Condition()
         self._closed = False
         self._busy = False
+        self.failed = False
+        """The predictor raised, or answered what no forecast can be."""
         self._thread = threading.Thread(target=self._run, name="promoe-predictor", daemon=True)
         self._thread.start()
 
@@ -47,12 +52,14 @@ class PredictionThread:
                 self._condition.wait(0.05)
 
     def close(self) -> None:
-        """Stop after the prediction under way. Safe to repeat."""
+        """Stop after the prediction under way, or leave one behind that does not end. Safe to repeat."""
         with self._condition:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
+            if self._thread.is_alive():
+                logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -70,9 +77,10 @@ class PredictionThread:
             except Exception:
                 logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
                 with self._condition:
-                    self._closed = True
+                    self._closed = self.failed = True
                     self._busy = False
                     self._condition.notify_all()
+                self._engine.set_prefetch(False)
                 return
 
     def _predict(self, origin_step: int, visit: LayerVisit) -> None:
@@ -81,8 +89,23 @@ class PredictionThread:
         forecasts = self._predictor.predict(visit)
         end_s = time.perf_counter()
         for forecast in forecasts:
+            self._check(forecast)
             engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
         with engine.lock:
             engine.recorder.predictor_time(end_s - start_s)
         if (tracer := engine.tracer) is not None:
             tracer.span(PREDICTOR, f"predict from L{visit.layer_idx}", start_s, end_s, forecasts=len(forecasts))
+
+    def _check(self, forecast: Forecast) -> None:
+        num_experts = self._engine.scheduler.config.num_experts
+        if not 0 <= forecast.layer_idx < len(num_experts):
+            raise ConfigError(
+                f"The predictor forecast layer {forecast.layer_idx}, but the model has MoE layers 0 to "
+                f"{len(num_experts) - 1}."
+            )
+        shape, expected = np.shape(forecast.probabilities), (num_experts[forecast.layer_idx],)
+        if shape != expected:
+            raise ConfigError(
+                f"The predictor gave probabilities of shape {shape} for layer {forecast.layer_idx}, which has "
+                f"{expected[0]} experts. Give one probability per expert, {expected}."
+            )

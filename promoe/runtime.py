@@ -47,6 +47,11 @@ class Runtime:
         self.passes = passes
         self._hits = threading.local()
 
+    @property
+    def predictor_failed(self) -> bool:
+        """Whether there was a predictor and it broke: experts are fetched on demand since then."""
+        return self.predictor is not None and self.predictor.failed
+
     def close(self) -> None:
         """Stop the predictor and the engine. Safe to repeat."""
         if self.predictor is not None:
@@ -65,7 +70,7 @@ class Runtime:
             state.gated.add(layer.layer_idx)
             hits = self.engine.hint(layer.layer_idx, ids)
             self._hits.latest = (layer.layer_idx, ids, hits)
-            if self.predictor is not None:
+            if self.predictor is not None and not self.predictor.failed:
                 self._predict(layer, state, args, kwargs, tokens)
 
         return on_gate

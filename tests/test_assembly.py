@@ -81,21 +81,32 @@ def test_what_predictors_know_of_a_model(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("predictor", [None, *KINDS, OwnPredictor()], ids=str)
-@pytest.mark.parametrize("link", ["auto", "file", "host", LINK], ids=str)
-def test_choices_that_can_work(predictor: Any, link: Any) -> None:
-    check_choices(predictor, link)
+@pytest.mark.parametrize(
+    ("link", "stores"), [("auto", [True, False]), ("file", [True]), ("host", [False]), (LINK, [True, False])]
+)
+def test_choices_that_can_work(predictor: Any, link: Any, stores: list[bool]) -> None:
+    for on_disk in stores:
+        check_choices(predictor, link, on_disk)
 
 
 @pytest.mark.parametrize("predictor", ["", "Gate", "oracle", OwnPredictor, object(), 3, b"gate"], ids=repr)
 def test_predictors_that_cannot_work(predictor: Any) -> None:
     with pytest.raises(ConfigError, match="'predictor' argument must be None"):
-        check_choices(predictor, "auto")
+        check_choices(predictor, "auto", on_disk=True)
 
 
 @pytest.mark.parametrize("link", ["", "cuda", "AUTO", None, 3, EmulatedLink], ids=repr)
 def test_links_that_cannot_work(link: Any) -> None:
     with pytest.raises(ConfigError, match=r"'link' argument must be \"auto\", \"file\", \"host\" or an EmulatedLink"):
-        check_choices(None, link)
+        check_choices(None, link, on_disk=True)
+
+
+@pytest.mark.parametrize(
+    ("link", "on_disk", "message"), [("file", False, "are in RAM"), ("host", True, "are in files")]
+)
+def test_links_that_cannot_reach_the_experts(link: Any, on_disk: bool, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_choices(None, link, on_disk)
 
 
 # -- links ------------------------------------------------------------------------------------------------------
@@ -110,8 +121,6 @@ def test_links_over_experts_in_ram(model: PreTrainedModel) -> None:
     emulated = open_link(LINK, store, PromoeConfig(), planned_bytes=1)
     assert "emulated" in emulated.describe()
     emulated.close()
-    with pytest.raises(ConfigError, match="but they are in RAM"):
-        open_link("file", store, PromoeConfig(), planned_bytes=1)
 
 
 def test_links_over_experts_in_files(opened: OpenedModel) -> None:

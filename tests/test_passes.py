@@ -159,6 +159,24 @@ def test_of_a_long_prompt_the_last_real_tokens_are_learned() -> None:
     assert PassState(real=real).real_tokens(index, None) == index[40:-10].tolist()
 
 
+def test_of_several_prompts_tokens_of_one_position_are_equally_old() -> None:
+    index = torch.arange(6).reshape(6, 1)  # two sequences of three
+    state = PassState(num_sequences=2)
+    assert state.real_tokens(index, index.tolist()) == [[0], [3], [1], [4], [2], [5]]
+    state.real = torch.tensor([False, True, True, True, True, True])  # the first begins with padding
+    assert state.real_tokens(index, index.tolist()) == [[3], [1], [4], [2], [5]]
+    decode = PassState(phase="decode", num_sequences=2)
+    assert decode.real_tokens(index[:2], index[:2].tolist()) == [[0], [1]]
+
+
+def test_of_many_prompts_the_ends_of_all_are_learned() -> None:
+    length = MAX_TOKENS_LEARNED
+    index = torch.arange(2 * length).reshape(-1, 1)
+    learned = PassState(num_sequences=2).real_tokens(index, None)
+    half = MAX_TOKENS_LEARNED // 2
+    assert learned == [[idx] for i in range(length - half, length) for idx in (i, length + i)]
+
+
 # -- a pass and its end -----------------------------------------------------------------------------------------
 
 

@@ -214,7 +214,7 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"store": "cloud"}, r"'store' argument must be .*Got 'cloud'"),
     ({"store": "disk"}, r"store=\"disk\" is not available .*promoe\.from_pretrained"),
     ({"link": "carrier pigeon"}, r"'link' argument must be .*Got 'carrier pigeon'"),
-    ({"link": "file"}, r"link=\"file\" reads experts from files, but they are in RAM"),
+    ({"link": "file"}, r"link=\"file\" reads experts from files, but this model's are in RAM"),
 ]
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,12 @@ class EngineDouble:
         self.recorder = Recorder([4, 4], [1, 1])
         self.tracer: Tracer | None = None
         self.forecasts: list[tuple[int, int, int, list[float]]] = []
+        self.stall_timeout_s = 60.0
+        self.scheduler = SimpleNamespace(config=SimpleNamespace(num_experts=[4] * 10))
+        self.prefetch_on = True
+
+    def set_prefetch(self, on: bool) -> None:
+        self.prefetch_on = on
 
     def forecast(self, origin_step: int, steps_ahead: int, layer_idx: int, probabilities: Any) -> bool:
         assert not self.lock.locked(), "the engine takes the lock itself"
@@ -281,6 +288,7 @@ def test_a_predictor_that_breaks_costs_one_warning(name: str, caplog: pytest.Log
     assert "switched off" in record.getMessage()
     assert len(predictor.visits) == 1
     assert stats.bytes_prefetched == 0
+    assert stats.predictor == "Predictor (failed)"
 
 
 def test_what_a_predictor_writes_into_its_visit_stays_there(caplog: pytest.LogCaptureFixture) -> None:

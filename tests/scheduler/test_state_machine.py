@@ -16,7 +16,7 @@ from promoe.scheduler import ExpertKey, PoolSpec, SchedulerConfig
 from .driven import Driven, OpenVisit
 
 STEPS = 100_000
-EXAMPLES = 500
+EXAMPLES = 600
 STEPS_PER_EXAMPLE = 40
 
 numbers = st.integers(0, 2**16 - 1)
@@ -225,6 +225,8 @@ class Storm(RuleBasedStateMachine):
         self.driven.end_all()
         self.driven.drain()
         self.seen.update(self.driven.causes)
+        self.seen[self.config.eviction] += 1
+        self.seen["in id order"] += not self.config.reorder
         self.seen.update({f"failed {cause}": n for cause, n in self.driven.tally.failures.items()})
         self.seen.update(stale=self.driven.tally.stale, evictions=self.driven.tally.evictions)
         Storm.steps += self.driven.steps
@@ -246,6 +248,7 @@ def test_a_storm_of_operations_breaks_nothing() -> None:
     )
 
     assert Storm.steps >= STEPS
+    assert set(Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order"}, Storm.seen
     assert set(Storm.seen) >= {"demand", "prefetch", "ran", "wave", "finished", "failed visit", "evictions", "stale"}, (
         Storm.seen
     )
