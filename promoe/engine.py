@@ -154,6 +154,12 @@ class Engine:
             self._wake_workers()
         return True
 
+    def stream(self, layer_idx: int) -> None:
+        """The layer after the one just hinted will need nearly all its experts: fetch the absent ones in order."""
+        with self.lock:
+            self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
+            self._wake_workers()
+
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
         with self.lock:

@@ -24,8 +24,10 @@ from promoe.tracing import COMPUTE
 
 # Up to here ids are handled as Python lists, which is faster than tensor operations.
 MAX_LISTED_IDS = 256
-# A predictor is asked about passes of up to this many tokens; longer ones use most experts anyway.
+# A predictor is asked about passes of up to this many tokens.
 MAX_PREDICTED_TOKENS = 8
+# Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
+STREAMED_SHARE = 0.7
 
 
 class Runtime:
@@ -71,7 +73,10 @@ class Runtime:
             hits = self.engine.hint(layer.layer_idx, ids)
             self._hits.latest = (layer.layer_idx, ids, hits)
             if self.predictor is not None and not self.predictor.failed:
-                self._predict(layer, state, args, kwargs, tokens)
+                if len(index) <= MAX_PREDICTED_TOKENS:
+                    self._predict(layer, state, args, kwargs, tokens)
+                elif len(ids) >= STREAMED_SHARE * layer.num_experts and layer.layer_idx + 1 < len(self.layers):
+                    self.engine.stream(layer.layer_idx + 1)
 
         return on_gate
 
@@ -128,8 +133,6 @@ class Runtime:
         if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
             return
         gate_input = args[0].reshape(-1, args[0].shape[-1])
-        if len(gate_input) > MAX_PREDICTED_TOKENS:
-            return
         visit = LayerVisit(
             pass_idx=state.pass_idx,
             phase=state.phase,

@@ -268,3 +268,25 @@ def test_a_closed_engine_refuses_and_a_forward_under_way_ends() -> None:
         assert [type(error) for error in ended] == [EngineClosedError]
         check_integrity(model)
         assert [cache.num_pinned for cache in caches(model)] == [0]
+
+
+@pytest.mark.parametrize("predictor", ["gate", None])
+def test_a_long_prompt_streams_the_next_layers_experts_if_prefetch_is_wanted(
+    predictor: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = left_padded((60,), seed=5)
+    plain = stock(FAMILY, torch.float32)
+    wanted = greedy(plain, prompt, new_tokens=1)
+    with served(FAMILY, cache="75%", predictor=predictor) as model:
+        engine = model.promoe.runtime.engine
+        streamed: list[int] = []
+        original = engine.stream
+
+        def note(layer_idx: int) -> None:
+            streamed.append(layer_idx)
+            original(layer_idx)
+
+        monkeypatch.setattr(engine, "stream", note)
+        greedy(model, prompt, new_tokens=1).assert_equals(wanted)
+        assert streamed == ([] if predictor is None else list(range(1, LAYERS)))
+        check_integrity(model)

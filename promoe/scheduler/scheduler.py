@@ -195,6 +195,17 @@ class Scheduler:
         if self.config.calibrate:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
             p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior)
+        self._expect(steps_ahead, layer_idx, p_next)
+
+    def stream(self, steps_ahead: int, layer_idx: int) -> None:
+        """A long prompt will use nearly all experts of a layer: want its absent ones in order of id.
+
+        Needs no predictor, and so no judgement of its worth.
+        """
+        if layer_idx not in self._hinted:
+            self._expect(steps_ahead, layer_idx, np.ones(self.config.num_experts[layer_idx]))
+
+    def _expect(self, steps_ahead: int, layer_idx: int, p_next: Floats) -> None:
         self.eviction.forecast(layer_idx, p_next)
         self._invalidate()
         if self.prefetch_on:

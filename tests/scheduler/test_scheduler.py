@@ -395,6 +395,33 @@ def test_a_forecast_of_the_wrong_shape_is_refused() -> None:
         driven().scheduler.forecast(1, 0, np.zeros(7))
 
 
+def test_a_streamed_layer_is_fetched_in_order_behind_demand_and_is_not_evicted() -> None:
+    run = driven(num_slots=8, num_layers=2, num_experts=4, num_chunks=1)
+    fetch(run, (1, 2))
+    opened = run.begin(0, [0, 3])
+    run.scheduler.stream(1, 1)
+    run.admit(opened)
+    assert names(run.issue(9)) == [(0, 0, 0), (0, 3, 0), (1, 0, 0), (1, 1, 0), (1, 3, 0)]
+
+
+def test_a_streamed_layer_makes_room_in_the_one_just_left() -> None:
+    run = driven(num_slots=4, num_layers=3, num_experts=4, num_chunks=1)
+    fetch(run, (0, 0), (0, 1), (0, 2), (1, 3))
+    run.scheduler.hint(0, [])
+    run.scheduler.stream(2, 1)
+    leases = run.issue(9)
+    assert {key for _, key in ((0, lease.key) for lease in leases)} <= {ExpertKey(1, e) for e in (0, 1, 2)}
+    assert leases
+    assert run.scheduler.is_resident(1, 3)
+
+
+def test_a_layer_whose_gate_has_chosen_is_not_streamed() -> None:
+    run = driven(num_layers=2)
+    run.scheduler.hint(1, [])
+    run.scheduler.stream(1, 1)
+    assert run.issue(9) == []
+
+
 def test_withdrawn_forecasts_send_nothing_and_keep_what_arrived() -> None:
     run = driven(num_slots=4, num_chunks=2)
     run.forecast(1, 0, certain(1, 2))
