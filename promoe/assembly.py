@@ -148,7 +148,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             thread = PredictionThread(parts.predictor, engine, in_order=isinstance(parts.predictor, OraclePredictor))
             undo.callback(thread.close)
         passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
-        runtime = Runtime(layers, engine, thread, passes)
+        runtime = Runtime(layers, engine, thread, passes, config.min_group_bytes)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         for layer in layers:
             undo.callback(seam.attach(layer, runtime.run(layer), runtime.tap(layer)))

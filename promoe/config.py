@@ -25,6 +25,8 @@ class PromoeConfig:
         governor: measure whether prefetch pays, and switch it off while it does not.
         bypass: when the cache holds every expert, simply load them and run the stock forward.
         chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096.
+        min_group_bytes: experts of a layer that take less memory together than this run in one call when the last has
+            come; larger ones run as they come. To run a group by itself costs about as much as to read this many bytes.
         workers: transfer threads.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit in free RAM).
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
@@ -34,11 +36,12 @@ class PromoeConfig:
     eviction: EvictionName = "next_use"
     early_preemption: bool = True
     reorder: bool = True
-    lookahead: int = 3
+    lookahead: int = 1
     min_probability: float = 0.5
     governor: bool = True
     bypass: bool = True
     chunk_bytes: int = 4 * 1024 * 1024
+    min_group_bytes: int = 4 * 1024 * 1024
     workers: int = 2
     read_mode: ReadMode = "auto"
     stall_timeout_s: float = 60.0
@@ -47,7 +50,7 @@ class PromoeConfig:
     def __post_init__(self) -> None:
         for name in ("early_preemption", "reorder", "governor", "bypass", "strict"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        for name in ("lookahead", "chunk_bytes", "workers"):
+        for name in ("lookahead", "chunk_bytes", "min_group_bytes", "workers"):
             self._require(_is_int(getattr(self, name)), name, "a whole number")
         for name in ("min_probability", "stall_timeout_s"):
             self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
@@ -55,6 +58,7 @@ class PromoeConfig:
         self._require(self.read_mode in get_args(ReadMode), "read_mode", f"one of {get_args(ReadMode)}")
         self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
         self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
+        self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
         self._require(self.workers >= 1, "workers", "at least 1 thread")
         self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")
         self._require(

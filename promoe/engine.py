@@ -64,7 +64,10 @@ class Engine:
         self._work = threading.Condition(self.lock)
         self._arrived = threading.Condition(self.lock)
         self._idle_workers = 0
-        self._waiting_visits = 0
+        # Speculation has time. All workers at it would take the cores from computing, and find demand in their way.
+        self._speculating = 0
+        self._most_speculating = max(1, link.workers // 2)
+        self._waiting_visits: list[EngineVisit] = []
         self._chunks_completed = 0
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
         self._closed = False
@@ -230,9 +233,9 @@ class Engine:
     def _next_lease(self) -> Lease | None:
         with self.lock:
             while not self._closed:
-                leases = self.scheduler.next_chunks(1)
-                if leases:
-                    return leases[0]
+                lease = self._next_order()
+                if lease is not None:
+                    return lease
                 self._idle_workers += 1
                 self._work.wait()  # whoever wakes it has counted it as busy
         return None
@@ -261,10 +264,11 @@ class Engine:
         with self.lock:
             self._progress += 1
             self._chunks_completed += 1
+            self._speculating -= lease.cause == "prefetch"
             first_failure = error is not None and self._failed(lease, error)
             if error is None and self.scheduler.chunk_done(lease):
                 self._load_errors.pop(lease.key, None)
-                if self._waiting_visits:
+                if any(visit._may_go_on() for visit in self._waiting_visits):
                     self._arrived.notify_all()
             following = None if self._closed else self._take_one()
         if first_failure and lease.cause == "prefetch":
@@ -280,11 +284,22 @@ class Engine:
         return first
 
     def _take_one(self) -> Lease | None:
-        leases = self.scheduler.next_chunks(1)
-        if leases and self._idle_workers:  # where there is one order there may be more
-            self._work.notify()
+        lease = self._next_order()
+        if lease is not None and self._idle_workers and (lease.cause == "demand" or self._may_speculate):
+            self._work.notify()  # where there is one order there may be more
             self._idle_workers -= 1
-        return leases[0] if leases else None
+        return lease
+
+    def _next_order(self) -> Lease | None:
+        leases = self.scheduler.next_chunks(1, speculate=self._may_speculate)
+        if not leases:
+            return None
+        self._speculating += leases[0].cause == "prefetch"
+        return leases[0]
+
+    @property
+    def _may_speculate(self) -> bool:
+        return self._speculating < self._most_speculating
 
 
 class EngineVisit:
@@ -305,6 +320,7 @@ class EngineVisit:
         self._pool = engine._pool_of[layer_idx]
         self._stall_s = 0.0
         self._waited_for = 0
+        self._at_once = False
         self._group: list[int] = []
         with engine.lock:
             engine._check_alive()
@@ -339,16 +355,21 @@ class EngineVisit:
         """The tensors of every needed expert, if all are resident now; else None."""
         return self._rows() if len(self._group) == len(self._ids) else None
 
-    def groups(self) -> Iterator[Rows]:
+    def groups(self, at_once: bool = False) -> Iterator[Rows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
         Rows of a group are valid until the next one is asked for.
+
+        Args:
+            at_once: wait for all that there may be slots for, so that groups are as few as possible.
 
         Raises:
             ExpertLoadError: a needed expert could not be fetched.
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
-        if not self._group:
+        self._at_once = at_once
+        if at_once or not self._group:
+            self._group = []
             self._group = self._next_group()
         while self._group:
             yield self._rows()
@@ -369,24 +390,33 @@ class EngineVisit:
                 engine._arrived.notify_all()  # another visit may be granted what this one gave back
             if visit.finished:
                 return []
-            group = visit.ready()
-            if not group:
-                group = self._wait()
-                self._waited_for += len(group)
+            there = visit.ready()
+            if self._suffices(there):
+                return there
+            group = self._wait()
+            self._waited_for += len(group) - len(there)
             return group
+
+    def _may_go_on(self) -> bool:
+        """Whether waiting, with the engine's lock held, is over."""
+        return self._suffices(self._visit.ready()) or bool(self._visit.failed())
+
+    def _suffices(self, ready: Sequence[int]) -> bool:
+        """Whether these experts are a group to run now."""
+        return len(ready) == self._visit.num_granted if self._at_once and self._visit.num_granted else bool(ready)
 
     def _wait(self) -> list[int]:
         """Wait, with the engine's lock held, until some needed expert is ready."""
         engine, visit = self._engine, self._visit
         start_s = last_progress_s = time.perf_counter()
         progress = engine._progress
-        engine._waiting_visits += 1
+        engine._waiting_visits.append(self)
         try:
             while True:
                 engine._check_alive()
                 if failed := visit.failed():
                     raise engine._load_error(self._layer_idx, failed)
-                if group := visit.ready():
+                if self._suffices(group := visit.ready()):
                     return group
                 if not visit.holds_grants and visit.admit():
                     engine._wake_workers()
@@ -402,7 +432,7 @@ class EngineVisit:
                         f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
                     )
         finally:
-            engine._waiting_visits -= 1
+            engine._waiting_visits.remove(self)
             end_s = time.perf_counter()
             self._stall_s += end_s - start_s
             if (tracer := engine.tracer) is not None:

@@ -28,6 +28,8 @@ MAX_LISTED_IDS = 256
 MAX_PREDICTED_TOKENS = 8
 # Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
 STREAMED_SHARE = 0.7
+# A product of so many rows takes as long as reading the weights.
+ROWS_FOR_THE_PRICE_OF_ONE = 6
 
 
 class Runtime:
@@ -38,15 +40,22 @@ class Runtime:
         engine: started.
         predictor: runs beside the model; None: no prefetch.
         passes: watches the model's forward passes.
+        min_group_bytes: see `PromoeConfig`.
     """
 
     def __init__(
-        self, layers: Sequence[MoELayer], engine: Engine, predictor: PredictionThread | None, passes: PassObserver
+        self,
+        layers: Sequence[MoELayer],
+        engine: Engine,
+        predictor: PredictionThread | None,
+        passes: PassObserver,
+        min_group_bytes: int = 0,
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
         self.predictor = predictor
         self.passes = passes
+        self._min_group_bytes = min_group_bytes
         self._hits = threading.local()
 
     @property
@@ -99,7 +108,8 @@ class Runtime:
                 if rows is not None:
                     result = run_resident(layer, hidden, index, weights, rows, tokens)
                 else:
-                    result = run_groups(layer, hidden, index, weights, visit.groups(), tokens)
+                    at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
+                    result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens)
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,
@@ -112,6 +122,11 @@ class Runtime:
             return result
 
         return forward
+
+    @staticmethod
+    def _work_bytes(layer: MoELayer, num_experts: int, num_pairs: int) -> float:
+        """What computing a layer costs, in bytes of weights read: with few rows per expert, a product only reads them."""
+        return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
 
     def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
         latest = getattr(self._hits, "latest", None)

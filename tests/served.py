@@ -67,7 +67,7 @@ def delayed(seed: int, max_delay_s: float = 5e-4, workers: int = 2) -> LinkOver:
 
 def config(**fields: Any) -> promoe.PromoeConfig:
     """Settings under which the engine really serves, its invariants are checked, and prefetch stays on."""
-    defaults = {"bypass": False, "strict": True, "governor": False, "min_probability": 0.3}
+    defaults = {"bypass": False, "strict": True, "governor": False, "min_probability": 0.3, "min_group_bytes": 0}
     return promoe.PromoeConfig(**(defaults | fields))
 
 

@@ -9,7 +9,7 @@ import pytest
 from promoe import ConfigError, PromoeConfig, PromoeError
 
 BOOLEANS = ("early_preemption", "reorder", "governor", "bypass", "strict")
-WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "workers")
+WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "min_group_bytes", "workers")
 NUMBERS = ("min_probability", "stall_timeout_s")
 
 
@@ -23,11 +23,12 @@ def test_defaults() -> None:
         "eviction": "next_use",
         "early_preemption": True,
         "reorder": True,
-        "lookahead": 3,
+        "lookahead": 1,
         "min_probability": 0.5,
         "governor": True,
         "bypass": True,
         "chunk_bytes": 4 * 2**20,
+        "min_group_bytes": 4 * 2**20,
         "workers": 2,
         "read_mode": "auto",
         "stall_timeout_s": 60.0,
@@ -76,6 +77,7 @@ def test_equal_settings_are_equal() -> None:
         {"stall_timeout_s": 1},
         {"stall_timeout_s": 1e-3},
         {"chunk_bytes": 4096},
+        {"min_group_bytes": 0},
         {"chunk_bytes": 3 * 4096},
     ],
     ids=str,
@@ -105,6 +107,7 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("stall_timeout_s", 0.0, "more than 0 seconds"),
         ("stall_timeout_s", -1, "more than 0 seconds"),
         ("stall_timeout_s", math.nan, "more than 0 seconds"),
+        ("min_group_bytes", -1, "at least 0 bytes"),
         ("chunk_bytes", 0, "a positive multiple of 4096 bytes"),
         ("chunk_bytes", -4096, "a positive multiple of 4096 bytes"),
         ("chunk_bytes", 4095, "a positive multiple of 4096 bytes"),

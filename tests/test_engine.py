@@ -219,6 +219,45 @@ def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
         assert len(link.started) == len(set(link.started))
 
 
+def test_at_once_all_that_have_slots_are_one_group() -> None:
+    """Small experts: a group each would cost more than it computes."""
+    with running(slots=4) as (engine, _):
+        visit(engine, 0, [1])
+        engine.recorder.reset()
+        with engine.visit(0, [0, 1, 2]) as layer_visit:
+            assert [sorted(rows) for rows in layer_visit.groups(at_once=True)] == [[0, 1, 2]]
+        counts = engine.recorder.phase_stats("prefill")
+        assert (counts.needed, counts.hits) == (3, 1)
+        assert counts.ready >= 1  # expert 1 was not waited for, though it ran with the others
+        with engine.visit(1, [0, 1, 2, 3, 4, 5]) as layer_visit:  # two waves
+            groups = [len(rows) for rows in layer_visit.groups(at_once=True)]
+        assert sum(groups) == EXPERTS
+        assert max(groups) <= 4
+
+
+def test_at_once_a_failure_is_raised_though_others_are_there() -> None:
+    with running(Failing) as (engine, link):
+        visit(engine, 0, [1])
+        link.broken = {ExpertKey(0, 2)}
+        layer_visit = engine.visit(0, [1, 2])
+        with layer_visit, pytest.raises(ExpertLoadError):
+            list(layer_visit.groups(at_once=True))
+
+
+def test_several_forwards_wait_for_all_of_theirs_and_none_for_ever() -> None:
+    with running(slots=3, workers=2) as (engine, _), ThreadPoolExecutor(3) as threads:
+
+        def run(layer_idx: int) -> int:
+            ran = 0
+            for round_idx in range(20):
+                ids = [(round_idx + i) % EXPERTS for i in range(3)]
+                with engine.visit(layer_idx % LAYERS, ids) as layer_visit:
+                    ran += sum(len(rows) for rows in layer_visit.groups(at_once=True))
+            return ran
+
+        assert [done.result(JOIN_S) for done in [threads.submit(run, i) for i in range(3)]] == [60] * 3
+
+
 def test_workers_fetch_at_once() -> None:
     with running(lambda link: Recording(link, lambda key, idx: True), workers=3) as (engine, link):
         engine.hint(0, [0, 1])
@@ -229,6 +268,25 @@ def test_workers_fetch_at_once() -> None:
         assert link.started == [(ExpertKey(0, 0), idx) for idx in range(3)]
         link.open.set()
         visit(engine, 0, [0, 1])
+
+
+def test_speculation_leaves_half_of_the_workers_to_demand() -> None:
+    with running(lambda link: Recording(link, lambda key, idx: True), slots=6, workers=4) as (engine, link):
+        forecast = [1.0] * 4 + [0.0] * 2
+        assert engine.forecast(engine.scheduler.step, 1, 1, forecast)
+        deadline_s = time.monotonic() + JOIN_S
+        while link.most_running < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+        time.sleep(0.02)
+        assert link.most_running == 2
+        engine.hint(0, [0])
+        while link.most_running < 4 and time.monotonic() < deadline_s:
+            time.sleep(0.0005)
+        assert link.most_running == 4
+        assert {key for key, _ in link.started[2:]} == {ExpertKey(0, 0)}
+        link.open.set()
+        settle(engine)
+        assert engine._speculating == 0
 
 
 def test_a_late_forecast_is_dropped() -> None:

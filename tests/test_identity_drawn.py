@@ -47,6 +47,7 @@ FIELDS = {
     "min_probability": st.sampled_from([0.01, 0.3, 0.9]),
     "governor": st.booleans(),
     "chunk_bytes": st.sampled_from([4096, 4 * 1024 * 1024]),
+    "min_group_bytes": st.sampled_from([0, 0, 10**9]),
 }
 
 

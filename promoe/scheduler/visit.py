@@ -40,6 +40,11 @@ class Visit:
         """Some expert is granted and not yet released: it will become ready without further grants."""
         return bool(self._granted)
 
+    @property
+    def num_granted(self) -> int:
+        """Experts granted and not yet released."""
+        return len(self._granted)
+
     def admit(self) -> int:
         """Grant (pin, and demand where absent) as many needed experts as there may be pins; returns how many.
 

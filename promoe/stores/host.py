@@ -14,6 +14,8 @@ from promoe.layout import ExpertLayout
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk, split_at_pages
 
+# A copy this short is over before another thread could have used the interpreter, which is slow to get back.
+SHORT_COPY_BYTES = 64 * 1024
 Bytes = NDArray[np.uint8]
 
 
@@ -41,6 +43,7 @@ class HostStore:
         self._row_bytes: list[int] = []  # per source: from one expert's row to the next
         self._tensors: list[torch.Tensor] = []  # per source; keeps the memory alive
         self._bytes: list[Bytes] | None = []  # per source, read-only
+        self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
         self._parts: list[
             list[tuple[int, int, int, int]]
         ] = []  # per layer: slot offset, bytes, source, offset in the row
@@ -50,9 +53,13 @@ class HostStore:
             layout.payload_bytes * count for layout, count in zip(self.layouts, self.num_experts, strict=True)
         )
 
-    def chunks(self, key: ExpertKey) -> list[Chunk]:
-        """The expert's row of each tensor, in the mapping's order, long rows in parts."""
-        return [
+    def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
+        """The expert's row of each tensor, in the mapping's order, long rows in parts; made at the first call."""
+        chunks = self._chunks.get(key)
+        return self._chunks.setdefault(key, self._chunks_of(key)) if chunks is None else chunks
+
+    def _chunks_of(self, key: ExpertKey) -> tuple[Chunk, ...]:
+        return tuple(
             Chunk(
                 slot_offset_bytes,
                 nbytes,
@@ -61,7 +68,7 @@ class HostStore:
                 nbytes,
             )
             for slot_offset_bytes, nbytes, source_idx, offset_bytes in self._parts[key.layer_idx]
-        ]
+        )
 
     def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
         """Destination bytes of each chunk, the same for every expert of the layer."""
@@ -78,7 +85,10 @@ class HostStore:
         return sources[chunk.source_idx][start : start + chunk.source_nbytes].data
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
-        """Copy the chunk into `destination`. Releases the GIL. Raises OSError after `close`."""
+        """Copy the chunk into `destination`. Releases the GIL if it is long. Raises OSError after `close`."""
+        if chunk.nbytes <= SHORT_COPY_BYTES:
+            destination[:] = self.view(chunk)
+            return
         # numpy, not Tensor.copy_: that would start OpenMP threads beside the ones that compute.
         np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(self.view(chunk), np.uint8))
 
