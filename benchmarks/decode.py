@@ -1,6 +1,6 @@
 """What each idea buys in decode, on the real disk and behind an emulated link whose transfer time equals compute.
 
-    python benchmarks/decode.py [--caches 12.5% 20% 35%] [--pairs 15] [--new-tokens 32] [--json FILE] [--skip-emulated]
+    python benchmarks/decode.py [--caches 12.5% 20% 35%] [--pairs 6] [--new-tokens 24] [--json FILE] [--skip-emulated]
 
 All systems answer the same held-out ShareGPT prompts, interleaved, in one process: A B C A B C. Printed per cache rate:
 the demo's table (medians; `bound` = max(C, B / W)), and ratios of TPOT per pair with 95% bootstrap intervals:
@@ -86,8 +86,8 @@ class SlowedFiles(OnDisk):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--caches", nargs="+", default=["12.5%", "20%", "35%"])
-    parser.add_argument("--pairs", type=int, default=15)
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--skip-emulated", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/decode.json"))
     options = parser.parse_args()

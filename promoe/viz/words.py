@@ -207,8 +207,8 @@ def _prefetch_advice(run: Run) -> list[Advice]:
         return [Advice('Turn prefetch on: predictor="gate" needs no training.', "no predictor, stall at least 5%")]
     if phase.prefetch_on_share < 0.5:
         text = (
-            "Prefetch switched itself off most of the time: the link is busy with demand. "
-            "A larger cache frees it; predictor=None would do as well as now."
+            "Prefetch switched itself off most of the time: measured against passes without it, it cost more than it "
+            "saved (a link busy with demand, or cores busy with computing). predictor=None would do as well as now."
         )
         return [Advice(text, "prefetch on for less than 50% of the layer visits")]
     if is_number(phase.wasted_share) and phase.wasted_share > 0.3:
