@@ -154,8 +154,11 @@ def test_every_prefetched_byte_is_used_wasted_or_pending() -> None:
 # -- eviction -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_rate", [0.15, 0.25, 0.5])
-@pytest.mark.parametrize("persistence", [0.0, 0.2])
+# Not with (0.15, 0.4): there the last token's experts alone fill the cache, and LRU is as good.
+@pytest.mark.parametrize(
+    ("cache_rate", "persistence"),
+    [(0.15, 0.0), (0.25, 0.0), (0.5, 0.0), (0.15, 0.2), (0.25, 0.2), (0.5, 0.2), (0.25, 0.4), (0.5, 0.4)],
+)
 def test_next_use_beats_lru_where_experts_differ_in_popularity(cache_rate: float, persistence: float) -> None:
     popular = markov_routing(1, 200, num_layers=4, persistence=persistence)
     moved = {
@@ -227,7 +230,8 @@ def test_early_preemption_alone_starts_the_same_transfers_earlier() -> None:
         for hints in (True, False)
     ]
     assert runs[0].waited < runs[1].waited
-    assert runs[0].tally.moved_bytes == pytest.approx(runs[1].tally.moved_bytes, rel=0.02)
+    # Not to the byte: a victim chosen at the gate is chosen before the prior has learned from the visit.
+    assert runs[0].tally.moved_bytes == pytest.approx(runs[1].tally.moved_bytes, rel=0.03)
 
 
 def test_a_replay_repeats_exactly() -> None:
