@@ -17,7 +17,7 @@ class Options:
 
     model: str | None = None
     cache: str = "20%"
-    prompts: int = 5
+    prompts: int = 3
     max_new_tokens: int = 32
     repeat: int = 128
     out: str = "promoe-out"
