@@ -64,7 +64,7 @@ class Lru:
 
 
 class Lfru(Lru):
-    """Frequency over age: uses so far, divided by the layer visits since the last use."""
+    """Frequency over age: uses so far, divided by the uses and loads of any expert since its own last one."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         super().__init__(num_layers, num_experts)
