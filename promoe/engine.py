@@ -403,7 +403,7 @@ class EngineVisit:
 
     def _suffices(self, ready: Sequence[int]) -> bool:
         """Whether these experts are a group to run now."""
-        return len(ready) == self._visit.num_granted if self._at_once and self._visit.num_granted else bool(ready)
+        return bool(ready) and (not self._at_once or len(ready) == self._visit.num_granted)
 
     def _wait(self) -> list[int]:
         """Wait, with the engine's lock held, until some needed expert is ready."""

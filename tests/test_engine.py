@@ -126,7 +126,7 @@ def settle(engine: Engine) -> None:
     deadline_s = time.monotonic() + JOIN_S
     while True:
         with engine.lock:
-            if len(engine._work._waiters) == len(engine._threads):  # type: ignore[attr-defined]
+            if engine._idle_workers == len(engine._threads):
                 return
         assert time.monotonic() < deadline_s, engine.state()
         time.sleep(0.0005)

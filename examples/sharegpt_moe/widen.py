@@ -1,6 +1,6 @@
 """Give the demo model experts of real size without changing its function.
 
-    python examples/sharegpt_moe/widen.py examples/sharegpt_moe/checkpoint /tmp/sharegpt-moe-wide --repeat 128
+    python examples/sharegpt_moe/widen.py examples/sharegpt_moe/checkpoint sharegpt-moe-wide --repeat 128
 
 Every intermediate neuron of a routed expert is repeated r times and `down_proj` is divided by r: gate and up rows are
 repeated, so each copy computes the same activation, and the r copies sum to the old contribution. Routing, attention
