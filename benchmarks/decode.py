@@ -85,7 +85,7 @@ class SlowedFiles(OnDisk):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--caches", nargs="+", default=["12.5%", "20%", "35%"])
+    parser.add_argument("--caches", nargs="*", default=["12.5%", "20%", "35%"])
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--skip-emulated", action="store_true")

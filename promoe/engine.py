@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from promoe.memory import SlotPool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stores import Store
+from promoe.threads import start_beside
 from promoe.tracing import STALL, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -76,15 +78,13 @@ class Engine:
         self._pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
-        self._threads = [
-            threading.Thread(target=self._serve, args=(idx,), name=f"promoe-link-{idx}", daemon=True)
-            for idx in range(link.workers)
-        ]
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Start the link workers."""
-        for thread in self._threads:
-            thread.start()
+        self._threads = [
+            start_beside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(self.link.workers)
+        ]
 
     @property
     def closed(self) -> bool:

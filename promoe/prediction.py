@@ -12,6 +12,7 @@ import numpy as np
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
+from promoe.threads import start_beside
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -36,8 +37,7 @@ class PredictionThread:
         self._busy = False
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
-        self._thread = threading.Thread(target=self._run, name="promoe-predictor", daemon=True)
-        self._thread.start()
+        self._thread = start_beside(self._run, "promoe-predictor")
 
     def post(self, origin_step: int, visit: LayerVisit) -> None:
         """Predict from this visit, which will be the scheduler's step `origin_step`, as soon as possible."""

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from promoe.threads import start_beside
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def multiply() -> None:
+    """Large enough that torch would use all threads it may."""
+    (torch.ones(512, 512) @ torch.ones(512, 512)).relu_().to(torch.bfloat16)
+
+
+def system_threads() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
+
+
+def started_by(start: object) -> int:
+    """How many system threads there are more while a thread that multiplies is at work, itself included."""
+    assert callable(start)
+    multiplied, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        multiply()
+        multiplied.set()
+        end.wait()
+
+    before = system_threads()
+    thread = start(work)
+    multiplied.wait()
+    more = len(system_threads() - before)
+    end.set()
+    thread.join()
+    return more
+
+
+def start_plainly(work: object) -> threading.Thread:
+    assert callable(work)
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_thread_beside_the_model_forms_no_team() -> None:
+    multiply()  # this thread's own team
+    assert started_by(start_plainly) > 1, "torch did not use two threads: the test shows nothing"
+    assert started_by(lambda work: start_beside(work, "beside")) == 1
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_other_threads_keep_their_number() -> None:
+    numbers: dict[str, int] = {}
+    start_beside(lambda: numbers.update(beside=torch.get_num_threads()), "beside").join()
+    later = threading.Thread(target=lambda: numbers.update(later=torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert numbers == {"beside": 1, "later": 2}
+    assert torch.get_num_threads() == 2
+
+
+def test_the_thread_is_named_and_ends_with_the_process() -> None:
+    end = threading.Event()
+    thread = start_beside(end.wait, "beside")  # type: ignore[arg-type]
+    assert (thread.name, thread.daemon, thread.is_alive()) == ("beside", True, True)
+    end.set()
+    thread.join()
