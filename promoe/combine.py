@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from promoe.bank import ExpertRows
 from promoe.errors import UnsupportedModelError
 from promoe.pairs import Pairs, Selection
+from promoe.row_kernel import RowKernel
 
 # Weighted rows exist for this much of a long prompt at a time.
 _TILE_BYTES = 16 * 2**20
@@ -40,6 +41,7 @@ class WeightedSum:
 
     Args:
         kernel: the layer's kernel.
+        row_kernel: what to compute the rows of few pairs by instead, once it has proved to give the same bits.
         row_dtype: dtype in which the kernel computes a row before it is weighted.
         pad_single: give the kernel a lone pair twice. (torch.bmm in fp32 takes another path for a batch of one,
             which the whole call does not take.)
@@ -51,6 +53,7 @@ class WeightedSum:
     def __init__(
         self,
         kernel: StockKernel,
+        row_kernel: RowKernel | None,
         row_dtype: torch.dtype,
         pad_single: bool,
         hidden: torch.Tensor,
@@ -58,6 +61,7 @@ class WeightedSum:
         pairs: Pairs,
     ) -> None:
         self._kernel = kernel
+        self._row_kernel = row_kernel
         self._pad_single = pad_single and pairs.count > 1
         self._weights = weights
         self._pairs = pairs
@@ -66,10 +70,30 @@ class WeightedSum:
         # The kernel would cast its input to this dtype, and its result back. Cast before, and the rows come out as they
         # are.
         self._hidden = hidden.to(row_dtype)
+        # By position: one by one if there are few, else together.
+        self._few: list[torch.Tensor] = []
         self._rows: torch.Tensor | None = None
 
     def add(self, selection: Selection, rows: ExpertRows) -> None:
         """Compute the raw rows of one group."""
+        out = self._raw_rows(selection, rows)
+        if isinstance(selection.positions, list):
+            self._few = self._few or [out] * self._pairs.count
+            for position, row in zip(selection.positions, out.split(1), strict=True):
+                self._few[position] = row
+            return
+        if self._rows is None:
+            self._rows = out.new_empty((self._pairs.count, out.shape[-1]))
+        self._rows.index_copy_(0, selection.positions, out)
+
+    def _raw_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+        kernel = self._row_kernel
+        if kernel is None:
+            return self._stock_rows(selection, rows)
+        found = kernel(selection.gather(self._hidden), selection, rows)
+        return found if kernel.proven else kernel.prove(found, self._stock_rows(selection, rows))
+
+    def _stock_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         hidden, index, ids = selection.gather(self._hidden), selection.index, selection.ids
         count = len(index)
         if count == 1 and self._pad_single:
@@ -77,16 +101,14 @@ class WeightedSum:
         ones = torch.ones((len(index), 1), dtype=self._row_dtype, device=hidden.device)
         # The kernel sorts the pairs by expert, which they are already; only a stable sort leaves them as they are.
         with _StableSort() if count > len(selection.experts) else nullcontext():
-            out = self._kernel(hidden, index, ones, rows, ids)
-        if self._rows is None:
-            self._rows = out.new_empty((self._pairs.count, out.shape[-1]))
-        self._rows.index_copy_(0, selection.positions, out[:count])
+            return self._kernel(hidden, index, ones, rows, ids)[:count]
 
     def result(self) -> torch.Tensor:
         """The layer's output `[T, H]`."""
-        assert self._rows is not None, "no group was added"
         tokens, choices = self._weights.shape
-        rows = self._rows.view(tokens, choices, -1)
+        together = torch.cat(self._few) if self._few else self._rows
+        assert together is not None, "no group was added"
+        rows = together.view(tokens, choices, -1)
         weights = self._weights.unsqueeze(-1)
         tile = max(1, _TILE_BYTES // (choices * rows.stride(1) * rows.element_size()))
         if tokens <= tile:
@@ -143,7 +165,7 @@ class EagerSum:
     def add(self, selection: Selection, rows: ExpertRows) -> None:
         """Compute the weighted rows of one group, and add those whose turn it is."""
         hidden = selection.gather(self._hidden)
-        weights = self._flat_weights[selection.positions].unsqueeze(1)
+        weights = self._flat_weights[selection.position_tensor].unsqueeze(1)
         accumulator = _ACCUMULATORS.get(self._signature)
         if accumulator == self._hidden.dtype:
             # One choice per row, so the loop's sum is 0 + row: the rows as it adds them, weighted and rounded.

@@ -21,7 +21,8 @@ from promoe.bank import CallRows, ExpertRows, SlotBank, view
 from promoe.combine import EagerSum, WeightedSum
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
-from promoe.pairs import Pairs
+from promoe.pairs import FEW_PAIRS, Pairs
+from promoe.row_kernel import RowKernel
 
 
 def check_no_grad(*inputs: torch.Tensor) -> None:
@@ -62,6 +63,8 @@ def run_resident(
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
         AssertionError: an expert in `top_k_index` has no rows.
     """
+    if _row_kernel(layer, layer.implementation, hidden, top_k_index.numel()) is not None:
+        return run_groups(layer, hidden, top_k_index, top_k_weights, (rows,), ids)
     check_no_grad(hidden, top_k_weights)
     flat = None if ids is None else [expert for row in ids for expert in row]
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
@@ -98,14 +101,15 @@ def run_groups(
     check_no_grad(hidden, top_k_weights)
     implementation = layer.implementation
     pairs = Pairs(top_k_index, layer.num_experts, implementation == "eager", ids)
+    row_kernel = _row_kernel(layer, implementation, hidden, pairs.count)
     combine: EagerSum | WeightedSum | None = None
     whole: torch.Tensor | None = None
     for rows in groups:
         experts = pairs.take(rows)
-        if len(experts) == len(pairs.experts):
+        if len(experts) == len(pairs.experts) and row_kernel is None:
             whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, None)
         elif experts:
-            combine = combine or _combine_for(layer, implementation, hidden, top_k_weights, pairs)
+            combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
             combine.add(pairs.select(experts), rows)
     assert not pairs.missing, f"{layer.name}: no group had experts {pairs.missing}"
     if whole is not None:
@@ -119,13 +123,27 @@ def run_groups(
 
 
 def _combine_for(
-    layer: MoELayer, implementation: str, hidden: torch.Tensor, weights: torch.Tensor, pairs: Pairs
+    layer: MoELayer,
+    implementation: str,
+    row_kernel: RowKernel | None,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    pairs: Pairs,
 ) -> EagerSum | WeightedSum:
     kernel = partial(_call_stock, layer, implementation)
     if implementation == "eager":
         return EagerSum(kernel, layer.eager_forward, hidden, weights, pairs)
     row_dtype = _row_dtype(layer, implementation, hidden)
-    return WeightedSum(kernel, row_dtype, implementation == "batched_mm", hidden, weights, pairs)
+    return WeightedSum(kernel, row_kernel, row_dtype, implementation == "batched_mm", hidden, weights, pairs)
+
+
+def _row_kernel(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> RowKernel | None:
+    """What to compute the rows by, if they are few, and if it has not been found to differ from the stock kernel."""
+    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS:
+        return None
+    stock, row_dtype = layer.stock_forward_of(implementation), _row_dtype(layer, implementation, hidden)
+    kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype)
+    return None if kernel.proven is False else kernel
 
 
 def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> torch.dtype:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 # Up to here (decode) Python lists beat tensor operations, which cost some microseconds each.
-_FEW_PAIRS = 64
+FEW_PAIRS = 64
 
 
 @dataclass(frozen=True)
@@ -22,23 +23,54 @@ class Selection:
     Attributes:
         experts: their ids, ascending.
         sizes: pairs per expert.
-        positions: `[P]`, position of each pair.
-        index: `[P, 1]`, the expert of each pair.
-        ids: `index` as a flat list, for few pairs.
-        tokens: `[P]`, the token of each pair; None where there is one token, and no expert has it twice.
+        positions: `[P]`, position of each pair; a list where the pairs of the whole call are few.
+        top_k: K, choices per token.
+        one_each: there is one token, and no expert has it twice.
+        device: where its tensors are.
     """
 
     experts: list[int]
     sizes: list[int]
-    positions: torch.Tensor
-    index: torch.Tensor
-    ids: list[int] | None
-    tokens: torch.Tensor | None
+    positions: list[int] | torch.Tensor
+    top_k: int
+    one_each: bool
+    device: torch.device
+
+    def __len__(self) -> int:
+        """P."""
+        return len(self.positions)
+
+    @cached_property
+    def position_tensor(self) -> torch.Tensor:
+        """`positions` as a tensor."""
+        return torch.as_tensor(self.positions, device=self.device)
+
+    @cached_property
+    def ids(self) -> list[int] | None:
+        """The expert of each pair, as a list for few pairs."""
+        if isinstance(self.positions, torch.Tensor):
+            return None
+        if self.one_each:
+            return self.experts
+        return [expert for expert, size in zip(self.experts, self.sizes, strict=True) for _ in range(size)]
+
+    @cached_property
+    def index(self) -> torch.Tensor:
+        """`[P, 1]`, the expert of each pair."""
+        if self.ids is not None:
+            return torch.tensor(self.ids, device=self.device).unsqueeze(1)
+        experts = torch.tensor(self.experts, device=self.device)
+        return experts.repeat_interleave(torch.tensor(self.sizes, device=self.device)).unsqueeze(1)
+
+    @cached_property
+    def tokens(self) -> torch.Tensor | None:
+        """`[P]`, the token of each pair; None where there is `one_each`."""
+        return None if self.one_each else self.position_tensor // self.top_k
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """The pairs' inputs `[P, H]` out of `hidden[T, H]`."""
         if self.tokens is None:
-            return hidden.expand(len(self.sizes), -1)
+            return hidden.expand(len(self), -1)
         return hidden[self.tokens]
 
     def tokens_by_expert(self) -> Sequence[torch.Tensor | None]:
@@ -69,7 +101,7 @@ class Pairs:
         self.count = self.num_tokens * self.top_k
         self._few: dict[int, list[int]] = {}  # expert -> positions
         self._many: dict[int, torch.Tensor] = {}
-        if self.count <= _FEW_PAIRS:
+        if self.count <= FEW_PAIRS:
             self._few = self._group_few(top_k_index.tolist() if ids is None else ids)
             self.experts = sorted(self._few)
         else:
@@ -89,21 +121,13 @@ class Pairs:
     def select(self, experts: list[int]) -> Selection:
         """The pairs of `experts` (ascending, each with at least one pair)."""
         if self._few:
-            return self._select_few(experts)
+            listed = [self._few[expert] for expert in experts]
+            sizes = [len(positions) for positions in listed]
+            one_each = self.num_tokens == 1 and max(sizes) == 1
+            positions = [position for some in listed for position in some]
+            return Selection(experts, sizes, positions, self.top_k, one_each, self._index.device)
         blocks = [self._many[expert] for expert in experts]
-        positions = torch.cat(blocks)
-        index = self._index.reshape(-1)[positions].unsqueeze(1)
-        return Selection(experts, [len(b) for b in blocks], positions, index, None, positions // self.top_k)
-
-    def _select_few(self, experts: list[int]) -> Selection:
-        positions = [position for expert in experts for position in self._few[expert]]
-        sizes = [len(self._few[expert]) for expert in experts]
-        ids = [expert for expert in experts for _ in self._few[expert]]
-        device, tokens = self._index.device, None
-        if self.num_tokens > 1 or len(ids) > len(experts):
-            tokens = torch.tensor([position // self.top_k for position in positions], device=device)
-        index = torch.tensor(ids, device=device).unsqueeze(1)
-        return Selection(experts, sizes, torch.tensor(positions, device=device), index, ids, tokens)
+        return Selection(experts, [len(b) for b in blocks], torch.cat(blocks), self.top_k, False, self._index.device)
 
     def _group_few(self, ids: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         num_tokens, top_k = self.num_tokens, self.top_k

@@ -406,7 +406,8 @@ def test_an_expert_without_rows_raises_and_is_never_a_silent_wrong_weight(implem
     present = call.needed[:-1]
     with torch.no_grad():
         for ids in (None, call.index.tolist()):
-            with pytest.raises(AssertionError, match=f"expert {call.needed[-1]} has no"):
+            missing = call.needed[-1]
+            with pytest.raises(AssertionError, match=rf"expert {missing} has no|no group had experts \[{missing}\]"):
                 run_resident(layer, call.hidden, call.index, call.weights, slots.load(present), ids)
         with pytest.raises(AssertionError, match=rf"no group had experts \[{call.needed[-1]}\]"):
             call.grouped(slots, [[expert] for expert in present], with_ids=True)

@@ -9,7 +9,7 @@ from promoe.pairs import Pairs, Selection
 def pairs_of(selection: Selection, top_k: int) -> dict[int, list[tuple[int, int]]]:
     """Per expert its (token, choice) pairs, in order."""
     found: dict[int, list[tuple[int, int]]] = {}
-    for expert, position in zip(selection.index.flatten().tolist(), selection.positions.tolist(), strict=True):
+    for expert, position in zip(selection.index.flatten().tolist(), selection.position_tensor.tolist(), strict=True):
         found.setdefault(expert, []).append(divmod(position, top_k))
     return found
 
@@ -39,7 +39,7 @@ def test_every_pair_is_selected_once_with_its_token(tokens: int, by_choice: bool
                     assert tokens == 1
                 else:
                     assert own.tolist() == [token for token, _ in of_expert[expert]]
-            seen += selection.positions.tolist()
+            seen += selection.position_tensor.tolist()
         assert sorted(seen) == list(range(tokens * 3))
 
 
@@ -58,7 +58,7 @@ def test_the_other_order_is_the_one_of_torch_sort(tokens: int) -> None:
     pairs = Pairs(index, 5, by_choice=False)
     ids, order = torch.sort(index.reshape(-1))
     for expert in pairs.experts:
-        assert pairs.select([expert]).positions.tolist() == order[ids == expert].tolist()
+        assert pairs.select([expert]).position_tensor.tolist() == order[ids == expert].tolist()
 
 
 def test_take_gives_each_needed_expert_once_and_ignores_the_others() -> None:

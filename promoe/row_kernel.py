@@ -1,0 +1,94 @@
+"""Rows of few pairs, by what the stock grouped_mm does between its sorting and its weighting, and by no more than that.
+
+For one token the stock kernel spends more time on sorting, counting and permuting four pairs than some experts' products
+take, and a layer that runs in four groups would pay that four times. Here the pairs are sorted already.
+
+Whether that gives the bits of the stock kernel is not taken for granted: the first rows of each layer are computed both
+ways and compared (`RowKernel.prove`). Where they differ, the stock kernel is used for good.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from promoe.bank import ExpertRows
+from promoe.pairs import Selection
+
+logger = logging.getLogger(__name__)
+
+Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], bool]
+# Of each experts module: (stock function, dtype of hidden, dtype of the weights) -> whether the bits were the same.
+_VERDICTS: WeakKeyDictionary[nn.Module, Verdicts] = WeakKeyDictionary()
+
+
+class RowKernel:
+    """The experts of one layer, on rows that are sorted by expert.
+
+    Args:
+        experts: a module with the attributes that `use_experts_implementation` of transformers gives it.
+        stock: the kernel that it has to agree with.
+        hidden_dtype: of the layer's input.
+        row_dtype: of the weights, and of the rows.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        stock: Callable[..., torch.Tensor],
+        hidden_dtype: torch.dtype,
+        row_dtype: torch.dtype,
+    ) -> None:
+        self._experts = experts
+        self._row_dtype = row_dtype
+        self._verdicts = _VERDICTS.setdefault(experts, {})
+        self._key = (stock, hidden_dtype, row_dtype)
+
+    @property
+    def proven(self) -> bool | None:
+        """Whether its bits were those of the stock kernel; None before the first comparison."""
+        return self._verdicts.get(self._key)
+
+    def prove(self, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        """Keep the verdict on `found` against the stock kernel's `expected`, and return the latter."""
+        same = found.dtype == expected.dtype and torch.equal(found, expected)
+        self._verdicts[self._key] = same
+        if not same:
+            logger.info("%s: rows are not those of the stock kernel, which is used instead", type(self._experts).__name__)
+        return expected
+
+    def __call__(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+        """`hidden[P, H]` of the pairs in `selection`, in their order -> their raw rows `[P, H]`."""
+        experts = self._experts
+        if experts.has_gate:
+            out = experts._apply_gate(self._linear(hidden, "gate_up_proj", selection, rows))
+        else:
+            out = experts.act_fn(self._linear(hidden, "up_proj", selection, rows))
+        out = self._linear(out, "down_proj", selection, rows)
+        return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+
+    def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+        """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`."""
+        ids, sizes = selection.experts, selection.sizes
+        matrices = [rows[expert][name] for expert in ids]
+        if not self._experts.is_transposed:
+            matrices = [matrix.t() for matrix in matrices]
+        x = x.to(self._row_dtype)
+        out = torch.empty((x.shape[0], matrices[0].shape[1]), dtype=x.dtype, device=x.device)
+        # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
+        if len(ids) == 1:
+            torch.mm(x, matrices[0], out=out)
+        else:
+            for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
+                torch.mm(x_rows, matrix, out=out_rows)
+        if self._experts.has_bias:
+            out.add_(self._biases(f"{name}_bias", ids, sizes, rows))
+        return out
+
+    @staticmethod
+    def _biases(name: str, ids: Sequence[int], sizes: Sequence[int], rows: ExpertRows) -> torch.Tensor:
+        return torch.stack([rows[e][name] for e, size in zip(ids, sizes, strict=True) for _ in range(size)])
