@@ -16,6 +16,8 @@ def horizon(layer_idx: int, lookahead: int, num_layers: int) -> list[tuple[int, 
 class PreviousPredictor:
     """A layer uses again what its previous token used."""
 
+    quick = True
+
     def __init__(self, context: PredictorContext, lookahead: int) -> None:
         self._context = context
         self._lookahead = lookahead
@@ -33,6 +35,8 @@ class PreviousPredictor:
 
 class PopularityPredictor:
     """A layer uses what it has used most."""
+
+    quick = True
 
     def __init__(self, context: PredictorContext, lookahead: int) -> None:
         self._context = context

@@ -13,6 +13,8 @@ from .history import horizon
 class RandomPredictor:
     """Uniformly random probabilities from a fixed seed."""
 
+    quick = True
+
     def __init__(self, context: PredictorContext, lookahead: int, seed: int = 0) -> None:
         self._context = context
         self._lookahead = lookahead

@@ -17,7 +17,7 @@ from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
 from promoe.memory import SlotPool
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver
-from promoe.prediction import PredictionThread
+from promoe.prediction import Forecaster
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
 from promoe.recorder import Recorder
@@ -143,12 +143,12 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         engine = Engine(scheduler, parts.store, link, pools, recorder, config.stall_timeout_s)
         undo.callback(engine.close)
         engine.start()
-        thread = None
+        forecaster = None
         if parts.predictor is not None:
-            thread = PredictionThread(parts.predictor, engine, in_order=isinstance(parts.predictor, OraclePredictor))
-            undo.callback(thread.close)
+            forecaster = Forecaster(parts.predictor, engine, in_order=isinstance(parts.predictor, OraclePredictor))
+            undo.callback(forecaster.close)
         passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
-        runtime = Runtime(layers, engine, thread, passes, config.min_group_bytes)
+        runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         for layer in layers:
             undo.callback(seam.attach(layer, runtime.run(layer), runtime.tap(layer)))

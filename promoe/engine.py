@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -22,7 +23,7 @@ from promoe.memory import SlotPool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stores import Store
-from promoe.threads import start_beside
+from promoe.threads import ThreadBeside
 from promoe.tracing import STALL, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,7 @@ class Engine:
         self._work = threading.Condition(self.lock)
         self._arrived = threading.Condition(self.lock)
         self._idle_workers = 0
-        # Speculation has time. All workers at it would take the cores from computing, and find demand in their way.
-        self._speculating = 0
-        self._most_speculating = max(1, link.workers // 2)
+        self._assigned: deque[Lease] = deque()  # to workers that were idle and have not taken them yet
         self._waiting_visits: list[EngineVisit] = []
         self._chunks_completed = 0
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
@@ -78,13 +77,12 @@ class Engine:
         self._pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
-        self._threads: list[threading.Thread] = []
+        self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(link.workers)]
 
     def start(self) -> None:
         """Start the link workers."""
-        self._threads = [
-            start_beside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(self.link.workers)
-        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def closed(self) -> bool:
@@ -174,10 +172,15 @@ class Engine:
                 self.scheduler.withdraw_forecasts()
 
     def _wake_workers(self) -> None:
-        # To wake a thread in vain costs the forward tens of microseconds: it must share the interpreter with it.
-        if self._idle_workers and self.scheduler.has_orders:
-            self._work.notify(self._idle_workers)
-            self._idle_workers = 0
+        """Give idle workers what there is to do, with the lock held.
+
+        The order is taken here and not by the worker: until that has the interpreter to itself, hundreds of microseconds
+        pass in which the link could have been busy.
+        """
+        while self._idle_workers and not self._closed and (lease := self._next_order()) is not None:
+            self._assigned.append(lease)
+            self._idle_workers -= 1
+            self._work.notify()
 
     def _check_alive(self) -> None:
         if self._fatal is not None:
@@ -232,13 +235,13 @@ class Engine:
 
     def _next_lease(self) -> Lease | None:
         with self.lock:
-            while not self._closed:
-                lease = self._next_order()
-                if lease is not None:
-                    return lease
-                self._idle_workers += 1
-                self._work.wait()  # whoever wakes it has counted it as busy
-        return None
+            self._idle_workers += 1
+            self._wake_workers()
+            while not self._assigned:
+                if self._closed:
+                    return None
+                self._work.wait()
+            return self._assigned.popleft()
 
     def _transfer(self, lease: Lease, worker_idx: int) -> Exception | None:
         pool = self._pool_of[lease.key.layer_idx]
@@ -264,13 +267,13 @@ class Engine:
         with self.lock:
             self._progress += 1
             self._chunks_completed += 1
-            self._speculating -= lease.cause == "prefetch"
             first_failure = error is not None and self._failed(lease, error)
             if error is None and self.scheduler.chunk_done(lease):
                 self._load_errors.pop(lease.key, None)
                 if any(visit._may_go_on() for visit in self._waiting_visits):
                     self._arrived.notify_all()
-            following = None if self._closed else self._take_one()
+            following = None if self._closed else self._next_order()
+            self._wake_workers()  # where there is one order there may be more
         if first_failure and lease.cause == "prefetch":
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, error)
         return following
@@ -283,23 +286,11 @@ class Engine:
         self._arrived.notify_all()
         return first
 
-    def _take_one(self) -> Lease | None:
-        lease = self._next_order()
-        if lease is not None and self._idle_workers and (lease.cause == "demand" or self._may_speculate):
-            self._work.notify()  # where there is one order there may be more
-            self._idle_workers -= 1
-        return lease
-
     def _next_order(self) -> Lease | None:
-        leases = self.scheduler.next_chunks(1, speculate=self._may_speculate)
-        if not leases:
+        if not self.scheduler.has_orders:
             return None
-        self._speculating += leases[0].cause == "prefetch"
-        return leases[0]
-
-    @property
-    def _may_speculate(self) -> bool:
-        return self._speculating < self._most_speculating
+        leases = self.scheduler.next_chunks(1)
+        return leases[0] if leases else None
 
 
 class EngineVisit:
@@ -321,6 +312,7 @@ class EngineVisit:
         self._stall_s = 0.0
         self._waited_for = 0
         self._at_once = False
+        self._meanwhile: Callable[[], None] | None = None
         self._group: list[int] = []
         with engine.lock:
             engine._check_alive()
@@ -355,25 +347,29 @@ class EngineVisit:
         """The tensors of every needed expert, if all are resident now; else None."""
         return self._rows() if len(self._group) == len(self._ids) else None
 
-    def groups(self, at_once: bool = False) -> Iterator[Rows]:
+    def groups(self, at_once: bool = False, meanwhile: Callable[[], None] | None = None) -> Iterator[Rows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
         Rows of a group are valid until the next one is asked for.
 
         Args:
             at_once: wait for all that there may be slots for, so that groups are as few as possible.
+            meanwhile: something to be done once in time that would be lost: when the forward would wait or the link runs
+                dry, at the latest when all groups have run.
 
         Raises:
             ExpertLoadError: a needed expert could not be fetched.
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
         self._at_once = at_once
+        self._meanwhile = meanwhile
         if at_once or not self._group:
             self._group = []
             self._group = self._next_group()
         while self._group:
             yield self._rows()
             self._group = self._next_group()
+        self._use_the_time()
 
     def _rows(self) -> Rows:
         tensors, visit = self._pool.tensors, self._visit
@@ -391,11 +387,20 @@ class EngineVisit:
             if visit.finished:
                 return []
             there = visit.ready()
-            if self._suffices(there):
+            may_go_on = self._suffices(there)
+            if may_go_on and not (self._meanwhile and engine._idle_workers):
                 return there
-            group = self._wait()
-            self._waited_for += len(group) - len(there)
-            return group
+            if not self._meanwhile:
+                return self._wait(len(there), time.perf_counter())
+        start_s = time.perf_counter()
+        self._use_the_time()
+        with engine.lock:
+            return visit.ready() if may_go_on else self._wait(len(there), start_s)
+
+    def _use_the_time(self) -> None:
+        meanwhile, self._meanwhile = self._meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
 
     def _may_go_on(self) -> bool:
         """Whether waiting, with the engine's lock held, is over."""
@@ -405,10 +410,10 @@ class EngineVisit:
         """Whether these experts are a group to run now."""
         return bool(ready) and (not self._at_once or len(ready) == self._visit.num_granted)
 
-    def _wait(self) -> list[int]:
-        """Wait, with the engine's lock held, until some needed expert is ready."""
+    def _wait(self, num_there: int, start_s: float) -> list[int]:
+        """Wait, with the engine's lock held, until a group may run; `num_there` of it were ready at `start_s`."""
         engine, visit = self._engine, self._visit
-        start_s = last_progress_s = time.perf_counter()
+        last_progress_s = time.perf_counter()
         progress = engine._progress
         engine._waiting_visits.append(self)
         try:
@@ -417,6 +422,7 @@ class EngineVisit:
                 if failed := visit.failed():
                     raise engine._load_error(self._layer_idx, failed)
                 if self._suffices(group := visit.ready()):
+                    self._waited_for += len(group) - num_there
                     return group
                 if not visit.holds_grants and visit.admit():
                     engine._wake_workers()

@@ -137,6 +137,6 @@ def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
             )
             banks[spec.name][expert_idx].copy_(source.view(spec.shape))
 
-    with ThreadPoolExecutor(LOADING_THREADS) as threads:
+    with ThreadPoolExecutor(LOADING_THREADS, thread_name_prefix="promoe-load") as threads:
         list(threads.map(load, range(layer.num_experts)))
     return banks

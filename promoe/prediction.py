@@ -1,4 +1,4 @@
-"""Runs a predictor beside the model: one thread, never on the critical path."""
+"""Runs a predictor for a model: in the forward itself where it is quick, else in a thread beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
-from promoe.threads import start_beside
+from promoe.threads import ThreadBeside
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -21,29 +21,50 @@ logger = logging.getLogger(__name__)
 MAX_WAITING = 2
 
 
-class PredictionThread:
+class Forecaster:
     """Feeds layer visits to a predictor and its forecasts to the engine.
 
-    A predictor that raises is switched off with one warning: a prediction must never break a forward.
+    A predictor that says it is `quick` predicts in the thread that calls `predict_now`. Any other does so in a thread of
+    its own, fed by `post`: whatever its time, it is never on the critical path. A predictor that raises is switched off
+    with one warning: a prediction must never break a forward.
     """
 
     def __init__(self, predictor: Predictor, engine: Engine, in_order: bool = False) -> None:
         self._predictor = predictor
         self._engine = engine
         # The oracle counts visits and must see each of them.
+        self._in_order = in_order
         self._waiting: deque[tuple[int, LayerVisit]] = deque(maxlen=None if in_order else MAX_WAITING)
         self._condition = threading.Condition()
+        self._one_at_a_time = threading.Lock()
         self._closed = False
         self._busy = False
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
-        self._thread = start_beside(self._run, "promoe-predictor")
+        self.quick = bool(getattr(predictor, "quick", False)) and not in_order
+        """It predicts in the forward."""
+        self._thread = None if self.quick else ThreadBeside(self._run, "promoe-predictor")
+        if self._thread is not None:
+            self._thread.start()
+
+    @property
+    def of_use(self) -> bool:
+        """Whether a prediction made now could have any effect; one that costs the forward its time should have."""
+        if self.failed or self._closed:
+            return False
+        return self._in_order or (self._engine.scheduler.prefetch_on and not self._engine.scheduler.everything_resident)
 
     def post(self, origin_step: int, visit: LayerVisit) -> None:
         """Predict from this visit, which will be the scheduler's step `origin_step`, as soon as possible."""
         with self._condition:
             self._waiting.append((origin_step, visit))
             self._condition.notify()
+
+    def predict_now(self, origin_step: int, visit: LayerVisit) -> None:
+        """The same, in this thread; for `quick` predictors."""
+        with self._one_at_a_time:
+            if not self._closed:
+                self._attempt(origin_step, visit)
 
     def drain(self) -> None:
         """Wait until everything posted was predicted (tests and replays)."""
@@ -56,7 +77,7 @@ class PredictionThread:
         with self._condition:
             self._closed = True
             self._condition.notify_all()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
@@ -72,16 +93,18 @@ class PredictionThread:
                     return
                 origin_step, visit = self._waiting.popleft()
                 self._busy = True
-            try:
-                self._predict(origin_step, visit)
-            except Exception:
-                logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
-                with self._condition:
-                    self._closed = self.failed = True
-                    self._busy = False
-                    self._condition.notify_all()
-                self._engine.set_prefetch(False)
-                return
+            self._attempt(origin_step, visit)
+
+    def _attempt(self, origin_step: int, visit: LayerVisit) -> None:
+        try:
+            self._predict(origin_step, visit)
+        except Exception:
+            logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
+            with self._condition:
+                self._closed = self.failed = True
+                self._busy = False
+                self._condition.notify_all()
+            self._engine.set_prefetch(False)
 
     def _predict(self, origin_step: int, visit: LayerVisit) -> None:
         engine = self._engine

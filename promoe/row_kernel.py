@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -43,7 +44,7 @@ class RowKernel:
         hidden_dtype: torch.dtype,
         row_dtype: torch.dtype,
     ) -> None:
-        self._experts = experts
+        self._experts: Any = experts
         self._row_dtype = row_dtype
         self._verdicts = _VERDICTS.setdefault(experts, {})
         self._key = (stock, hidden_dtype, row_dtype)
@@ -58,7 +59,9 @@ class RowKernel:
         same = found.dtype == expected.dtype and torch.equal(found, expected)
         self._verdicts[self._key] = same
         if not same:
-            logger.info("%s: rows are not those of the stock kernel, which is used instead", type(self._experts).__name__)
+            logger.info(
+                "%s: rows are not those of the stock kernel, which is used instead", type(self._experts).__name__
+            )
         return expected
 
     def __call__(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:

@@ -154,11 +154,14 @@ def test_config_is_what_was_asked() -> None:
         promoe.unpatch(model)
 
 
-def test_a_predictor_of_ones_own_is_named_by_its_class() -> None:
-    class Psychic:
-        def predict(self, visit: Any) -> list[Any]:
-            return []
+class Psychic:
+    """Not quick: predicts in a thread of its own."""
 
+    def predict(self, visit: Any) -> list[Any]:
+        return []
+
+
+def test_a_predictor_of_ones_own_is_named_by_its_class() -> None:
     with served(FAMILY, cache=2, predictor=Psychic()) as model:
         assert model.promoe.stats().predictor == "Psychic"
     with served(FAMILY, cache=2) as model:
@@ -253,10 +256,10 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_anything_runs(tmp_p
 # -- the end ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("predictor", [None, "gate"])
-def test_closing_stops_all_threads_and_refuses_forwards(predictor: str | None) -> None:
+@pytest.mark.parametrize(("predictor", "threads"), [(None, 2), ("gate", 2), (Psychic(), 3)])
+def test_closing_stops_all_threads_and_refuses_forwards(predictor: Any, threads: int) -> None:
     with served(FAMILY, cache="50%", predictor=predictor) as model:
-        assert len(promoe_threads()) == 2 + (predictor is not None)
+        assert len(promoe_threads()) == threads
         assert_unharmed(model)
         visits = model.promoe.stats().layer_visits
         for _ in range(2):

@@ -354,6 +354,13 @@ class Injected(Exception):
     pass
 
 
+class Beside:
+    """A predictor that is not quick: it has a thread."""
+
+    def predict(self, visit: Any) -> list[Any]:
+        return []
+
+
 def failing_at(call: int, original: Callable[..., Any], error: type[BaseException]) -> Callable[..., Any]:
     """`original`, but its `call`-th call (from 1) fails before it does anything."""
     calls = 0
@@ -376,7 +383,7 @@ POINTS: list[tuple[Any, str, int]] = [
     (threading.Thread, "start", 1),
     (threading.Thread, "start", 2),  # the second link worker: "can't start new thread"
     (threading.Thread, "start", 3),  # the predictor's
-    (assembly, "PredictionThread", 1),
+    (assembly, "Forecaster", 1),
     (assembly, "Runtime", 1),
     (assembly, "Handle", 1),
     *((seam, "attach", call) for call in (1, 2, 3)),
@@ -398,7 +405,7 @@ def test_a_failure_while_patching_leaves_nothing_half_patched(
         with monkeypatch.context() as patching:
             patching.setattr(owner, name, failing_at(call, getattr(owner, name), error))
             with pytest.raises(error, match="injected"):
-                promoe.patch(model, cache="25%", link=LinkOver(plain_link), config=config())
+                promoe.patch(model, cache="25%", predictor=Beside(), link=LinkOver(plain_link), config=config())
         assert set(threading.enumerate()) == threads
         answer(model).assert_equals(wanted)
     with patched(model):
@@ -418,7 +425,7 @@ def test_the_points_of_failure_are_all_there_are(model: PreTrainedModel, monkeyp
 
     for owner, name in {(owner, name) for owner, name, _ in POINTS}:
         monkeypatch.setattr(owner, name, counting(name, getattr(owner, name)))
-    with patched(model):
+    with patched(model, predictor=Beside()):
         pass
     assert {name: calls.get(name, 0) >= call for _, name, call in POINTS} == {name: True for _, name, _ in POINTS}
 

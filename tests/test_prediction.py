@@ -17,7 +17,7 @@ from served import NEW_TOKENS, PROMPTS, expected, greedy, predictor_of, record, 
 from torch import nn
 
 import promoe
-from promoe.prediction import MAX_WAITING, PredictionThread
+from promoe.prediction import MAX_WAITING, Forecaster
 from promoe.predictors import Forecast, LayerVisit
 from promoe.recorder import Recorder
 from promoe.runtime import MAX_PREDICTED_TOKENS
@@ -78,9 +78,9 @@ class Gate:
 
 
 @contextmanager
-def predicting(predictor: Any, **arguments: Any) -> Iterator[tuple[PredictionThread, EngineDouble]]:
+def predicting(predictor: Any, **arguments: Any) -> Iterator[tuple[Forecaster, EngineDouble]]:
     engine = EngineDouble()
-    thread = PredictionThread(predictor, engine, **arguments)  # type: ignore[arg-type]
+    thread = Forecaster(predictor, engine, **arguments)  # type: ignore[arg-type]
     try:
         yield thread, engine
     finally:
@@ -168,7 +168,7 @@ def test_closing_waits_for_the_prediction_under_way_and_drops_the_rest() -> None
 
 
 def test_a_predictor_may_close_its_own_thread() -> None:
-    holder: list[PredictionThread] = []
+    holder: list[Forecaster] = []
     with predicting(Predictor(lambda visit: holder[0].close() or [])) as (thread, _):
         holder.append(thread)
         thread.post(1, visit())

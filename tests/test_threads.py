@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from promoe.threads import start_beside
+from promoe.threads import ThreadBeside
 
 
 @pytest.fixture
@@ -28,9 +28,8 @@ def system_threads() -> set[str]:
     return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
-def started_by(start: object) -> int:
+def started_by(start: Callable[[Callable[[], None]], threading.Thread]) -> int:
     """How many system threads there are more while a thread that multiplies is at work, itself included."""
-    assert callable(start)
     multiplied, end = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -47,9 +46,14 @@ def started_by(start: object) -> int:
     return more
 
 
-def start_plainly(work: object) -> threading.Thread:
-    assert callable(work)
+def start_plainly(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def start_beside(work: Callable[[], None]) -> threading.Thread:
+    thread = ThreadBeside(work, "beside")
     thread.start()
     return thread
 
@@ -59,13 +63,13 @@ def start_plainly(work: object) -> threading.Thread:
 def test_a_thread_beside_the_model_forms_no_team() -> None:
     multiply()  # this thread's own team
     assert started_by(start_plainly) > 1, "torch did not use two threads: the test shows nothing"
-    assert started_by(lambda work: start_beside(work, "beside")) == 1
+    assert started_by(start_beside) == 1
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_other_threads_keep_their_number() -> None:
     numbers: dict[str, int] = {}
-    start_beside(lambda: numbers.update(beside=torch.get_num_threads()), "beside").join()
+    start_beside(lambda: numbers.update(beside=torch.get_num_threads())).join()
     later = threading.Thread(target=lambda: numbers.update(later=torch.get_num_threads()))
     later.start()
     later.join()
@@ -75,7 +79,7 @@ def test_other_threads_keep_their_number() -> None:
 
 def test_the_thread_is_named_and_ends_with_the_process() -> None:
     end = threading.Event()
-    thread = start_beside(end.wait, "beside")  # type: ignore[arg-type]
+    thread = start_beside(lambda: end.wait() and None)
     assert (thread.name, thread.daemon, thread.is_alive()) == ("beside", True, True)
     end.set()
     thread.join()

@@ -23,11 +23,17 @@ BATCH_VISITS = 8
 MAX_COEFFICIENT = 4.0
 
 
-def logit(probability: Floats) -> Floats:
-    """Log odds, of probabilities clamped to [0.001, 0.999]."""
-    p = np.minimum(np.maximum(probability, P_MIN), P_MAX)
-    odds: Floats = np.log(p / (1.0 - p))
-    return odds
+def _features(forecast: Floats, prior: Floats) -> Floats:
+    """`[3, num_experts]`: log odds of both, clamped to probabilities in [0.001, 0.999], and ones."""
+    features = np.ones((3, len(forecast)))
+    odds = features[:2]
+    odds[0] = forecast
+    odds[1] = prior
+    np.maximum(odds, P_MIN, out=odds)
+    np.minimum(odds, P_MAX, out=odds)
+    odds /= 1.0 - odds
+    np.log(odds, out=odds)
+    return features
 
 
 class _Fit:
@@ -73,9 +79,7 @@ class Calibration:
 
     def calibrate(self, layer_idx: int, steps_ahead: int, forecast: Floats, prior: Floats) -> Floats:
         """Probabilities `[num_experts]` of use at the layer's next visit; remembered until `observe`."""
-        features = np.ones((3, len(forecast)))
-        features[0] = logit(forecast)
-        features[1] = logit(prior)
+        features = _features(forecast, prior)
         self._open.setdefault(layer_idx, {})[steps_ahead] = features
         return self._fit(steps_ahead).probability(features)
 

@@ -88,6 +88,11 @@ class Scheduler:
         """Whether `next_chunks` may have something: False is certain."""
         return bool(self._demand or self._hint_queue or self._speculation)
 
+    @property
+    def everything_resident(self) -> bool:
+        """Whether every expert is in a slot: then there are as many slots, and none will ever be evicted."""
+        return sum(len(cache.slot_of) for cache in self._caches) == sum(self.config.num_experts)
+
     # -- what is needed -----------------------------------------------------------------------------------------
 
     def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
@@ -190,7 +195,8 @@ class Scheduler:
         num_experts = self.config.num_experts[layer_idx]
         # A predictor's nan is no forecast; it must not enter the fit, which would never forget it.
         p_next = np.asarray(probabilities, dtype=np.float64)
-        p_next = np.where(np.isnan(p_next), 0.0, p_next)
+        if np.isnan(p_next).any():
+            p_next = np.where(np.isnan(p_next), 0.0, p_next)
         assert p_next.shape == (num_experts,), f"layer {layer_idx}: {p_next.shape} probabilities, {num_experts} experts"
         if self.config.calibrate:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
@@ -227,11 +233,11 @@ class Scheduler:
 
     # -- what is fetched ----------------------------------------------------------------------------------------
 
-    def next_chunks(self, count: int = 1, speculate: bool = True) -> list[Lease]:
-        """Up to `count` chunks to fetch now: pinned demand, then hints, then, if wanted, speculation by deadline."""
+    def next_chunks(self, count: int = 1) -> list[Lease]:
+        """Up to `count` chunks to fetch now: pinned demand, then hints, then speculation by deadline."""
         leases: list[Lease] = []
         while len(leases) < count:
-            lease = self._next_demand() or self._next_hint() or (self._next_speculation() if speculate else None)
+            lease = self._next_demand() or self._next_hint() or self._next_speculation()
             if lease is None:
                 break
             leases.append(lease)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from promoe.scheduler.calibration import BATCH_VISITS, MAX_COEFFICIENT, Calibration, logit
+from promoe.scheduler.calibration import BATCH_VISITS, MAX_COEFFICIENT, Calibration
 
 NUM_EXPERTS = 16
 
@@ -34,8 +34,10 @@ def taught(kind: str, num_visits: int = 400, steps_ahead: int = 1) -> tuple[Cali
     return calibration, forecast, prior
 
 
-def test_logit_is_finite_at_the_ends() -> None:
-    np.testing.assert_allclose(logit(np.array([0.0, 0.5, 1.0])), [-np.log(999), 0.0, np.log(999)])
+def test_certainties_stay_finite() -> None:
+    certain = np.array([0.0, 0.5, 1.0])
+    p = Calibration().calibrate(0, 1, certain, certain)  # half the log odds of each, which are clamped
+    np.testing.assert_allclose(p, [0.001, 0.5, 0.999])
 
 
 def test_at_first_forecast_and_prior_weigh_the_same() -> None:

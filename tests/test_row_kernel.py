@@ -1,0 +1,138 @@
+"""The row kernel is used where it gives the stock kernel's bits, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_experts_forward import Call, Slots, assert_same, experts_layer, random_call, record_calls
+from tiny_models import MOE_FAMILIES, build, token_ids
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from promoe import experts_forward
+from promoe.moe_layers import MoELayer
+from promoe.pairs import FEW_PAIRS
+from promoe.row_kernel import RowKernel
+
+
+class Spy:
+    """Counts the calls of the stock kernel and of the row kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stock = self.own = 0
+        call_stock, call_own = experts_forward._call_stock, RowKernel.__call__
+
+        def stock(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self.stock += 1
+            return call_stock(*args, **kwargs)
+
+        def own(kernel: RowKernel, *args: Any) -> torch.Tensor:
+            self.own += 1
+            return call_own(kernel, *args)
+
+        monkeypatch.setattr(experts_forward, "_call_stock", stock)
+        monkeypatch.setattr(RowKernel, "__call__", own)
+
+    def counts(self) -> tuple[int, int]:
+        """(stock, own) since the last time."""
+        found = self.stock, self.own
+        self.stock = self.own = 0
+        return found
+
+
+def layer_of(kind: str = "deepseek_v3", implementation: str = "grouped_mm") -> MoELayer:
+    return experts_layer(kind, implementation, torch.float32, hidden=64, intermediate=32, num_experts=6)
+
+
+def check(call: Call, slots: Slots) -> None:
+    with torch.no_grad():
+        assert_same(call.resident(slots, with_ids=True), call.expected)
+        assert_same(call.grouped(slots, [[e] for e in reversed(call.needed)], with_ids=True), call.expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_it_is_proved_by_the_first_rows_of_a_layer_and_used_from_then_on(
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(family, dtype=dtype, experts_implementation="grouped_mm", num_experts=8, top_k=4)
+    calls = record_calls(model, [{"input_ids": token_ids(1, n, seed=n)} for n in (1, 1, 3)])
+    num_layers = len({call.layer.layer_idx for call in calls})
+    spy = Spy(monkeypatch)
+    for i, call in enumerate(calls):
+        slots = Slots(call.layer, num_slots=9)
+        with torch.no_grad():
+            assert_same(call.resident(slots, with_ids=True), call.expected)
+        assert spy.counts() == ((1, 1) if i < num_layers else (0, 1))
+        with torch.no_grad():
+            assert_same(call.grouped(slots, [[e] for e in call.needed], with_ids=False), call.expected)
+        assert spy.counts() == (0, len(call.needed))
+
+
+def test_where_its_bits_differ_the_stock_kernel_is_used_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def doubled(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        return 2 * stock(self, *args)
+
+    ALL_EXPERTS_FUNCTIONS["grouped_mm"] = doubled
+    try:
+        layer = layer_of()
+        calls = [random_call(layer, tokens, 3, torch.float32, torch.float32, seed=tokens) for tokens in (1, 2, 4)]
+        slots = Slots(layer, num_slots=8)
+        spy = Spy(monkeypatch)
+        check(calls[0], slots)
+        assert spy.counts()[1] == 1  # it was tried once
+        for call in calls[1:]:
+            check(call, slots)
+        assert spy.counts()[1] == 0
+    finally:
+        ALL_EXPERTS_FUNCTIONS["grouped_mm"] = stock
+    # The verdict was about the other kernel.
+    check(random_call(layer, 1, 3, torch.float32, torch.float32), slots)
+    assert spy.counts()[1] > 1
+
+
+def test_each_dtype_of_the_input_is_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    spy = Spy(monkeypatch)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        call = random_call(layer, 1, 3, dtype, dtype)
+        with torch.no_grad():
+            assert_same(call.resident(slots, with_ids=True), call.expected)
+    assert spy.counts() == (2, 3)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_implementations_never_use_it(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of(implementation=implementation)
+    spy = Spy(monkeypatch)
+    check(random_call(layer, 2, 3, torch.float32, torch.float32), Slots(layer, num_slots=8))
+    stock, own = spy.counts()
+    assert stock > 0
+    assert own == 0
+
+
+def test_many_pairs_are_left_to_the_stock_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    spy = Spy(monkeypatch)
+    check(random_call(layer, FEW_PAIRS // 4, 4, torch.float32, torch.float32), slots)
+    assert spy.counts()[1] > 0
+    check(random_call(layer, FEW_PAIRS // 4 + 1, 4, torch.float32, torch.float32), slots)
+    assert spy.counts()[1] == 0
+
+
+def test_rows_that_are_not_numbers_prove_nothing_wrong() -> None:
+    """They differ from themselves: the stock kernel is used, and gives what it gives."""
+    layer = layer_of("gpt_oss")
+    call = random_call(layer, 1, 2, torch.float32, torch.float32)
+    call.hidden[0, 0] = float("nan")
+    with torch.no_grad():
+        call.expected = layer.experts(call.hidden, call.index, call.weights)
+        found = call.resident(Slots(layer, num_slots=8), with_ids=True)
+    assert call.expected.isnan().all()
+    assert found.isnan().all()
