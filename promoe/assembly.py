@@ -99,11 +99,12 @@ def predictor_context(layers: Sequence[MoELayer]) -> PredictorContext:
 
 def open_link(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
     """The link that a user asked for, which `check_choices` let pass, over `store`."""
-    if isinstance(choice, EmulatedLink):
-        return choice.bind(store)
-    if isinstance(store, FileStore):
-        return FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
-    return HostLink(store, config.workers)
+    link: Link = (
+        FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
+        if isinstance(store, FileStore)
+        else HostLink(store, config.workers)
+    )
+    return choice.bind(store, over=link) if isinstance(choice, EmulatedLink) else link
 
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Rows = Mapping[int, Mapping[str, torch.Tensor]]
 """Expert id -> its tensors in a slot, by parameter name."""
 
+# Up to here, a chunk that lies in RAM is copied by the forward that needs it: two turns of other threads take longer.
+SHORT_CHUNK_BYTES = 64 * 1024
 # How often a waiting forward looks up to see whether anything moved at all.
 HEARTBEAT_S = 1.0
 
@@ -68,6 +70,8 @@ class Engine:
         self._arrived = threading.Condition(self.lock)
         self._idle_workers = 0
         self._assigned: deque[Lease] = deque()  # to workers that were idle and have not taken them yet
+        longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
+        self._forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
         self._waiting_visits: list[EngineVisit] = []
         self._chunks_completed = 0
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
@@ -115,7 +119,7 @@ class Engine:
         """A gate chose these experts: start what is missing. Returns how many are resident."""
         with self.lock:
             hits = self.scheduler.hint(layer_idx, ids)
-            if hits < len(ids):
+            if hits < len(ids) and not self._forwards_copy:
                 self._wake_workers()
         return hits
 
@@ -262,7 +266,21 @@ class Engine:
             )
         return None
 
-    def _complete(self, lease: Lease, error: Exception | None) -> Lease | None:
+    def copy_demand(self) -> None:
+        """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
+        with self.lock:
+            lease = None if self._closed else self._next_order(speculate=False)
+        while lease is not None:
+            try:
+                error = self._transfer(lease, self.link.workers)
+            except BaseException as interruption:
+                while lease is not None:  # each completion brings the next order: none may be left behind
+                    error = EngineError(f"The copy was interrupted by {interruption!r}.")
+                    lease = self._complete(lease, error, speculate=False)
+                raise
+            lease = self._complete(lease, error, speculate=False)
+
+    def _complete(self, lease: Lease, error: Exception | None, speculate: bool = True) -> Lease | None:
         """Publish a completion, and take the next order in the same breath."""
         with self.lock:
             self._progress += 1
@@ -272,8 +290,9 @@ class Engine:
                 self._load_errors.pop(lease.key, None)
                 if any(visit._may_go_on() for visit in self._waiting_visits):
                     self._arrived.notify_all()
-            following = None if self._closed else self._next_order()
-            self._wake_workers()  # where there is one order there may be more
+            following = None if self._closed else self._next_order(speculate)
+            if speculate:
+                self._wake_workers()  # where there is one order there may be more
         if first_failure and lease.cause == "prefetch":
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, error)
         return following
@@ -286,10 +305,10 @@ class Engine:
         self._arrived.notify_all()
         return first
 
-    def _next_order(self) -> Lease | None:
+    def _next_order(self, speculate: bool = True) -> Lease | None:
         if not self.scheduler.has_orders:
             return None
-        leases = self.scheduler.next_chunks(1)
+        leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None
 
 
@@ -322,7 +341,7 @@ class EngineVisit:
             if hits is None:  # not the group: without `reorder`, that ends at the first that is missing
                 hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
             self._hits = hits
-            if len(self._group) < len(ids):
+            if len(self._group) < len(ids) and not engine._forwards_copy:
                 engine._wake_workers()
 
     def __enter__(self) -> EngineVisit:
@@ -344,7 +363,14 @@ class EngineVisit:
                 engine._arrived.notify_all()
 
     def all_rows(self) -> Rows | None:
-        """The tensors of every needed expert, if all are resident now; else None."""
+        """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
+        if len(self._group) < len(self._ids) and self._engine._forwards_copy:
+            start_s, num_there = time.perf_counter(), len(self._group)
+            self._engine.copy_demand()
+            with self._engine.lock:
+                self._group = self._visit.ready()
+            self._waited_for += len(self._group) - num_there
+            self._stall_s += time.perf_counter() - start_s
         return self._rows() if len(self._group) == len(self._ids) else None
 
     def groups(self, at_once: bool = False, meanwhile: Callable[[], None] | None = None) -> Iterator[Rows]:
@@ -380,7 +406,8 @@ class EngineVisit:
         with engine.lock:
             visit.release(self._group)
             engine._progress += 1
-            if visit.admit() or engine._waiting_visits:
+            admitted = visit.admit()
+            if engine._waiting_visits or (admitted and not engine._forwards_copy):
                 engine._wake_workers()
             if engine._waiting_visits:
                 engine._arrived.notify_all()  # another visit may be granted what this one gave back
@@ -390,10 +417,12 @@ class EngineVisit:
             may_go_on = self._suffices(there)
             if may_go_on and not (self._meanwhile and engine._idle_workers):
                 return there
-            if not self._meanwhile:
+            if not self._meanwhile and not engine._forwards_copy:
                 return self._wait(len(there), time.perf_counter())
         start_s = time.perf_counter()
         self._use_the_time()
+        if engine._forwards_copy and not may_go_on:
+            engine.copy_demand()
         with engine.lock:
             return visit.ready() if may_go_on else self._wait(len(there), start_s)
 

@@ -32,6 +32,7 @@ class DelayedLink:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.workers = link.workers
+        self.copies_from_ram = False
         self._link = link
         self._rng = rng
         self._max_delay_s = max_delay_s
@@ -63,6 +64,7 @@ class FailingLink:
 
     def __init__(self, link: Link, should_fail: Callable[[Chunk], bool]) -> None:
         self.workers = link.workers
+        self.copies_from_ram = False
         self.failures = 0
         self._link = link
         self._should_fail = should_fail

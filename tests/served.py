@@ -56,7 +56,14 @@ class LinkOver(EmulatedLink):
 
 
 def plain_link(store: Store, workers: int = 2) -> Link:
-    """The fastest link that fits the store."""
+    """The fastest link that fits the store; worker threads move also its shortest chunks, as they move long ones."""
+    link = copying_link(store, workers)
+    link.copies_from_ram = False
+    return link
+
+
+def copying_link(store: Store, workers: int = 2) -> Link:
+    """The fastest link that fits the store; forwards copy the short chunks themselves."""
     return FileLink(store, "page_cache", workers) if isinstance(store, FileStore) else HostLink(store, workers)
 
 

@@ -40,6 +40,8 @@ def bank(layer_idx: int) -> dict[str, torch.Tensor]:
 class Recording:
     """A link that notes (expert, chunk) of each transfer as it starts; chunks may be held back until `release`."""
 
+    copies_from_ram = False
+
     def __init__(self, link: Link, held: Callable[[ExpertKey, int], bool] = lambda key, chunk_idx: False) -> None:
         self.workers = link.workers
         self.started: list[tuple[ExpertKey, int]] = []
@@ -159,6 +161,98 @@ def test_all_rows_is_there_only_when_everything_is() -> None:
             rows = second.all_rows()
             assert rows is not None
             assert sorted(rows) == [1, 2]
+
+
+class Copying(Recording):
+    """A link whose short chunks the forward copies itself; notes the threads that do."""
+
+    copies_from_ram = True
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self.threads: list[str] = []
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        self.threads.append(threading.current_thread().name)
+        super().transfer(chunk, destination, address)
+
+
+def test_a_forward_copies_short_chunks_itself() -> None:
+    with running(Copying, slots=4, workers=2) as (engine, link):
+        mine = threading.current_thread().name
+        assert engine.hint(0, [1, 2, 5]) == 0
+        assert link.started == []  # microseconds of work: the forward will be here before another thread is
+        with engine.visit(0, [1, 2, 5]) as layer_visit:
+            rows = layer_visit.all_rows()
+            assert rows is not None
+            assert {e: tensors["w"].unique().item() for e, tensors in rows.items()} == {e: value(0, e) for e in (1, 2, 5)}
+        assert link.started == [(ExpertKey(0, expert_idx), idx) for expert_idx in (1, 2, 5) for idx in range(CHUNKS)]
+        assert set(link.threads) == {mine}
+        stats = engine.recorder.phase_stats("prefill")
+        assert (stats.needed, stats.hits, stats.ready) == (3, 0, 0)
+        assert stats.stall_s > 0
+
+
+@pytest.mark.parametrize("reorder", [True, False])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_forward_copies_in_waves(slots: int, reorder: bool) -> None:
+    with running(Copying, slots=slots, workers=2, reorder=reorder) as (engine, link):
+        for turn in range(4):
+            for layer_idx in range(LAYERS):
+                visit(engine, layer_idx, [turn, 4, 5] if turn < 4 else [0])
+        assert set(link.threads) == {threading.current_thread().name}
+
+
+def test_speculation_is_left_to_the_workers() -> None:
+    with running(Copying, slots=6) as (engine, link):
+        assert engine.forecast(engine.scheduler.step, 1, 1, [1.0, 1.0] + [0.0] * 4)
+        settle(engine)
+        assert resident(engine) == {(1, 0), (1, 1)}
+        assert set(link.threads) == {"promoe-link-0"}
+
+
+def test_forwards_that_copy_share_one_slot() -> None:
+    with running(Copying, slots=1, workers=2) as (engine, _), ThreadPoolExecutor(3) as threads:
+
+        def work(layer_idx: int) -> None:
+            for turn in range(30):
+                visit(engine, layer_idx, [turn % EXPERTS, (turn + 1) % EXPERTS])
+
+        for result in [threads.submit(work, layer_idx % LAYERS) for layer_idx in range(3)]:
+            result.result(JOIN_S)
+
+
+def see_all(engine: Engine, look_first: bool) -> None:
+    with engine.visit(0, [0, 1]) as layer_visit:
+        if look_first:
+            assert layer_visit.all_rows() is None
+        list(layer_visit.groups())
+
+
+@pytest.mark.parametrize("error", [OSError(5, "torn"), KeyboardInterrupt()])
+def test_a_copy_that_fails_or_is_interrupted_leaves_nothing_behind(error: BaseException) -> None:
+    class Torn(Copying):
+        broken = True
+
+        def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+            if self.broken:
+                raise error
+            super().transfer(chunk, destination, address)
+
+    wanted = ExpertLoadError if isinstance(error, OSError) else KeyboardInterrupt
+    with running(Torn, slots=3) as (engine, link):
+        for look_first in (True, False):
+            with pytest.raises(wanted):
+                see_all(engine, look_first)
+        link.broken = False
+        visit(engine, 0, [0, 1])
+
+
+def test_long_chunks_are_left_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promoe.engine.SHORT_CHUNK_BYTES", 4095)
+    with running(Copying, slots=4) as (engine, link):
+        visit(engine, 0, [1, 2])
+        assert set(link.threads) == {"promoe-link-0"}
 
 
 def test_an_empty_visit_has_all_it_needs() -> None:

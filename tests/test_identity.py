@@ -24,6 +24,7 @@ from served import (
     check_integrity,
     close,
     config,
+    copying_link,
     delayed,
     disturb,
     expected,
@@ -45,14 +46,16 @@ from promoe.links import HostLink
 from promoe.stores import Chunk
 
 DTYPES = (torch.float32, torch.bfloat16)
+# Cache, prompt, store, and whether forwards copy short chunks themselves.
 CASES = (
-    (1, "padded", "host"),
-    (2, "one", "host"),
-    ("top-k", "padded", "host"),
-    ("25%", "one", "host"),
-    ("25%", "padded", "file"),
-    ("50%", "one", "host"),
-    ("100%", "padded", "host"),
+    (1, "padded", "host", False),
+    (2, "one", "host", True),
+    ("top-k", "padded", "host", False),
+    ("25%", "one", "host", False),
+    ("25%", "padded", "file", True),
+    ("50%", "one", "file", False),
+    ("50%", "one", "host", True),
+    ("100%", "padded", "host", False),
 )
 
 
@@ -60,8 +63,9 @@ CASES = (
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_every_cache_size(family: str, implementation: str, dtype: torch.dtype) -> None:
-    for cache, prompt, store in CASES:
-        with served(family, dtype, implementation, cache=cache, store=store) as model:
+    for cache, prompt, store, copying in CASES:
+        link = LinkOver(copying_link if copying else plain_link)
+        with served(family, dtype, implementation, cache=cache, store=store, link=link) as model:
             found = greedy(model, PROMPTS[prompt])
         found.assert_equals(expected(family, dtype, implementation, prompt))
 

@@ -14,6 +14,9 @@ class Link(Protocol):
     workers: int
     """How many threads the engine should run: as many as the link needs in flight to be busy."""
 
+    copies_from_ram: bool
+    """Whether a short transfer takes less time than it takes to wake another thread for it."""
+
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
         """Bring a chunk into its slot; when it returns, the bytes (converted where the chunk says so) are there.
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from promoe.errors import ConfigError
-from promoe.links.staging import Staging, read_into_slot
+from promoe.links.base import Link
+from promoe.links.host import HostLink
 from promoe.stores.base import Chunk, Store
 from promoe.units import format_seconds
 
@@ -56,11 +57,20 @@ class EmulatedLink:
         self,
         store: Store,
         *,
+        over: Link | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> BoundEmulatedLink:
-        """The link over a store; `clock` (seconds) and `sleep` are for tests."""
-        return BoundEmulatedLink(self, store, clock, sleep)
+        """The link over a store.
+
+        Args:
+            store: where the experts are.
+            over: what moves the real bytes, closed with this link; by default they are copied, which takes the cores that
+                compute. Reads with O_DIRECT leave those alone, as a copy engine would.
+            clock: seconds, for tests.
+            sleep: for tests.
+        """
+        return BoundEmulatedLink(self, over or HostLink(store), clock, sleep)
 
 
 class Wire:
@@ -80,28 +90,29 @@ class Wire:
 
 
 class BoundEmulatedLink:
-    """An emulated link over one store. Made by `EmulatedLink.bind`.
+    """An emulated link over a real one. Made by `EmulatedLink.bind`.
 
     `late_chunks` counts transfers whose real bytes took longer than the emulated wire: if they are many, the store is
     too slow for the speed that was asked for.
     """
 
+    copies_from_ram = False
+
     def __init__(
-        self, spec: EmulatedLink, store: Store, clock: Callable[[], float], sleep: Callable[[float], None]
+        self, spec: EmulatedLink, link: Link, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
         self.workers = IN_FLIGHT
         self.spec = spec
         self.late_chunks = 0
-        self._store = store
+        self._link = link
         self._clock = clock
         self._sleep = sleep
         self._wire = Wire(spec)
         self._lock = threading.Lock()
-        self._staging = Staging()
         self._closed = False
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
-        """Copy one chunk, then wait until it would have arrived; see `Link.transfer`.
+        """Move one chunk, then wait until it would have arrived; see `Link.transfer`.
 
         The bytes on the wire are the source's: a conversion happens on arrival.
         """
@@ -109,7 +120,7 @@ class BoundEmulatedLink:
             raise OSError(errno.EBADF, "The link is closed")
         with self._lock:
             arrival_s = self._wire.reserve(self._clock(), chunk.source_nbytes)
-        read_into_slot(self._store, chunk, destination, self._staging)
+        self._link.transfer(chunk, destination, address)
         if self._clock() > arrival_s:
             with self._lock:
                 self.late_chunks += 1
@@ -124,6 +135,7 @@ class BoundEmulatedLink:
     def close(self) -> None:
         """Refuse further transfers."""
         self._closed = True
+        self._link.close()
 
     def _wait_until(self, due_s: float) -> None:
         while (left_s := due_s - self._clock()) > 0:

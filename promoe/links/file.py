@@ -77,6 +77,7 @@ class FileLink:
             except DirectUnsupportedError as error:
                 self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
                 logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)
+        self.copies_from_ram = self.mode == "page_cache"
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
         """Read one chunk into its slot; see `Link.transfer`."""

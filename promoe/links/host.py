@@ -16,6 +16,8 @@ class HostLink:
         workers: threads that the engine should run. One already saturates a small machine's memory.
     """
 
+    copies_from_ram = True
+
     def __init__(self, store: Store, workers: int = 1) -> None:
         self.workers = workers
         self._store = store

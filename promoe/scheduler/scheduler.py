@@ -233,11 +233,11 @@ class Scheduler:
 
     # -- what is fetched ----------------------------------------------------------------------------------------
 
-    def next_chunks(self, count: int = 1) -> list[Lease]:
-        """Up to `count` chunks to fetch now: pinned demand, then hints, then speculation by deadline."""
+    def next_chunks(self, count: int = 1, speculate: bool = True) -> list[Lease]:
+        """Up to `count` chunks to fetch now: pinned demand, then hints, then, if wanted, speculation by deadline."""
         leases: list[Lease] = []
         while len(leases) < count:
-            lease = self._next_demand() or self._next_hint() or self._next_speculation()
+            lease = self._next_demand() or self._next_hint() or (self._next_speculation() if speculate else None)
             if lease is None:
                 break
             leases.append(lease)
