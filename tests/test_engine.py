@@ -185,7 +185,9 @@ def test_a_forward_copies_short_chunks_itself() -> None:
         with engine.visit(0, [1, 2, 5]) as layer_visit:
             rows = layer_visit.all_rows()
             assert rows is not None
-            assert {e: tensors["w"].unique().item() for e, tensors in rows.items()} == {e: value(0, e) for e in (1, 2, 5)}
+            assert {e: tensors["w"].unique().item() for e, tensors in rows.items()} == {
+                e: value(0, e) for e in (1, 2, 5)
+            }
         assert link.started == [(ExpertKey(0, expert_idx), idx) for expert_idx in (1, 2, 5) for idx in range(CHUNKS)]
         assert set(link.threads) == {mine}
         stats = engine.recorder.phase_stats("prefill")
