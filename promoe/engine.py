@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -331,7 +331,6 @@ class EngineVisit:
         self._stall_s = 0.0
         self._waited_for = 0
         self._at_once = False
-        self._meanwhile: Callable[[], None] | None = None
         self._group: list[int] = []
         with engine.lock:
             engine._check_alive()
@@ -373,29 +372,25 @@ class EngineVisit:
             self._stall_s += time.perf_counter() - start_s
         return self._rows() if len(self._group) == len(self._ids) else None
 
-    def groups(self, at_once: bool = False, meanwhile: Callable[[], None] | None = None) -> Iterator[Rows]:
+    def groups(self, at_once: bool = False) -> Iterator[Rows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
         Rows of a group are valid until the next one is asked for.
 
         Args:
             at_once: wait for all that there may be slots for, so that groups are as few as possible.
-            meanwhile: something to be done once in time that would be lost: when the forward would wait or the link runs
-                dry, at the latest when all groups have run.
 
         Raises:
             ExpertLoadError: a needed expert could not be fetched.
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
         self._at_once = at_once
-        self._meanwhile = meanwhile
         if at_once or not self._group:
             self._group = []
             self._group = self._next_group()
         while self._group:
             yield self._rows()
             self._group = self._next_group()
-        self._use_the_time()
 
     def _rows(self) -> Rows:
         tensors, visit = self._pool.tensors, self._visit
@@ -414,22 +409,14 @@ class EngineVisit:
             if visit.finished:
                 return []
             there = visit.ready()
-            may_go_on = self._suffices(there)
-            if may_go_on and not (self._meanwhile and engine._idle_workers):
+            if self._suffices(there):
                 return there
-            if not self._meanwhile and not engine._forwards_copy:
+            if not engine._forwards_copy:
                 return self._wait(len(there), time.perf_counter())
         start_s = time.perf_counter()
-        self._use_the_time()
-        if engine._forwards_copy and not may_go_on:
-            engine.copy_demand()
+        engine.copy_demand()
         with engine.lock:
-            return visit.ready() if may_go_on else self._wait(len(there), start_s)
-
-    def _use_the_time(self) -> None:
-        meanwhile, self._meanwhile = self._meanwhile, None
-        if meanwhile is not None:
-            meanwhile()
+            return self._wait(len(there), start_s)
 
     def _may_go_on(self) -> bool:
         """Whether waiting, with the engine's lock held, is over."""

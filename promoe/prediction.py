@@ -24,9 +24,9 @@ MAX_WAITING = 2
 class Forecaster:
     """Feeds layer visits to a predictor and its forecasts to the engine.
 
-    A predictor that says it is `quick` predicts in the thread that calls `predict_now`. Any other does so in a thread of
-    its own, fed by `post`: whatever its time, it is never on the critical path. A predictor that raises is switched off
-    with one warning: a prediction must never break a forward.
+    A predictor that says it is `quick` predicts in the forward. Any other does so in a thread of its own: whatever its
+    time, it is never on the critical path. A predictor that raises is switched off with one warning: a prediction must
+    never break a forward.
     """
 
     def __init__(self, predictor: Predictor, engine: Engine, in_order: bool = False) -> None:
@@ -54,17 +54,16 @@ class Forecaster:
             return False
         return self._in_order or (self._engine.scheduler.prefetch_on and not self._engine.scheduler.everything_resident)
 
-    def post(self, origin_step: int, visit: LayerVisit) -> None:
-        """Predict from this visit, which will be the scheduler's step `origin_step`, as soon as possible."""
+    def visit(self, origin_step: int, visit: LayerVisit) -> None:
+        """Predict from this visit, which will be the scheduler's step `origin_step`: now, or as soon as possible."""
+        if self.quick:
+            with self._one_at_a_time:
+                if not self._closed:
+                    self._attempt(origin_step, visit)
+            return
         with self._condition:
             self._waiting.append((origin_step, visit))
             self._condition.notify()
-
-    def predict_now(self, origin_step: int, visit: LayerVisit) -> None:
-        """The same, in this thread; for `quick` predictors."""
-        with self._one_at_a_time:
-            if not self._closed:
-                self._attempt(origin_step, visit)
 
     def drain(self) -> None:
         """Wait until everything posted was predicted (tests and replays)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Runtime:
         self.predictor = predictor
         self.passes = passes
         self._min_group_bytes = min_group_bytes
-        self._forward = threading.local()  # what a thread's latest gate left for its experts: .hits, .prediction
+        self._hits = threading.local()
 
     @property
     def predictor_failed(self) -> bool:
@@ -81,10 +80,10 @@ class Runtime:
             state = self.passes.current()
             state.gated.add(layer.layer_idx)
             hits = self.engine.hint(layer.layer_idx, ids)
-            self._forward.hits = (layer.layer_idx, ids, hits)
+            self._hits.latest = (layer.layer_idx, ids, hits)
             if self.predictor is not None and self.predictor.of_use:
                 if len(index) <= MAX_PREDICTED_TOKENS:
-                    self._predict(layer, state, args, kwargs, tokens, link_is_busy=2 * hits <= len(ids))
+                    self._predict(layer, state, args, kwargs, tokens)
                 elif len(ids) >= STREAMED_SHARE * layer.num_experts and layer.layer_idx + 1 < len(self.layers):
                     self.engine.stream(layer.layer_idx + 1)
 
@@ -101,18 +100,15 @@ class Runtime:
             state.entered.add(layer.layer_idx)
             # The ids actually passed are the authority: between gate and experts some families change them.
             tokens, ids = chosen_experts(index)
-            hits, prediction = self._left_by_gate(layer.layer_idx, ids)
+            hits = self._hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(index, tokens)
             with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
                 rows = visit.all_rows()
                 if rows is not None:
-                    if prediction is not None:  # what was missing has come already: the link is idle
-                        prediction()
                     result = run_resident(layer, hidden, index, weights, rows, tokens)
                 else:
                     at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
-                    groups = visit.groups(at_once, meanwhile=prediction)
-                    result = run_groups(layer, hidden, index, weights, groups, tokens)
+                    result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens)
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,
@@ -131,14 +127,13 @@ class Runtime:
         """What computing a layer costs, in bytes of weights read: with few rows per expert, a product only reads them."""
         return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
 
-    def _left_by_gate(self, layer_idx: int, ids: list[int]) -> tuple[int | None, Callable[[], None] | None]:
-        """What this layer's gate left: how many of `ids` were resident, and a prediction still to be made."""
-        latest = getattr(self._forward, "hits", None)
-        prediction: Callable[[], None] | None = getattr(self._forward, "prediction", None)
-        self._forward.hits = self._forward.prediction = None
-        if latest is None or latest[0] != layer_idx:
-            return None, None
-        return latest[2] if latest[1] == ids else None, prediction
+    def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
+        latest = getattr(self._hits, "latest", None)
+        self._hits.latest = None
+        if latest is None or latest[0] != layer_idx or latest[1] != ids:
+            return None
+        hits: int = latest[2]
+        return hits
 
     def _predict(
         self,
@@ -147,10 +142,8 @@ class Runtime:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tokens: list[list[int]] | None,
-        link_is_busy: bool,
     ) -> None:
         assert self.predictor is not None
-        self._forward.prediction = None
         if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
             return
         gate_input = args[0].reshape(-1, args[0].shape[-1])
@@ -164,13 +157,7 @@ class Runtime:
             gate_kwargs=kwargs,
         )
         # The hint precedes the visit that it announces, which will be the next step.
-        origin_step = self.engine.scheduler.step + 1
-        if not self.predictor.quick:
-            self.predictor.post(origin_step, visit)
-        elif link_is_busy:  # with what this layer misses; the forward will have to wait for that anyway
-            self._forward.prediction = partial(self.predictor.predict_now, origin_step, visit)
-        else:
-            self.predictor.predict_now(origin_step, visit)
+        self.predictor.visit(self.engine.scheduler.step + 1, visit)
 
     def check_entered(self, state: PassState) -> None:
         """Every layer whose gate fired in a pass must have run its experts through us.

@@ -101,7 +101,7 @@ def test_forecasts_reach_the_engine_in_order_with_the_step_they_were_made_from()
 
     with predicting(Predictor(two)) as (thread, engine):
         for step in (7, 8):
-            thread.post(step, visit())
+            thread.visit(step, visit())
             thread.drain()
     one_visit = [(1, 1, [0.1, 0.9, 0.0, 0.0]), (2, 0, [1.0, 0.0, 0.0, 0.0])]
     assert engine.forecasts == [(step, *forecast) for step in (7, 8) for forecast in one_visit]
@@ -112,7 +112,7 @@ def test_it_predicts_in_a_thread_of_its_own_and_is_counted() -> None:
     with predicting(Predictor(lambda visit: names.append(threading.current_thread().name) or [])) as (thread, engine):
         engine.recorder.begin_pass("decode", 1, 1)
         for step in range(3):
-            thread.post(step, visit())
+            thread.visit(step, visit())
             thread.drain()
         assert engine.recorder.phase_stats("decode").predictor_calls == 3
         assert engine.recorder.phase_stats("decode").predictor_s > 0
@@ -123,7 +123,7 @@ def test_a_timeline_shows_each_prediction() -> None:
     forecast = Forecast(1, 1, np.zeros(4))
     with predicting(Predictor(lambda visit: [forecast, forecast])) as (thread, engine):
         engine.tracer = Tracer()
-        thread.post(1, visit(layer_idx=1))
+        thread.visit(1, visit(layer_idx=1))
         thread.drain()
     (span,) = engine.tracer._events
     assert (span.lane, span.name, span.args) == (PREDICTOR, "predict from L1", {"forecasts": 2})  # type: ignore[union-attr]
@@ -135,10 +135,10 @@ def test_a_predictor_that_is_behind_sees_the_latest_visits_only(in_order: bool, 
     slow = Gate()
     predictor = Predictor(slow)
     with predicting(predictor, in_order=in_order) as (thread, engine):
-        thread.post(0, visit(0))
+        thread.visit(0, visit(0))
         assert slow.entered.wait(WAIT_S)
         for step in range(1, 10):
-            thread.post(step, visit(step))  # never waits
+            thread.visit(step, visit(step))  # never waits
         slow.open.set()
         thread.drain()
     assert [visit.layer_idx for visit in predictor.visits] == seen
@@ -149,9 +149,9 @@ def test_closing_waits_for_the_prediction_under_way_and_drops_the_rest() -> None
     slow = Gate()
     predictor = Predictor(slow)
     with predicting(predictor) as (thread, engine):
-        thread.post(1, visit())
+        thread.visit(1, visit())
         assert slow.entered.wait(WAIT_S)
-        thread.post(2, visit())
+        thread.visit(2, visit())
         closing = threading.Thread(target=thread.close)
         closing.start()
         while not thread._closed:
@@ -162,7 +162,7 @@ def test_closing_waits_for_the_prediction_under_way_and_drops_the_rest() -> None
         assert not thread._thread.is_alive()
         assert [step for step, *_ in engine.forecasts] == [1]
         thread.close()
-        thread.post(3, visit())
+        thread.visit(3, visit())
         thread.drain()  # does not wait for what will never be predicted
     assert len(predictor.visits) == 1
 
@@ -171,7 +171,7 @@ def test_a_predictor_may_close_its_own_thread() -> None:
     holder: list[Forecaster] = []
     with predicting(Predictor(lambda visit: holder[0].close() or [])) as (thread, _):
         holder.append(thread)
-        thread.post(1, visit())
+        thread.visit(1, visit())
         thread._thread.join(WAIT_S)
         assert not thread._thread.is_alive()
 
@@ -180,7 +180,7 @@ def test_a_predictor_that_raises_is_switched_off_with_one_warning(caplog: pytest
     predictor = Predictor(lambda visit: 1 // 0)  # type: ignore[arg-type]
     with predicting(predictor) as (thread, engine):
         for step in range(4):
-            thread.post(step, visit())
+            thread.visit(step, visit())
             thread.drain()
         thread._thread.join(WAIT_S)
         assert not thread._thread.is_alive()
