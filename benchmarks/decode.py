@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import promoe
 from promoe.bound import bytes_per_token
 from promoe.demo.command import DTYPE, Demo
 from promoe.demo.comparison import Reference, compare, record
@@ -68,13 +67,6 @@ class SlowedFiles(OnDisk):
     """A checkpoint's files over an emulated link. Read with O_DIRECT: a copy engine takes no core from computing."""
 
     link = EmulatedLink(bandwidth_bytes_per_s=1e9)
-
-    def patched(self, system: System, cache: str) -> Any:
-        """Opened without its experts."""
-        config = dataclasses.replace(system.config, read_mode="direct")
-        return promoe.from_pretrained(
-            self._checkpoint, cache=cache, predictor=system.predictor, dtype=DTYPE, link=self.link, config=config
-        )
 
     def equalise(self, reference: Reference, cache: str) -> None:
         """Let the misses of next-use eviction without prefetch take as long as computing a token."""

@@ -170,11 +170,16 @@ def _grouped_mm(
     assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
-    out = torch.empty((x.shape[0], bank.shape[2]), dtype=x.dtype, device=x.device)
+    matrices = [call.row(expert, name) for expert in experts]
+    return products(x, [matrix.t() for matrix in matrices] if transposed else matrices, sizes, bank.shape[2])
+
+
+def products(x: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: Sequence[int], width: int) -> torch.Tensor:
+    """`x[S, in]`, of which the next `sizes[i]` rows are multiplied by `matrices[i]` `[in, width]`: `[S, width]`."""
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
-    for expert, x_rows, out_rows in zip(experts, x.split(sizes), out.split(sizes), strict=True):
-        weight = call.row(expert, name)
-        torch.mm(x_rows, weight.t() if transposed else weight, out=out_rows)
+    for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
+        torch.mm(x_rows, matrix, out=out_rows)
     return out
 
 

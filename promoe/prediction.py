@@ -41,10 +41,9 @@ class Forecaster:
         self._busy = False
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
-        self.quick = bool(getattr(predictor, "quick", False)) and not in_order
-        """It predicts in the forward."""
-        self._thread = None if self.quick else ThreadBeside(self._run, "promoe-predictor")
-        if self._thread is not None:
+        self._thread: ThreadBeside | None = None  # none: it predicts in the forward
+        if in_order or not getattr(predictor, "quick", False):
+            self._thread = ThreadBeside(self._run, "promoe-predictor")
             self._thread.start()
 
     @property
@@ -56,7 +55,7 @@ class Forecaster:
 
     def visit(self, origin_step: int, visit: LayerVisit) -> None:
         """Predict from this visit, which will be the scheduler's step `origin_step`: now, or as soon as possible."""
-        if self.quick:
+        if self._thread is None:
             with self._one_at_a_time:
                 if not self._closed:
                     self._attempt(origin_step, visit)

@@ -10,14 +10,14 @@ ways and compared (`RowKernel.prove`). Where they differ, the stock kernel is us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from promoe.bank import ExpertRows
+from promoe.bank import ExpertRows, products
 from promoe.pairs import Selection
 
 logger = logging.getLogger(__name__)
@@ -76,22 +76,11 @@ class RowKernel:
 
     def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`."""
-        ids, sizes = selection.experts, selection.sizes
-        matrices = [rows[expert][name] for expert in ids]
+        matrices = [rows[expert][name] for expert in selection.experts]
         if not self._experts.is_transposed:
             matrices = [matrix.t() for matrix in matrices]
-        x = x.to(self._row_dtype)
-        out = torch.empty((x.shape[0], matrices[0].shape[1]), dtype=x.dtype, device=x.device)
-        # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
-        if len(ids) == 1:
-            torch.mm(x, matrices[0], out=out)
-        else:
-            for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
-                torch.mm(x_rows, matrix, out=out_rows)
+        out = products(x.to(self._row_dtype), matrices, selection.sizes, matrices[0].shape[1])
         if self._experts.has_bias:
-            out.add_(self._biases(f"{name}_bias", ids, sizes, rows))
+            assert selection.ids is not None, f"{len(selection)} pairs are not few"
+            out.add_(torch.stack([rows[expert][f"{name}_bias"] for expert in selection.ids]))
         return out
-
-    @staticmethod
-    def _biases(name: str, ids: Sequence[int], sizes: Sequence[int], rows: ExpertRows) -> torch.Tensor:
-        return torch.stack([rows[e][name] for e, size in zip(ids, sizes, strict=True) for _ in range(size)])

@@ -89,6 +89,8 @@ class BehindLink:
 class OnDisk:
     """A checkpoint whose experts are read from its files, past the page cache."""
 
+    link: str | EmulatedLink = "auto"
+
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
         self._dtype = dtype
@@ -101,7 +103,12 @@ class OnDisk:
         """Opened without its experts."""
         config = dataclasses.replace(system.config, read_mode="direct")
         return from_pretrained(
-            self._checkpoint, cache=cache, predictor=system.predictor, dtype=self._dtype, config=config
+            self._checkpoint,
+            cache=cache,
+            predictor=system.predictor,
+            dtype=self._dtype,
+            link=self.link,
+            config=config,
         )
 
 
