@@ -29,22 +29,25 @@ AGREEMENTS = 3
 
 
 class GatePredictor:
-    """Applies the gates of the next `lookahead` MoE layers of the same pass to the present gate input."""
+    """Applies the gates of the next `lookahead` MoE layers to the present gate input.
+
+    The last layers ask the first ones' gates about the next pass: far from what those will see, yet better than chance.
+    """
 
     quick = True
 
     def __init__(self, context: PredictorContext, lookahead: int) -> None:
-        self._lookahead = lookahead
+        self._lookahead = min(lookahead, context.num_layers - 1)
         self._targets = [_TargetGate(gate, n) for gate, n in zip(context.gates, context.num_experts, strict=True)]
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """One forecast per layer i+1 .. i+lookahead that the pass still has."""
-        first = visit.layer_idx + 1
+        """One forecast per layer i+1 .. i+lookahead, counted on across the end of the pass."""
+        forecasts = []
         with torch.inference_mode():
-            return [
-                Forecast(layer_idx - visit.layer_idx, layer_idx, target.probabilities(visit))
-                for layer_idx, target in enumerate(self._targets[first : first + self._lookahead], first)
-            ]
+            for steps_ahead in range(1, self._lookahead + 1):
+                layer_idx = (visit.layer_idx + steps_ahead) % len(self._targets)
+                forecasts.append(Forecast(steps_ahead, layer_idx, self._targets[layer_idx].probabilities(visit)))
+        return forecasts
 
 
 class _TargetGate:

@@ -9,7 +9,7 @@ from statistics import median
 TRIAL_PASSES = 6
 PAIRS = 3
 # Passes that a first verdict holds; doubled each time it is confirmed.
-FIRST_HOLD_PASSES = 120
+FIRST_HOLD_PASSES = 240
 MAX_HOLD_PASSES = 4000
 # The first passes of a trial still see what the other setting left behind.
 SETTLING_PASSES = 2

@@ -1,4 +1,4 @@
-"""Runs a predictor for a model: in the forward itself where it is quick, else in a thread beside it."""
+"""Runs a predictor for a model: in a thread beside it, or, if quick and no core is free, in the forward itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
-from promoe.threads import ThreadBeside
+from promoe.threads import ThreadBeside, has_spare_core
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -24,9 +24,9 @@ MAX_WAITING = 2
 class Forecaster:
     """Feeds layer visits to a predictor and its forecasts to the engine.
 
-    A predictor that says it is `quick` predicts in the forward. Any other does so in a thread of its own: whatever its
-    time, it is never on the critical path. A predictor that raises is switched off with one warning: a prediction must
-    never break a forward.
+    It predicts in a thread of its own, off the critical path. One that says it is `quick` does so in the forward if the
+    model computes on every core: handing the visit over would cost more than the prediction. A predictor that raises is
+    switched off with one warning: a prediction must never break a forward.
     """
 
     def __init__(self, predictor: Predictor, engine: Engine, in_order: bool = False) -> None:
@@ -42,7 +42,7 @@ class Forecaster:
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
         self._thread: ThreadBeside | None = None  # none: it predicts in the forward
-        if in_order or not getattr(predictor, "quick", False):
+        if in_order or not getattr(predictor, "quick", False) or has_spare_core():
             self._thread = ThreadBeside(self._run, "promoe-predictor")
             self._thread.start()
 
@@ -52,6 +52,11 @@ class Forecaster:
         if self.failed or self._closed:
             return False
         return self._in_order or (self._engine.scheduler.prefetch_on and not self._engine.scheduler.everything_resident)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether `visit` predicts in the calling thread."""
+        return self._thread is None
 
     def visit(self, origin_step: int, visit: LayerVisit) -> None:
         """Predict from this visit, which will be the scheduler's step `origin_step`: now, or as soon as possible."""

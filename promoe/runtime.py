@@ -56,7 +56,7 @@ class Runtime:
         self.predictor = predictor
         self.passes = passes
         self._min_group_bytes = min_group_bytes
-        self._hits = threading.local()
+        self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
     def predictor_failed(self) -> bool:
@@ -80,7 +80,8 @@ class Runtime:
             state = self.passes.current()
             state.gated.add(layer.layer_idx)
             hits = self.engine.hint(layer.layer_idx, ids)
-            self._hits.latest = (layer.layer_idx, ids, hits)
+            self._announced.hits = (layer.layer_idx, ids, hits)
+            self._announced.visit = None
             if self.predictor is not None and self.predictor.of_use:
                 if len(index) <= MAX_PREDICTED_TOKENS:
                     self._predict(layer, state, args, kwargs, tokens)
@@ -103,6 +104,7 @@ class Runtime:
             hits = self._hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(index, tokens)
             with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
+                self._predict_beside(layer)
                 rows = visit.all_rows()
                 if rows is not None:
                     result = run_resident(layer, hidden, index, weights, rows, tokens)
@@ -128,8 +130,8 @@ class Runtime:
         return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
 
     def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
-        latest = getattr(self._hits, "latest", None)
-        self._hits.latest = None
+        latest = getattr(self._announced, "hits", None)
+        self._announced.hits = None
         if latest is None or latest[0] != layer_idx or latest[1] != ids:
             return None
         hits: int = latest[2]
@@ -157,7 +159,22 @@ class Runtime:
             gate_kwargs=kwargs,
         )
         # The hint precedes the visit that it announces, which will be the next step.
-        self.predictor.visit(self.engine.scheduler.step + 1, visit)
+        origin_step = self.engine.scheduler.step + 1
+        if self.predictor.in_forward:
+            self.predictor.visit(origin_step, visit)
+        else:
+            self._announced.visit = (origin_step, visit)
+
+    def _predict_beside(self, layer: MoELayer) -> None:
+        """Let the predictor's thread begin. Not at the gate: it would have the interpreter while the forward plans, and
+        does not need it from here on."""
+        announced = getattr(self._announced, "visit", None)
+        if announced is None:
+            return
+        self._announced.visit = None
+        origin_step, visit = announced
+        if self.predictor is not None and visit.layer_idx == layer.layer_idx:
+            self.predictor.visit(origin_step, visit)
 
     def check_entered(self, state: PassState) -> None:
         """Every layer whose gate fired in a pass must have run its experts through us.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 
@@ -38,3 +39,9 @@ class ThreadBeside(threading.Thread):
         torch.set_num_threads(1)
         self._alone.set()
         super().run()
+
+
+def has_spare_core() -> bool:
+    """Whether this process may use more cores than torch computes on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return cores > torch.get_num_threads()

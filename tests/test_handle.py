@@ -26,6 +26,7 @@ from served import (
 from torch import nn
 
 import promoe
+from promoe import prediction
 from promoe.errors import ConfigError, EngineClosedError, PatchStateError
 from promoe.governor import PAIRS, TRIAL_PASSES, Governor
 from promoe.passes import PassState
@@ -256,8 +257,14 @@ def test_a_timeline_that_cannot_be_written_is_refused_before_anything_runs(tmp_p
 # -- the end ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("predictor", "threads"), [(None, 2), ("gate", 2), (Psychic(), 3)])
-def test_closing_stops_all_threads_and_refuses_forwards(predictor: Any, threads: int) -> None:
+@pytest.mark.parametrize(
+    ("predictor", "spare_core", "threads"),
+    [(None, True, 2), ("gate", False, 2), ("gate", True, 3), (Psychic(), False, 3)],
+)
+def test_closing_stops_all_threads_and_refuses_forwards(
+    predictor: Any, spare_core: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "has_spare_core", lambda: spare_core)
     with served(FAMILY, cache="50%", predictor=predictor) as model:
         assert len(promoe_threads()) == threads
         assert_unharmed(model)

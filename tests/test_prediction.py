@@ -17,6 +17,7 @@ from served import NEW_TOKENS, PROMPTS, expected, greedy, predictor_of, record, 
 from torch import nn
 
 import promoe
+from promoe import prediction
 from promoe.prediction import MAX_WAITING, Forecaster
 from promoe.predictors import Forecast, LayerVisit
 from promoe.recorder import Recorder
@@ -117,6 +118,24 @@ def test_it_predicts_in_a_thread_of_its_own_and_is_counted() -> None:
         assert engine.recorder.phase_stats("decode").predictor_calls == 3
         assert engine.recorder.phase_stats("decode").predictor_s > 0
     assert names == ["promoe-predictor"] * 3
+
+
+@pytest.mark.parametrize(
+    ("quick", "spare_core", "in_forward"),
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
+)
+def test_only_a_quick_predictor_without_a_core_to_itself_predicts_in_the_forward(
+    quick: bool, spare_core: bool, in_forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prediction, "has_spare_core", lambda: spare_core)
+    names: list[str] = []
+    predictor: Any = Predictor(lambda visit: names.append(threading.current_thread().name) or [])
+    predictor.quick = quick
+    with predicting(predictor) as (forecaster, _):
+        assert forecaster.in_forward == in_forward
+        forecaster.visit(1, visit())
+        forecaster.drain()
+    assert names == [threading.current_thread().name if in_forward else "promoe-predictor"]
 
 
 def test_a_timeline_shows_each_prediction() -> None:
@@ -249,11 +268,9 @@ BROKEN: dict[str, Callable[[LayerVisit], Any]] = {
 
 @contextmanager
 def in_step(model: nn.Module) -> Iterator[None]:
-    """Each prediction ends before its layer's experts run: none is dropped, none comes too late."""
+    """Each prediction ends before the next layer's gate chooses: none is dropped, none comes too late."""
     runtime = model.promoe.runtime
-    wait = [
-        layer.experts.register_forward_pre_hook(lambda *args: runtime.predictor.drain()) for layer in runtime.layers
-    ]
+    wait = [layer.experts.register_forward_hook(lambda *args: runtime.predictor.drain()) for layer in runtime.layers]
     try:
         yield
     finally:
@@ -371,7 +388,7 @@ def test_it_is_not_asked_about_long_prompts() -> None:
     assert [visit.phase for visit in predictor.visits] == ["decode"] * 3
 
 
-def test_a_gate_called_twice_is_predicted_twice_and_harms_nothing() -> None:
+def test_of_a_gate_called_twice_the_last_call_is_predicted() -> None:
     predictor = Predictor(lambda visit: [Forecast(1, (visit.layer_idx + 1) % 3, SURE)])
     with served(FAMILY, cache="50%", predictor=predictor, min_probability=0.01) as model:
         repeated: list[int] = []
@@ -388,8 +405,19 @@ def test_a_gate_called_twice_is_predicted_twice_and_harms_nothing() -> None:
         for hook in hooks:
             hook.remove()
     assert len(repeated) == LAYERS * PASSES
-    # Both of a layer's calls were posted before its experts ran, and at most two visits wait.
-    assert [visit.layer_idx for visit in predictor.visits] == [0, 0, 1, 1, 2, 2] * PASSES
+    assert [visit.layer_idx for visit in predictor.visits] == [0, 1, 2] * PASSES
+
+
+def test_a_gate_without_its_experts_is_not_predicted() -> None:
+    predictor = Predictor()
+    with served(FAMILY, cache="50%", predictor=predictor) as model:
+        first, *_, last = promoe.find_moe_layers(model)
+        hidden = torch.zeros(1, 64)
+        with torch.inference_mode():
+            _, weights, index = first.gate(hidden)
+            last.experts(hidden, index, weights)  # another layer's
+        model.promoe.runtime.predictor.drain()
+        assert predictor.visits == []
 
 
 def test_a_gate_called_by_keyword_is_a_hint_without_a_prediction() -> None:
@@ -416,7 +444,21 @@ def test_forecasts_made_from_a_visit_count_steps_from_that_visit() -> None:
         )
         with in_step(model):
             greedy(model, PROMPTS["short"], new_tokens=1)
-    # Predicted between the gate and the experts: the visit announced is the next step.
+    assert steps == [(step, step) for step in range(1, 7)]
+
+
+def test_predicted_in_the_forward_the_visit_announced_is_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "has_spare_core", lambda: False)
+    predictor: Any = Predictor(forecasting(1, 1, SURE))
+    predictor.quick = True
+    steps: list[tuple[int, int]] = []
+    with served(FAMILY, cache="50%", predictor=predictor) as model:
+        engine = model.promoe.runtime.engine
+        forecast = engine.forecast
+        engine.forecast = lambda origin_step, *rest: (
+            steps.append((origin_step, engine.scheduler.step)) or forecast(origin_step, *rest)
+        )
+        greedy(model, PROMPTS["short"], new_tokens=1)
     assert steps == [(step + 1, step) for step in range(6)]
 
 

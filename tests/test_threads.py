@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from promoe.threads import ThreadBeside
+from promoe.threads import ThreadBeside, has_spare_core
 
 
 @pytest.fixture
@@ -83,3 +83,21 @@ def test_the_thread_is_named_and_ends_with_the_process() -> None:
     assert (thread.name, thread.daemon, thread.is_alive()) == ("beside", True, True)
     end.set()
     thread.join()
+
+
+@pytest.mark.parametrize(("cores", "spare"), [({0}, False), ({0, 5}, False), ({0, 1, 2}, True)])
+@pytest.mark.usefixtures("two_threads")
+def test_a_core_is_spare_if_torch_computes_on_fewer_than_the_process_may_use(
+    cores: set[int], spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: cores, raising=False)
+    assert has_spare_core() == spare
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_where_affinities_are_unknown_all_cores_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("os.sched_getaffinity", raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    assert has_spare_core()
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert not has_spare_core()

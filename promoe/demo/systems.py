@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from promoe.config import PromoeConfig
+from promoe.config import PromoeConfig, ReadMode
 from promoe.links import EmulatedLink
 from promoe.loading import from_pretrained
 from promoe.memory import SLOT_ALIGNMENT_BYTES
@@ -87,9 +87,10 @@ class BehindLink:
 
 
 class OnDisk:
-    """A checkpoint whose experts are read from its files, past the page cache."""
+    """A checkpoint whose experts are read from its files; past the page cache, unless a subclass says otherwise."""
 
     link: str | EmulatedLink = "auto"
+    read_mode: ReadMode = "direct"
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype) -> None:
         self._checkpoint = checkpoint
@@ -101,7 +102,7 @@ class OnDisk:
 
     def patched(self, system: System, cache: str) -> PreTrainedModel:
         """Opened without its experts."""
-        config = dataclasses.replace(system.config, read_mode="direct")
+        config = dataclasses.replace(system.config, read_mode=self.read_mode)
         return from_pretrained(
             self._checkpoint,
             cache=cache,

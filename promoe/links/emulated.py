@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from promoe.errors import ConfigError
@@ -65,8 +66,8 @@ class EmulatedLink:
 
         Args:
             store: where the experts are.
-            over: what moves the real bytes, closed with this link; by default they are copied, which takes the cores that
-                compute. Reads with O_DIRECT leave those alone, as a copy engine would.
+            over: what moves the real bytes, closed with this link; by default they are copied by a core, so leave one free
+                of computing (`torch.set_num_threads`).
             clock: seconds, for tests.
             sleep: for tests.
         """
@@ -109,6 +110,8 @@ class BoundEmulatedLink:
         self._sleep = sleep
         self._wire = Wire(spec)
         self._lock = threading.Lock()
+        # There is one copy engine: two copies at once would take a second core from computing.
+        self._engine: AbstractContextManager[object] = threading.Lock() if link.copies_from_ram else nullcontext()
         self._closed = False
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
@@ -120,7 +123,8 @@ class BoundEmulatedLink:
             raise OSError(errno.EBADF, "The link is closed")
         with self._lock:
             arrival_s = self._wire.reserve(self._clock(), chunk.source_nbytes)
-        self._link.transfer(chunk, destination, address)
+        with self._engine:
+            self._link.transfer(chunk, destination, address)
         if self._clock() > arrival_s:
             with self._lock:
                 self.late_chunks += 1

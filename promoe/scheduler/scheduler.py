@@ -53,7 +53,8 @@ class Scheduler:
         self._prior = ReusePrior(config.num_layers, self.max_experts)
         self._num_next = 1  # tokens that the next visits are expected to have
         self.eviction = eviction.create(config.eviction, config.num_layers, self.max_experts, self._prior)
-        self.calibration = Calibration()
+        self.calibration = Calibration(config.num_experts)
+        self._chosen: list[Sequence[int]] = [()] * config.num_layers  # by each layer's latest hint or visit
         self._demand: deque[int] = deque()  # pinned experts with chunks to send, in order of execution
         self._hinted: dict[int, set[int]] = {}  # layer -> codes that its gate announced
         self._hint_queue: deque[int] = deque()  # those of them with chunks to send
@@ -111,6 +112,7 @@ class Scheduler:
             self._hint_queue.extend(missing)
             self._speculation.drop(layer_idx)
             self.current_layer = layer_idx
+            self._chosen[layer_idx] = ids
             self._invalidate()
         return len(codes) - len(missing)
 
@@ -138,6 +140,7 @@ class Scheduler:
         """
         self.step += 1
         self.current_layer = layer_idx
+        self._chosen[layer_idx] = ids
         tokens = [ids] if tokens is None else tokens
         if self.config.calibrate:
             # A prompt in place of the expected decode step says nothing about the forecasts' worth.
@@ -200,7 +203,8 @@ class Scheduler:
         assert p_next.shape == (num_experts,), f"layer {layer_idx}: {p_next.shape} probabilities, {num_experts} experts"
         if self.config.calibrate:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
-            p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior)
+            chosen = self._chosen[(layer_idx - steps_ahead) % num_layers]
+            p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior, chosen)
         self._expect(steps_ahead, layer_idx, p_next)
 
     def stream(self, steps_ahead: int, layer_idx: int) -> None:

@@ -14,6 +14,7 @@ from tiny_models import MOE_FAMILIES, build, token_ids
 from torch import nn
 
 import promoe
+from promoe import prediction
 from promoe.assembly import predictor_context
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.gate import GatePredictor, selection_probability
@@ -76,9 +77,8 @@ def test_the_target_gate_on_the_earlier_hidden_state(family: str, num_tokens: in
     for source in range(LAYERS):
         hidden = inputs[source][-num_tokens:]
         forecasts = predictor.predict(visit_of(source, hidden, chosen[source][-num_tokens:]))
-        assert [forecast.layer_idx for forecast in forecasts] == list(range(source + 1, LAYERS))
+        assert steps(forecasts) == [(ahead, (source + ahead) % LAYERS) for ahead in range(1, LAYERS)]
         for forecast in forecasts:
-            assert forecast.steps_ahead == forecast.layer_idx - source
             layer = layers[forecast.layer_idx]
             bias = getattr(layer.gate, "bias", None)
             assert (bias is not None) == (family == "gpt_oss")
@@ -88,7 +88,7 @@ def test_the_target_gate_on_the_earlier_hidden_state(family: str, num_tokens: in
             assert forecast.probabilities == pytest.approx(wanted, rel=1e-4, abs=1e-6)
             assert forecast.probabilities.dtype == np.float64
             compared += 1
-    assert compared == 6
+    assert compared == LAYERS * (LAYERS - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -124,8 +124,10 @@ def test_several_tokens_are_the_union_of_each() -> None:
     assert (together.probabilities >= np.max(alone, axis=0) - 1e-9).all()
 
 
-def test_served_it_forecasts_just_that() -> None:
-    """What reaches the engine is what the predictor says of what the stock model's gates saw."""
+@pytest.mark.parametrize("spare_core", [False, True])
+def test_served_it_forecasts_just_that(spare_core: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reaches the engine, from the forward or a thread, is what the predictor says of what the gates saw."""
+    monkeypatch.setattr(prediction, "has_spare_core", lambda: spare_core)
     found: list[tuple[int, int, list[float]]] = []
     with served("qwen2_moe", cache="50%", predictor="gate", lookahead=2) as model:
         runtime = model.promoe.runtime
@@ -143,19 +145,21 @@ def test_served_it_forecasts_just_that() -> None:
                 layer.gate.register_forward_hook(
                     lambda gate, args, output, idx=layer.layer_idx: seen.append((idx, args[0].clone()))
                 ),
-                layer.experts.register_forward_pre_hook(lambda *args: runtime.predictor.drain()),
+                layer.experts.register_forward_hook(lambda *args: runtime.predictor.drain()),
             ]
         greedy(model, PROMPTS["short"], new_tokens=1)
         for hook in hooks:
             hook.remove()
         wanted: list[tuple[int, int, list[float]]] = []
         for layer_idx, hidden in seen:
-            for target in range(layer_idx + 1, min(layer_idx + 2, 2) + 1):
+            for steps_ahead in (1, 2):
+                target = (layer_idx + steps_ahead) % 3
                 with torch.no_grad():
                     output = type(runtime.layers[target].gate).forward(runtime.layers[target].gate, hidden)
                 logits, index = output[0].tolist(), output[2].tolist()
-                wanted.append((target - layer_idx, target, by_hand(logits, index, 8)))
-    assert [entry[:2] for entry in found] == [(1, 1), (2, 2), (1, 2)] * 2 == [entry[:2] for entry in wanted]
+                wanted.append((steps_ahead, target, by_hand(logits, index, 8)))
+    ahead = [(1, 1), (2, 2), (1, 2), (2, 0), (1, 0), (2, 1)]
+    assert [entry[:2] for entry in found] == ahead * 2 == [entry[:2] for entry in wanted]
     for (*_, probabilities), (*_, expected) in zip(found, wanted, strict=True):
         assert probabilities == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -192,14 +196,15 @@ def steps(forecasts: list[Forecast]) -> list[tuple[int, int]]:
     [
         (0, 1, [(1, 1)]),
         (0, 3, [(1, 1), (2, 2), (3, 3)]),
-        (2, 3, [(1, 3), (2, 4)]),
-        (3, 3, [(1, 4)]),
-        (4, 3, []),
+        (2, 3, [(1, 3), (2, 4), (3, 0)]),
+        (4, 3, [(1, 0), (2, 1), (3, 2)]),
         (0, 99, [(1, 1), (2, 2), (3, 3), (4, 4)]),
+        (2, 99, [(1, 3), (2, 4), (3, 0), (4, 1)]),
     ],
 )
-def test_layers_ahead_end_with_the_pass(layer_idx: int, lookahead: int, wanted: list[tuple[int, int]]) -> None:
-    """The next token's layers see another hidden state: nothing is said about them."""
+def test_layers_ahead_count_on_across_the_end_of_the_pass(
+    layer_idx: int, lookahead: int, wanted: list[tuple[int, int]]
+) -> None:
     gates = [Gate() for _ in range(5)]
     forecasts = GatePredictor(context_of(*gates), lookahead).predict(visit_of(layer_idx, torch.zeros(1, 4), [[0, 1]]))
     assert steps(forecasts) == wanted

@@ -274,7 +274,13 @@ class Driven:
         assert not self.scheduler._demand
         assert not self.scheduler.failures
         assert np.isfinite(self.scheduler.eviction.scores(0)).all()
-        assert np.isfinite([self.scheduler.calibration.coefficients(k) for k in range(1, 5)]).all()
+        assert np.isfinite(
+            [
+                self.scheduler.calibration.coefficients(layer_idx, steps)
+                for layer_idx in range(self.scheduler.config.num_layers)
+                for steps in range(1, 5)
+            ]
+        ).all()
         for cache in self.scheduler._caches:
             assert cache.num_pinned == 0
             assert all(not load.pending for load in cache.loads.values())

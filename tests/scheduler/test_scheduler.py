@@ -101,7 +101,7 @@ def test_speculation_goes_by_deadline_then_probability() -> None:
     run = driven(num_slots=8, num_layers=4, num_chunks=1)
     later, sooner = np.zeros(8), np.zeros(8)
     later[[0, 1]] = 0.9, 0.99
-    sooner[[2, 3, 4]] = 0.6, 0.8, 0.4
+    sooner[[2, 3, 4]] = 0.6, 0.8, 0.3
     run.forecast(3, 2, later)
     run.forecast(2, 1, sooner)
     # Expert 4 is below `min_probability`.
@@ -363,7 +363,7 @@ def test_a_nan_is_no_forecast() -> None:
         run.forecast(1, 0, p)
         run.admit(run.begin(0, [1]))
         run.end_all()
-    assert np.isfinite(run.scheduler.calibration.coefficients(1)).all()
+    assert np.isfinite(run.scheduler.calibration.coefficients(0, 1)).all()
     assert np.isfinite(run.scheduler.eviction.scores(0)).all()
     assert run.causes == {"demand": 1}
 
@@ -377,7 +377,7 @@ def test_a_prompt_says_nothing_about_the_worth_of_forecasts() -> None:
             ids = sorted({e for chosen in tokens for e in chosen})
             run.admit(run.begin(0, ids, tokens))
             run.end_all()
-        learned.append(run.scheduler.calibration.coefficients(1) != (0.5, 0.5, 0.0))
+        learned.append(run.scheduler.calibration.coefficients(0, 1) != (0.5, 0.5, 0.0, 0.0))
     assert learned == [False, True]
 
 

@@ -1,0 +1,41 @@
+"""Which experts follow which: how often a layer's visit used an expert when an earlier layer's had chosen another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# Before anything was seen, and how many visits that is worth.
+START_PROBABILITY, START_VISITS = 0.1, 2
+# From here on an expert's row forgets.
+MEMORY_VISITS = 200
+
+
+class Correlation:
+    """A table of conditional frequencies between two layers (Klotski's correlation table), learned while running.
+
+    Args:
+        num_chosen: experts of the earlier layer.
+        num_experts: experts of the later one.
+    """
+
+    def __init__(self, num_chosen: int, num_experts: int) -> None:
+        self._frequency = np.full((num_chosen, num_experts), START_PROBABILITY, dtype=np.float32)
+        self._visits = np.full(num_chosen, START_VISITS)
+
+    def probability(self, chosen: Sequence[int]) -> npt.NDArray[np.float32]:
+        """Of use `[num_experts]`: the mean over the experts that the earlier layer has chosen."""
+        mean: npt.NDArray[np.float32] = self._frequency.take(chosen, axis=0).sum(axis=0)
+        mean /= len(chosen)
+        return mean
+
+    def observe(self, chosen: Sequence[int], ids: Sequence[int]) -> None:
+        """After these experts of the earlier layer, the later one used `ids`."""
+        used = np.zeros(self._frequency.shape[1], dtype=np.float32)
+        used[ids] = 1.0
+        for expert_idx in chosen:
+            visits = self._visits[expert_idx] = min(self._visits[expert_idx] + 1, MEMORY_VISITS)
+            row = self._frequency[expert_idx]
+            row += (used - row) / np.float32(visits)
