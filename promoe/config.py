@@ -37,7 +37,7 @@ class PromoeConfig:
     early_preemption: bool = True
     reorder: bool = True
     lookahead: int = 1
-    min_probability: float = 0.4
+    min_probability: float = 0.5
     governor: bool = True
     bypass: bool = True
     chunk_bytes: int = 4 * 1024 * 1024

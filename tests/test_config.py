@@ -24,7 +24,7 @@ def test_defaults() -> None:
         "early_preemption": True,
         "reorder": True,
         "lookahead": 1,
-        "min_probability": 0.4,
+        "min_probability": 0.5,
         "governor": True,
         "bypass": True,
         "chunk_bytes": 4 * 2**20,

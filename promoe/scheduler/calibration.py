@@ -119,6 +119,7 @@ class Calibration:
         self._layer_fits: dict[tuple[int, int], _Fit] = {}  # (layer, lookahead) -> what is special about the layer
         self._correlations: dict[tuple[int, int], Correlation] = {}  # (layer, lookahead)
         self._open: dict[int, dict[int, Opinions]] = {}  # layer -> lookahead -> what its latest forecast rests on
+        self._outcomes: list[tuple[int, int, Opinions, Sequence[int]]] = []  # not learned from yet
 
     def calibrate(
         self, layer_idx: int, steps_ahead: int, forecast: Floats, prior: Floats, chosen: Sequence[int] = ()
@@ -132,6 +133,7 @@ class Calibration:
             prior: the reuse prior's.
             chosen: experts of the layer visit that the forecast is made from; empty if unknown.
         """
+        self._learn()
         correlation = self._correlation(layer_idx, steps_ahead) if chosen and steps_ahead <= CORRELATED_STEPS else None
         correlated: npt.ArrayLike = 0.5 if correlation is None else correlation.probability(chosen)
         features = _features(forecast, prior, correlated)
@@ -139,17 +141,25 @@ class Calibration:
         return self._layer_fit(layer_idx, steps_ahead).probability(features)
 
     def observe(self, layer_idx: int, ids: Sequence[int] | None) -> None:
-        """The layer was visited with these experts: score the forecasts that were open for it; None: drop them."""
+        """The layer was visited with these experts: score the forecasts that were open for it; None: drop them.
+
+        A forward waits for this; so what there is to learn is learned when the next forecast comes.
+        """
         for steps_ahead, opinions in self._open.pop(layer_idx, {}).items():
-            if ids is None:
-                continue
-            self._fits[steps_ahead].learn(opinions.features, ids)
-            self._layer_fits[layer_idx, steps_ahead].learn(opinions.features, ids)
-            if opinions.correlation is not None:
-                opinions.correlation.observe(opinions.chosen, ids)
+            if ids is not None:
+                self._outcomes.append((layer_idx, steps_ahead, opinions, ids))
+
+    def _learn(self) -> None:
+        for layer_idx, steps_ahead, (features, correlation, chosen), ids in self._outcomes:
+            self._layer_fit(layer_idx, steps_ahead).learn(features, ids)
+            self._fits[steps_ahead].learn(features, ids)
+            if correlation is not None:
+                correlation.observe(chosen, ids)
+        self._outcomes.clear()
 
     def coefficients(self, layer_idx: int, steps_ahead: int) -> tuple[float, float, float, float]:
         """Of forecast, prior, correlation, and the constant; for reports."""
+        self._learn()
         forecast, prior, correlation, constant = self._layer_fit(layer_idx, steps_ahead).coefficients.tolist()
         return forecast, prior, correlation, constant
 

@@ -47,7 +47,7 @@ class SchedulerConfig:
     reorder: bool = True
     hints: bool = True
     prefetch: bool = True
-    min_probability: float = 0.4
+    min_probability: float = 0.5
     calibrate: bool = True
     strict: bool = False
     expert_bytes: tuple[int, ...] = field(init=False)

@@ -23,7 +23,7 @@ class Correlation:
 
     def __init__(self, num_chosen: int, num_experts: int) -> None:
         self._frequency = np.full((num_chosen, num_experts), START_PROBABILITY, dtype=np.float32)
-        self._visits = np.full(num_chosen, START_VISITS)
+        self._visits = np.full((num_chosen, 1), START_VISITS, dtype=np.float32)
 
     def probability(self, chosen: Sequence[int]) -> npt.NDArray[np.float32]:
         """Of use `[num_experts]`: the mean over the experts that the earlier layer has chosen."""
@@ -33,9 +33,11 @@ class Correlation:
 
     def observe(self, chosen: Sequence[int], ids: Sequence[int]) -> None:
         """After these experts of the earlier layer, the later one used `ids`."""
-        used = np.zeros(self._frequency.shape[1], dtype=np.float32)
-        used[ids] = 1.0
-        for expert_idx in chosen:
-            visits = self._visits[expert_idx] = min(self._visits[expert_idx] + 1, MEMORY_VISITS)
-            row = self._frequency[expert_idx]
-            row += (used - row) / np.float32(visits)
+        rows = self._frequency[chosen]
+        visits = np.minimum(self._visits[chosen] + 1, MEMORY_VISITS)
+        error = -rows
+        error[:, ids] += 1.0
+        error /= visits
+        rows += error
+        self._frequency[chosen] = rows
+        self._visits[chosen] = visits

@@ -127,7 +127,8 @@ class NextUse:
         self._forecast: dict[int, Floats] = {}
         self._wait = np.zeros((num_layers, num_experts))  # (1 - p_f) * L / p_r, refreshed where `_outdated`
         self._outdated = set(range(num_layers))
-        self._steps = np.arange(num_layers)
+        layers = np.arange(num_layers)
+        self._steps = [((layers - current - 1) % num_layers + 1.0)[:, None] for current in range(num_layers)]
 
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
         """What was forecast for this visit is over; the reuse prior has just learned from it."""
@@ -159,8 +160,8 @@ class NextUse:
             p_next = self._forecast.get(layer_idx, p_reuse)
             self._wait[layer_idx] = (1.0 - p_next) * self._num_layers / p_reuse
         self._outdated.clear()
-        steps = (self._steps - current_layer - 1) % self._num_layers + 1
-        return self._wait + steps[:, None]
+        scores: Floats = self._wait + self._steps[current_layer]
+        return scores
 
 
 def create(name: EvictionName, num_layers: int, num_experts: int, prior: ReusePrior) -> Eviction:

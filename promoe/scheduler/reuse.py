@@ -11,6 +11,7 @@ Floats = npt.NDArray[np.float64]
 
 # The shortest is what makes it at least as good as LRU in small caches: neighbouring tokens share experts.
 HALF_LIVES_TOKENS = (1.0, 7.0, 35.0)
+MEAN = np.full(len(HALF_LIVES_TOKENS), 1.0 / len(HALF_LIVES_TOKENS))  # a product, for its call is cheap
 # Older prompt tokens weigh less than 1/64 of the newest even at the longer half-life.
 MAX_TOKENS_LEARNED = 210
 P_MIN, P_MAX = 0.001, 0.999
@@ -27,9 +28,11 @@ class ReusePrior:
         self._gain = 1.0 - self._decay
         self._gains: list[float] = self._gain.ravel().tolist()
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
+        self._probability: dict[int, tuple[int, Floats]] = {}  # layer -> (number of tokens, answer) since it last learned
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][top_k]`."""
+        self._probability.pop(layer_idx, None)
         frequency = self._frequency[layer_idx]
         if len(tokens) == 1:
             chosen = np.asarray(tokens[0], dtype=np.intp)
@@ -46,10 +49,14 @@ class ReusePrior:
             row += np.bincount(chosen.ravel(), np.repeat(weight, chosen.shape[1]), minlength=row.size)
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
-        """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]."""
-        short, middle, long = self._frequency[layer_idx]
-        per_token = (short + middle + long) / len(HALF_LIVES_TOKENS)
+        """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]. Read only."""
+        known = self._probability.get(layer_idx)
+        if known is not None and known[0] == num_tokens:
+            return known[1]
+        per_token = MEAN.dot(self._frequency[layer_idx])
         if num_tokens > 1:
             per_token = 1.0 - (1.0 - np.minimum(per_token, 1.0)) ** num_tokens
         clamped: Floats = np.minimum(np.maximum(per_token, P_MIN), P_MAX)
+        clamped.flags.writeable = False
+        self._probability[layer_idx] = (num_tokens, clamped)
         return clamped

@@ -157,14 +157,14 @@ class Room:
         return not self._eviction.comparable or bool(self._scores[code] < self._scores[victim])
 
     def _look(self, current_layer: int) -> None:
-        usable = (self._cache.states == RESIDENT) & (self._cache.pin_counts == 0)
-        for codes in self._hinted.values():
-            usable[list(codes)] = False
-        candidates = np.flatnonzero(usable)
+        # On the path of every hint, so in few array operations; `_first_usable` has the last word on each candidate.
         self._scores = self._eviction.scores(current_layer).ravel()
-        scores = self._scores[candidates]
-        if len(candidates) > SHORTLIST:
-            best = np.argpartition(scores, -SHORTLIST)[-SHORTLIST:]
-            candidates, scores = candidates[best], scores[best]
-        self._shortlist = candidates[np.argsort(scores, kind="stable")].tolist()
+        masked = np.where(self._cache.states == RESIDENT, self._scores, -np.inf)
+        for codes in self._hinted.values():
+            masked[list(codes)] = -np.inf
+        if self._cache.num_pinned:
+            masked[self._cache.pin_counts > 0] = -np.inf
+        best = np.argpartition(masked, -SHORTLIST)[-SHORTLIST:] if len(masked) > SHORTLIST else np.arange(len(masked))
+        best.sort()  # ties go by code
+        self._shortlist = best[np.argsort(masked[best], kind="stable")].tolist()
         self._fresh = True

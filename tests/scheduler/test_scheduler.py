@@ -101,7 +101,7 @@ def test_speculation_goes_by_deadline_then_probability() -> None:
     run = driven(num_slots=8, num_layers=4, num_chunks=1)
     later, sooner = np.zeros(8), np.zeros(8)
     later[[0, 1]] = 0.9, 0.99
-    sooner[[2, 3, 4]] = 0.6, 0.8, 0.3
+    sooner[[2, 3, 4]] = 0.6, 0.8, 0.4
     run.forecast(3, 2, later)
     run.forecast(2, 1, sooner)
     # Expert 4 is below `min_probability`.
