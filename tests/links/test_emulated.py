@@ -171,6 +171,47 @@ def test_threads_share_one_wire(make_store: MakeStore) -> None:
         assert bytes(slots[idx].memory) == content[idx * 1000 : (idx + 1) * 1000]
 
 
+class Busy:
+    """A link whose transfers wait for each other, and end after a moment if nobody comes."""
+
+    workers = IN_FLIGHT
+
+    def __init__(self, copies_from_ram: bool) -> None:
+        self.copies_from_ram = copies_from_ram
+        self.met: list[bool] = []
+        self._meeting = threading.Barrier(IN_FLIGHT)
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        try:
+            self._meeting.wait(0.5)
+            self.met.append(True)
+        except threading.BrokenBarrierError:
+            self.met.append(False)
+
+    def describe(self) -> str:
+        return "busy"
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("copies_from_ram", [True, False])
+def test_real_bytes_are_copied_one_chunk_at_a_time_but_read_as_the_link_likes(
+    copies_from_ram: bool, make_store: MakeStore
+) -> None:
+    """There is one copy engine: two copies at once would take a second core from computing."""
+    busy = Busy(copies_from_ram)
+    link = EmulatedLink(1e9).bind(make_store([bytes(10)], [[chunk_of(10)]]), over=busy)
+    slot = HugePageRegion(10)
+    threads = [
+        threading.Thread(target=link.transfer, args=(chunk_of(10), slot.memory, slot.address)) for _ in range(IN_FLIGHT)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert busy.met == [not copies_from_ram] * IN_FLIGHT
+
+
 def test_a_failed_read_is_an_error_at_once(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = FakeClock()
     store = make_store([bytes(1000)], [[chunk_of(1000)]])
