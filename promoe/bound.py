@@ -7,7 +7,6 @@ W: best bandwidth of the link that a raw probe reaches in the same run.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,7 +19,8 @@ from promoe.errors import PromoeError
 from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
 from promoe.links.probe import BandwidthProbe, best_bandwidth
 from promoe.moe_layers import MoELayer, find_moe_layers, gate_indices
-from promoe.scheduler import Scheduler, SchedulerConfig
+from promoe.replay import Replay
+from promoe.scheduler import SchedulerConfig
 from promoe.stores import Store
 from promoe.units import format_seconds, format_times, ratio
 
@@ -89,40 +89,14 @@ class RoutingRecorder:
         return on_gate
 
 
-class Replay:
-    """The same slots and eviction policy with demand only, each layer one event: keeps its cache from pass to pass.
-
-    Args:
-        config: the scheduler configuration of the system whose bound is wanted.
-    """
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self._scheduler = Scheduler(dataclasses.replace(config, hints=False, prefetch=False, reorder=True))
-
-    def missed_bytes(self, routed: RoutedPass) -> int:
-        """Bytes that this pass has to fetch."""
-        return sum(self._visit(layer_idx, tokens) for layer_idx, tokens in routed.visits)
-
-    def _visit(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> int:
-        scheduler, fetched_bytes = self._scheduler, 0
-        ids = sorted({expert_idx for token in tokens for expert_idx in token})
-        visit = scheduler.begin_visit(layer_idx, ids, tokens)
-        while not visit.finished:
-            visit.admit()
-            while leases := scheduler.next_chunks():
-                for lease in leases:
-                    fetched_bytes += self._config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
-                    scheduler.chunk_done(lease)
-            visit.release(visit.ready())
-        visit.close()
-        return fetched_bytes
-
-
 def missed_bytes(config: SchedulerConfig, passes: Sequence[RoutedPass]) -> list[int]:
     """Bytes that a demand-only, event-atomic replay fetches in each of `passes`, beginning with empty slots."""
     replay = Replay(config)
-    return [replay.missed_bytes(routed) for routed in passes]
+    return [_missed(replay, routed) for routed in passes]
+
+
+def _missed(replay: Replay, routed: RoutedPass) -> int:
+    return sum(replay.visit(layer_idx, tokens) for layer_idx, tokens in routed.visits)
 
 
 def bytes_per_token(config: SchedulerConfig, generations: Sequence[Sequence[RoutedPass]]) -> list[float]:
@@ -137,7 +111,7 @@ def bytes_per_token(config: SchedulerConfig, generations: Sequence[Sequence[Rout
     """
     replay, results = Replay(config), []
     for passes in generations:
-        missed = [(routed.phase, replay.missed_bytes(routed)) for routed in passes]
+        missed = [(routed.phase, _missed(replay, routed)) for routed in passes]
         decode = [nbytes for phase, nbytes in missed if phase == "decode"]
         results.append(ratio(sum(decode), len(decode)))
     return results

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from jsonargparse import ArgumentParser
 
 import promoe
-from promoe.errors import PromoeError
+from promoe import commands
 
 EXIT_DIFFERENT_TOKENS = 1
-EXIT_USER_ERROR = 2
-EXIT_INTERRUPTED = 130
 
 DESCRIPTION = "Run Mixture-of-Experts models whose experts do not fit in memory, with identical output."
 
@@ -109,41 +107,14 @@ def demo(
 COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run}
 
 
-class _Parser(ArgumentParser):
-    """Options as shells have them: hyphens for underscores, and a flag for what is False by default."""
-
-    def add_argument(self, *args: Any, **kwargs: Any) -> Any:
-        names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in args)
-        if kwargs.get("default") is False and kwargs.get("type") is bool:
-            kwargs = {"help": kwargs.get("help"), "action": "store_true"}
-        return super().add_argument(*names, **kwargs)
-
-
 def make_parser() -> ArgumentParser:
-    """The parser of all commands, made from their signatures and docstrings."""
-    parser = _Parser(prog="promoe", description=DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"promoe {promoe.__version__}")
-    commands = parser.add_subcommands(required=True, dest="command")
-    for name, command in COMMANDS.items():
-        text = (command.__doc__ or "").partition("\n    Args:")[0].strip()
-        subparser = _Parser(description=text)
-        subparser.add_function_arguments(command, as_group=False, as_positional=True)
-        commands.add_subcommand(name, subparser, help=text.partition("\n")[0])
-    return parser
+    """The parser of all commands."""
+    return commands.make_parser("promoe", DESCRIPTION, promoe.__version__, COMMANDS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (tokens differ), 2 (the user can mend it), 130 (interrupted)."""
-    parsed = make_parser().parse_args(None if argv is None else list(argv))
-    command = COMMANDS[parsed.command]
-    try:
-        return command(**vars(parsed[parsed.command]))
-    except PromoeError as error:
-        print(f"promoe {parsed.command}: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print(f"\npromoe {parsed.command}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    return commands.run_command(make_parser(), "promoe", COMMANDS, argv)
 
 
 if __name__ == "__main__":

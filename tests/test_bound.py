@@ -7,7 +7,6 @@ from tiny_models import build, token_ids
 import promoe
 from promoe.bound import (
     MeasurementError,
-    Replay,
     RoutedPass,
     RoutingRecorder,
     bytes_per_token,
@@ -74,15 +73,6 @@ def test_bytes_per_token_is_the_mean_over_decode_passes_of_each_generation() -> 
     assert first == 10.0  # 0 and 20 bytes; the prompt's own 20 are not decoding's
     assert second == 0.0  # slots stay filled
     assert third != third
-
-
-def test_the_replay_does_not_prefetch_or_hint() -> None:
-    replay = Replay(config(2))
-    assert replay.missed_bytes(decode(0)) == 10
-    assert not replay._scheduler.config.hints
-    assert not replay._scheduler.config.prefetch
-    assert replay._scheduler.config.reorder
-    replay._scheduler.check_integrity()
 
 
 def test_bound_is_the_larger_of_compute_and_transfer() -> None:

@@ -1,0 +1,46 @@
+"""Replays routing through the scheduler, on demand only: which bytes a cache of a policy would have had to fetch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from promoe.scheduler import Scheduler, SchedulerConfig
+from promoe.scheduler.cache import RESIDENT
+
+
+class Replay:
+    """The same slots and eviction policy with demand only, each layer one event: keeps its cache from pass to pass.
+
+    Args:
+        config: the scheduler configuration of the system that is replayed.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._scheduler = Scheduler(dataclasses.replace(config, hints=False, prefetch=False, reorder=True))
+
+    def residency(self, layer_idx: int) -> npt.NDArray[np.bool_]:
+        """Whether each expert of a layer is in a slot, `[num_experts]`."""
+        start = layer_idx * self._scheduler.max_experts
+        states = self._scheduler.cache_of(layer_idx).states[start : start + self._config.num_experts[layer_idx]]
+        result: npt.NDArray[np.bool_] = states == RESIDENT
+        return result
+
+    def visit(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> int:
+        """One layer's visit with the experts of each token `[num_tokens][top_k]`; returns the bytes that it fetches."""
+        scheduler, fetched_bytes = self._scheduler, 0
+        ids = sorted({expert_idx for token in tokens for expert_idx in token})
+        visit = scheduler.begin_visit(layer_idx, ids, tokens)
+        while not visit.finished:
+            visit.admit()
+            while leases := scheduler.next_chunks():
+                for lease in leases:
+                    fetched_bytes += self._config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
+                    scheduler.chunk_done(lease)
+            visit.release(visit.ready())
+        visit.close()
+        return fetched_bytes

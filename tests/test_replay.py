@@ -1,0 +1,38 @@
+"""A replay on demand only: what a cache would have held, and the bytes that it would have fetched."""
+
+from __future__ import annotations
+
+import pytest
+
+from promoe.replay import Replay
+from promoe.scheduler import PoolSpec, SchedulerConfig
+
+
+def replay_of(num_slots: int, num_layers: int = 1) -> Replay:
+    return Replay(
+        SchedulerConfig([4] * num_layers, [(7, 3)] * num_layers, [PoolSpec(num_slots, tuple(range(num_layers)))], "lru")
+    )
+
+
+def test_what_is_held_costs_nothing() -> None:
+    replay = replay_of(2)
+    assert [replay.visit(0, [[expert_idx]]) for expert_idx in (0, 1, 0, 2, 0, 1)] == [10, 10, 0, 10, 0, 10]
+    assert replay.residency(0).tolist() == [True, True, False, False]
+
+
+def test_a_layer_that_needs_more_than_there_are_slots_runs_in_waves() -> None:
+    replay = replay_of(2)
+    assert replay.visit(0, [[0, 1], [2, 3]]) == 40
+    assert replay.residency(0).sum() == 2
+
+
+def test_layers_share_the_pool_and_are_told_apart() -> None:
+    replay = replay_of(2, num_layers=2)
+    assert replay.visit(0, [[1]]) + replay.visit(1, [[3]]) == 20
+    assert replay.residency(0).tolist() == [False, True, False, False]
+    assert replay.residency(1).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("switch", ["prefetch", "hints"])
+def test_it_neither_prefetches_nor_hints(switch: str) -> None:
+    assert not getattr(replay_of(2)._scheduler.config, switch)
