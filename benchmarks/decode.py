@@ -80,6 +80,12 @@ class SlowedFiles(OnDisk):
         self.link = EmulatedLink(bandwidth_bytes_per_s=median(missed) / reference.compute_s)
 
 
+def _reference(resident: Any, demo: Demo) -> Reference:
+    """The unmodified model's answers with the present number of threads, which is printed."""
+    print(f"\n{torch.get_num_threads()} threads")
+    return record(resident, demo.task)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--caches", nargs="*", default=["12.5%", "20%", "35%"])
@@ -93,14 +99,14 @@ def main() -> None:
     checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
     disk = OnDisk(checkpoint, DTYPE)
     resident = disk.resident()
-    reference = record(resident, demo.task)
-    print(f"{torch.get_num_threads()} threads, {options.pairs} prompts x {options.new_tokens} tokens")
-    for cache in options.caches:
-        rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT"))
+    print(f"{options.pairs} prompts x {options.new_tokens} tokens")
+    if options.caches:
+        reference = _reference(resident, demo)
+        for cache in options.caches:
+            rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT"))
     if not options.skip_emulated:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        reference = record(resident, demo.task)
-        print(f"\n{torch.get_num_threads()} threads")
+        reference = _reference(resident, demo)
         link = SlowedFiles(checkpoint, DTYPE)
         link.equalise(reference, "25%")
         rows.append(measure(demo, link, resident, reference, "25%", "emulated link, transfer = compute"))

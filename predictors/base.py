@@ -86,3 +86,8 @@ def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Probability `[num_experts]` that at least one token `[num_tokens, num_experts]` uses an expert: 1 - prod(1 - p)."""
     result: npt.NDArray[np.float64] = per_token[0] if len(per_token) == 1 else 1.0 - np.prod(1.0 - per_token, axis=0)
     return result
+
+
+def horizon(layer_idx: int, lookahead: int, num_layers: int) -> list[tuple[int, int]]:
+    """(steps ahead, layer) of the next `lookahead` visits, on into the next pass."""
+    return [(k, (layer_idx + k) % num_layers) for k in range(1, min(lookahead, num_layers) + 1)]

@@ -16,7 +16,7 @@ from torch import nn
 
 from promoe.moe_layers import gate_indices
 
-from .base import Forecast, LayerVisit, PredictorContext, any_token
+from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
 
 # Slope of the logistic that turns a router logit's distance from the selection threshold, in standard deviations of
 # the layer's logits, into a probability. The run-time calibration corrects it.
@@ -42,12 +42,11 @@ class GatePredictor:
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """One forecast per layer i+1 .. i+lookahead, counted on across the end of the pass."""
-        forecasts = []
         with torch.inference_mode():
-            for steps_ahead in range(1, self._lookahead + 1):
-                layer_idx = (visit.layer_idx + steps_ahead) % len(self._targets)
-                forecasts.append(Forecast(steps_ahead, layer_idx, self._targets[layer_idx].probabilities(visit)))
-        return forecasts
+            return [
+                Forecast(steps_ahead, layer_idx, self._targets[layer_idx].probabilities(visit))
+                for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets))
+            ]
 
 
 class _TargetGate:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .base import Forecast, LayerVisit, PredictorContext
-
-
-def horizon(layer_idx: int, lookahead: int, num_layers: int) -> list[tuple[int, int]]:
-    """(steps ahead, layer) of the next `lookahead` visits, on into the next pass."""
-    return [(k, (layer_idx + k) % num_layers) for k in range(1, min(lookahead, num_layers) + 1)]
+from .base import Forecast, LayerVisit, PredictorContext, horizon
 
 
 class PreviousPredictor:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .base import Forecast, LayerVisit, PredictorContext
-from .history import horizon
+from .base import Forecast, LayerVisit, PredictorContext, horizon
 
 
 class RandomPredictor:

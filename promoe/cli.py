@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from jsonargparse import ArgumentParser
-
 import promoe
 from promoe import commands
 
@@ -107,14 +105,9 @@ def demo(
 COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run}
 
 
-def make_parser() -> ArgumentParser:
-    """The parser of all commands."""
-    return commands.make_parser("promoe", DESCRIPTION, promoe.__version__, COMMANDS)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 (tokens differ), 2 (the user can mend it), 130 (interrupted)."""
-    return commands.run_command(make_parser(), "promoe", COMMANDS, argv)
+    return commands.run_command("promoe", DESCRIPTION, promoe.__version__, COMMANDS, argv)
 
 
 if __name__ == "__main__":

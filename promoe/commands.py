@@ -24,10 +24,10 @@ class _Parser(ArgumentParser):
         return super().add_argument(*names, **kwargs)
 
 
-def make_parser(
-    program: str, description: str, version: str, commands: Mapping[str, Callable[..., int]]
-) -> ArgumentParser:
-    """The parser of a program with subcommands."""
+Commands = Mapping[str, Callable[..., int]]
+
+
+def _make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:
     parser = _Parser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"promoe {version}")
     subcommands = parser.add_subcommands(required=True, dest="command")
@@ -39,11 +39,9 @@ def make_parser(
     return parser
 
 
-def run_command(
-    parser: ArgumentParser, program: str, commands: Mapping[str, Callable[..., int]], argv: Sequence[str] | None
-) -> int:
+def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
-    parsed = parser.parse_args(None if argv is None else list(argv))
+    parsed = _make_parser(program, description, version, commands).parse_args(None if argv is None else list(argv))
     try:
         return commands[parsed.command](**vars(parsed[parsed.command]))
     except PromoeError as error:

@@ -11,6 +11,7 @@ from promoe.counts import Cause, LayerStats, Phase, PhaseStats
 from promoe.recorder import Recorder
 from promoe.units import (
     DASH,
+    aligned,
     format_megabytes,
     format_memory,
     format_seconds,
@@ -173,11 +174,7 @@ class Stats:
             f"link      {self.link}" + (f"; store {self.store}" if self.store else ""),
         ]
         table = [("", "prefill", "decode", "total"), *self.rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(4)]
-        for label, *cells in table:
-            values = "  ".join(cell.rjust(max(10, width)) for cell, width in zip(cells, widths[1:], strict=True))
-            lines.append(f"{label.ljust(widths[0])}  {values}")
-        return "\n".join(lines + self._troubles())
+        return "\n".join(lines + aligned(table, narrowest=10) + self._troubles())
 
     def _troubles(self) -> list[str]:
         t = self.total

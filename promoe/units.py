@@ -7,6 +7,7 @@ A number that does not exist (nan or None) is written as a dash.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 DASH = "–"
 
@@ -14,6 +15,16 @@ DASH = "–"
 def is_number(value: float | None) -> bool:
     """False for None and nan: the quantity has no value, for example a hit rate without any visit."""
     return value is not None and not math.isnan(value)
+
+
+def aligned(rows: Sequence[Sequence[str]], narrowest: int = 0) -> list[str]:
+    """Lines of a table: the first column to the left, the others to the right, at least `narrowest` characters wide."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for label, *cells in rows:
+        padded = (cell.rjust(max(narrowest, width)) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([label.ljust(widths[0]), *padded]).rstrip())
+    return lines
 
 
 def ratio(numerator: float, denominator: float) -> float:

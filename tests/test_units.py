@@ -66,3 +66,9 @@ def test_ratio_over_nothing_is_nan() -> None:
 
 def test_an_infinite_number_is_written_not_raised() -> None:
     assert units.format_number(math.inf) == "∞"
+
+
+def test_a_table_has_its_first_column_to_the_left_and_the_others_to_the_right() -> None:
+    rows = [["", "hits", ""], ["a name", "1", "22"]]
+    assert units.aligned(rows) == ["        hits", "a name     1  22"]
+    assert units.aligned(rows, narrowest=5) == ["         hits", "a name      1     22"]

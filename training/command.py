@@ -6,14 +6,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, get_args
 
 import promoe
 from promoe.errors import ConfigError
 from promoe.output import write_atomically
 from promoe.scheduler.config import EvictionName
-from promoe.training.evaluation import check_kinds, evaluate, replay_caches
+from promoe.training.evaluation import check_kinds, evaluate, name_of_rate, replay_caches
 from promoe.training.routing_traces import RoutingTrace, load_npz
+from promoe.units import aligned
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,13 @@ class Evaluation:
     json: Path | None
 
 
+def policy_named(name: str) -> EvictionName:
+    """The eviction policy of that name, or ConfigError."""
+    if name not in get_args(EvictionName):
+        raise ConfigError(f"--policy must be of {', '.join(get_args(EvictionName))}. Got {name!r} instead.")
+    return name  # type: ignore[return-value]
+
+
 def run_evaluation(task: Evaluation, out: TextIO) -> dict[str, Any]:
     """Evaluate, print a table to `out`, write the JSON, and return what it holds.
 
@@ -42,7 +50,7 @@ def run_evaluation(task: Evaluation, out: TextIO) -> dict[str, Any]:
         raise ConfigError(f"--replay-tokens must be at least 1. Got {task.replay_tokens}.")
     trace = load_npz(task.trace)
     fit, held_out = trace.split()
-    caches = replay_caches(_first(held_out, task.replay_tokens), task.policies, task.cache_rates)
+    caches = replay_caches(held_out.first(task.replay_tokens), task.policies, task.cache_rates)
     result = evaluate(fit, held_out, task.kinds, task.lookaheads, caches)
     print(_conditions(task, trace, fit, held_out), file=out)
     print(table(result, task), file=out)
@@ -50,12 +58,6 @@ def run_evaluation(task: Evaluation, out: TextIO) -> dict[str, Any]:
         write_atomically(task.json, [json.dumps(result, indent=2), "\n"])
         print(f"written to {task.json}", file=out)
     return result
-
-
-def _first(trace: RoutingTrace, num_tokens: int) -> RoutingTrace:
-    return RoutingTrace(
-        trace.experts[:num_tokens], trace.token_ids[:num_tokens], trace.prompt_lengths, trace.num_experts
-    )
 
 
 def _conditions(task: Evaluation, trace: RoutingTrace, fit: RoutingTrace, held_out: RoutingTrace) -> str:
@@ -70,23 +72,15 @@ def _conditions(task: Evaluation, trace: RoutingTrace, fit: RoutingTrace, held_o
 
 def table(result: dict[str, Any], task: Evaluation) -> str:
     """One row per kind and lookahead: accuracy, and per cache recall / precision of misses, in percent."""
-    columns = [(policy, f"{rate * 100:g}%") for policy in task.policies for rate in task.cache_rates]
+    columns = [(policy, name_of_rate(rate)) for policy in task.policies for rate in task.cache_rates]
     rows = [["kind", "k", "accuracy", *(f"{policy} {rate}" for policy, rate in columns)]]
     for kind, by_lookahead in result.items():
         for lookahead, figures in by_lookahead.items():
             misses = [figures["misses"][policy][rate] for policy, rate in columns]
             cells = [f"{_percent(cell['recall'])} / {_percent(cell['precision'])}" for cell in misses]
             rows.append([kind, lookahead, _percent(figures["accuracy"]), *cells])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-    head = "misses: recall / precision, %" if columns else ""
-    return "\n".join(line.rstrip() for line in [head, *lines] if line)
+    head = ["misses: recall / precision, %"] if columns else []
+    return "\n".join(head + aligned(rows))
 
 
 def _percent(share: float | None) -> str:

@@ -62,7 +62,11 @@ def evaluate(
     result: dict[str, Any] = {}
     for name in kinds:
         kind = KINDS[name](fit)
-        result[name] = {str(lookahead): _evaluate(kind, held_out, lookahead, caches) for lookahead in lookaheads}
+        if kind.same_for_every_lookahead:
+            figures = [_evaluate(kind, held_out, lookaheads[0], caches)] * len(lookaheads)
+        else:
+            figures = [_evaluate(kind, held_out, lookahead, caches) for lookahead in lookaheads]
+        result[name] = dict(zip(map(str, lookaheads), figures, strict=True))
     return result
 
 
@@ -102,8 +106,13 @@ def _evaluate(kind: Kind, held_out: RoutingTrace, lookahead: int, caches: Caches
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     by_policy: dict[str, dict[str, Any]] = {}
     for (policy, rate), counts in misses.items():
-        by_policy.setdefault(policy, {})[f"{rate * 100:g}%"] = counts.to_json()
+        by_policy.setdefault(policy, {})[name_of_rate(rate)] = counts.to_json()
     return {"accuracy": float(np.mean(known)) if known else None, "layers": accuracies, "misses": by_policy}
+
+
+def name_of_rate(rate: float) -> str:
+    """A cache rate as the results call it: "12.5%"."""
+    return f"{rate * 100:g}%"
 
 
 def top(scores: npt.NDArray[np.float32], count: int) -> Bools:

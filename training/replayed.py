@@ -15,8 +15,7 @@ from promoe.training.routing_traces import RoutingTrace
 def residency(trace: RoutingTrace, policy: EvictionName, cache_rate: float) -> npt.NDArray[np.bool_]:
     """Whether each expert was in a slot when its layer's gate had chosen, `[num_tokens, num_layers, num_experts]`.
 
-    One global pool, empty at first; a layer's experts are one event; nothing is prefetched. Takes about 0.1 ms per token
-    and layer.
+    One global pool, empty at first; a layer's experts are one event; nothing is prefetched.
     """
     num_slots = max(1, round(cache_rate * trace.num_layers * trace.num_experts))
     config = SchedulerConfig(

@@ -6,6 +6,7 @@ Knows arrays and files; not models or predictors.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
@@ -68,6 +69,14 @@ class RoutingTrace:
             self.experts[tokens], self.token_ids[tokens], self.prompt_lengths[start:stop], self.num_experts
         )
 
+    def first(self, num_tokens: int) -> RoutingTrace:
+        """At most so many tokens from the start; the last prompt may be cut off."""
+        ends = np.minimum(np.cumsum(self.prompt_lengths), num_tokens)
+        lengths = np.diff(ends, prepend=0)
+        return RoutingTrace(
+            self.experts[:num_tokens], self.token_ids[:num_tokens], lengths[lengths > 0], self.num_experts
+        )
+
     def split(self, share: float = 0.8) -> tuple[RoutingTrace, RoutingTrace]:
         """The first `share` of the prompts, and the rest: by prompt, in the order of the file.
 
@@ -114,7 +123,7 @@ def load_npz(path: str | PathLike[str]) -> RoutingTrace:
                 experts, lengths, token_ids = (archive[name] for name in REQUIRED)
     except OSError as error:
         raise TraceError(f"Cannot read the trace {path}: {error.strerror or error}. Check the path.") from error
-    except (ValueError, zipfile.BadZipFile, EOFError) as error:
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise TraceError(f"{path} is not a NumPy archive of plain arrays: {error}.") from error
     return _checked(path, experts, lengths, token_ids)
 

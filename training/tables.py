@@ -19,6 +19,9 @@ Scores = npt.NDArray[np.float32]
 class Kind(Protocol):
     """A fitted predictor of ids."""
 
+    same_for_every_lookahead: bool
+    """Whether `scores` ignores the lookahead, so that it need be asked once."""
+
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
         """How likely each token uses each expert of a layer, `[num_tokens, num_experts]`, as known `lookahead` layers
         before it; None where nothing is known by then."""
@@ -35,16 +38,20 @@ def used(trace: RoutingTrace, layer_idx: int) -> Scores:
 class Popularity:
     """The share of tokens that used an expert."""
 
+    same_for_every_lookahead = True
+
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._share = [used(fitted_on, layer_idx).mean(axis=0) for layer_idx in range(fitted_on.num_layers)]
 
-    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
+    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
         """The same for every token."""
         return np.broadcast_to(self._share[layer_idx], (trace.num_tokens, trace.num_experts))
 
 
 class Token:
     """How often an expert was used by the same token id; by popularity where the id is new (ProMoE section 3)."""
+
+    same_for_every_lookahead = True
 
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._popularity = Popularity(fitted_on)
@@ -55,12 +62,11 @@ class Token:
             np.add.at(counts, (rows[:, None], fitted_on.experts[:, layer_idx]), 1.0)
             self._counts.append(counts)
 
-    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """Known from the pass's start, so the same for every lookahead."""
+    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
+        """Known from the pass's start."""
         rows = np.minimum(np.searchsorted(self._known, trace.token_ids), len(self._known) - 1)
         is_known = self._known[rows] == trace.token_ids
         popularity = self._popularity.scores(trace, layer_idx, lookahead)
-        assert popularity is not None
         # Popularity, at most 1, only breaks ties between counts.
         counts: Scores = np.where(is_known[:, None], self._counts[layer_idx][rows], np.float32(0))
         counts += popularity * np.float32(1e-3)
@@ -70,13 +76,14 @@ class Token:
 class Previous:
     """A layer uses again what the token before used; a prompt's first token, what is popular."""
 
+    same_for_every_lookahead = True
+
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._popularity = Popularity(fitted_on)
 
-    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """The same for every lookahead."""
+    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
+        """Known since the token before."""
         popularity = self._popularity.scores(trace, layer_idx, lookahead)
-        assert popularity is not None
         result: Scores = np.array(popularity) * np.float32(1e-3)
         before = used(trace, layer_idx)[:-1]
         before[trace.prompt_starts[1:] - 1] = 0.0
@@ -89,6 +96,8 @@ class Correlation:
 
     Layers that have none so far before them are predicted from the first (as ProMoE does), the first not at all.
     """
+
+    same_for_every_lookahead = False
 
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._fitted_on = fitted_on

@@ -23,8 +23,8 @@ from .reuse import P_MAX, P_MIN, Floats
 # Weight of the starting coefficients, in outcomes (one per expert and visit), and memory of the fit, in visits.
 START_WEIGHT = 40.0
 MEMORY_VISITS = 500.0
-# Visits per refit: one costs about 40 us, on the critical path. A layer's own is refitted seldom, so that what all layers
-# have in common is settled by then: two fits that correct the same error at once overshoot.
+# Visits per refit, which may be on the critical path. A layer's own is refitted seldom, so that what all layers have in
+# common is settled by then: two fits that correct the same error at once overshoot.
 BATCH_VISITS = 8
 LAYER_BATCH_VISITS = 32
 # Of forecast, prior, correlation, and the constant.

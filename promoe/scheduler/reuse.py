@@ -28,9 +28,8 @@ class ReusePrior:
         self._gain = 1.0 - self._decay
         self._gains: list[float] = self._gain.ravel().tolist()
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
-        self._probability: dict[
-            int, tuple[int, Floats]
-        ] = {}  # layer -> (number of tokens, answer) since it last learned
+        # Layer -> (number of tokens, answer), since it last learned.
+        self._probability: dict[int, tuple[int, Floats]] = {}
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][top_k]`."""

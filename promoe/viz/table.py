@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from promoe.units import (
     DASH,
+    aligned,
     format_megabytes,
     format_ms,
     format_share,
@@ -79,12 +80,7 @@ def text_table(runs: Sequence[Run], baseline: Run) -> str:
     columns = columns_for(runs)
     lines = [["", *(c.head for c in columns)], ["", *(c.unit for c in columns)]]
     lines += [[run.name, *(c.cell(run, baseline) for c in columns)] for run in runs]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns) + 1)]
-    aligned = []
-    for name, *cells in lines:
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        aligned.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
-    return "\n".join(aligned)
+    return "\n".join(aligned(lines))
 
 
 def _on_share(run: Run) -> float | None:

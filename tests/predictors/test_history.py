@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
-from promoe.predictors.history import PopularityPredictor, PreviousPredictor, horizon
+from promoe.predictors.base import horizon
+from promoe.predictors.history import PopularityPredictor, PreviousPredictor
 
 
 def context(layers: int, num_experts: int = 4, top_k: int = 2) -> PredictorContext:

@@ -34,6 +34,15 @@ def test_a_split_is_by_prompt_in_order() -> None:
     assert trace.prompt_starts.tolist() == [0, 1, 3, 6, 7]
 
 
+def test_the_first_tokens_are_a_trace_of_their_own() -> None:
+    trace = random_trace(prompts=3, length=4)
+    assert trace.first(6).prompt_lengths.tolist() == [4, 2]
+    assert trace.first(8).prompt_lengths.tolist() == [4, 4]
+    assert trace.first(99).prompt_lengths.tolist() == [4, 4, 4]
+    np.testing.assert_array_equal(trace.first(6).experts, trace.experts[:6])
+    assert trace.first(6).token_ids.tolist() == trace.token_ids[:6].tolist()
+
+
 def test_one_prompt_cannot_be_split() -> None:
     with pytest.raises(TraceError, match=r"1 prompts cannot be split.*Collect more"):
         random_trace(prompts=1).split()
@@ -79,6 +88,16 @@ def test_what_is_no_archive_is_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "array.npy", np.zeros(3))
     with pytest.raises(TraceError, match="not a NumPy archive"):
         load_npz(tmp_path / "array.npy")
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    trace, path = random_trace(prompts=100), tmp_path / "t.npz"
+    np.savez_compressed(path, experts=trace.experts, prompt_lengths=trace.prompt_lengths, token_index=trace.token_ids)
+    content = bytearray(path.read_bytes())
+    content[100:200] = bytes(100)
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=r"t\.npz is not a NumPy archive"):
+        load_npz(path)
 
 
 def test_pickles_are_never_loaded(tmp_path: Path) -> None:
