@@ -10,7 +10,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip setuptools
 	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,examples]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,train,viz,examples]'
 	touch $(STAMP)
 
 demo: $(STAMP)

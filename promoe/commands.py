@@ -24,6 +24,12 @@ class _Parser(ArgumentParser):
         return super().add_argument(*names, **kwargs)
 
 
+def _with_hyphens(argument: str) -> str:
+    """`--trainer.max_epochs=3` as `--trainer.max-epochs=3`: Python's names are accepted too."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
 Commands = Mapping[str, Callable[..., int]]
 
 
@@ -41,7 +47,9 @@ def _make_parser(program: str, description: str, version: str, commands: Command
 
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
-    parsed = _make_parser(program, description, version, commands).parse_args(None if argv is None else list(argv))
+    parser = _make_parser(program, description, version, commands)
+    arguments = [_with_hyphens(text) for text in (sys.argv[1:] if argv is None else argv)]
+    parsed = parser.instantiate(parser.parse_args(arguments))
     try:
         return commands[parsed.command](**vars(parsed[parsed.command]))
     except PromoeError as error:

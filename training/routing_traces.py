@@ -8,21 +8,37 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from promoe.errors import PromoeError
 
+if TYPE_CHECKING:
+    import torch
+
 REQUIRED = ("experts", "prompt_lengths", "token_index")
 
 
 class TraceError(PromoeError):
     """A trace is missing or is not what it should be; the message says what was expected and found."""
+
+
+class GateRecords(Protocol):
+    """What gates saw, kept somewhere; see `recorded_traces.RecordedTrace`."""
+
+    @property
+    def gates(self) -> list[dict[str, torch.Tensor]]:
+        """Parameters and buffers of each layer's gate, by name."""
+        ...
+
+    def layer_inputs(self, layer_idx: int, rows: slice) -> torch.Tensor:
+        """One layer's gate inputs, bfloat16 `[n, hidden_size]`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,12 +50,18 @@ class RoutingTrace:
         token_ids: `[num_tokens]`.
         prompt_lengths: tokens of each prompt, in order; their sum is `num_tokens`.
         num_experts: of every layer.
+        generated: `[num_tokens]`, which tokens the model wrote itself (decode); None: unknown.
+        recorded: where the gate inputs of these tokens are; None: there are ids only.
+        first_row: the first token's row there.
     """
 
     experts: npt.NDArray[np.integer[Any]]
     token_ids: npt.NDArray[np.integer[Any]]
     prompt_lengths: npt.NDArray[np.integer[Any]]
     num_experts: int
+    generated: npt.NDArray[np.bool_] | None = None
+    recorded: GateRecords | None = None
+    first_row: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -64,17 +86,22 @@ class RoutingTrace:
     def prompts(self, start: int, stop: int) -> RoutingTrace:
         """Prompts `start` to `stop`, without the latter."""
         rows = np.concatenate([[0], np.cumsum(self.prompt_lengths)])
-        tokens = slice(rows[start], rows[stop])
-        return RoutingTrace(
-            self.experts[tokens], self.token_ids[tokens], self.prompt_lengths[start:stop], self.num_experts
-        )
+        return self._tokens(slice(rows[start], rows[stop]), self.prompt_lengths[start:stop])
 
     def first(self, num_tokens: int) -> RoutingTrace:
         """At most so many tokens from the start; the last prompt may be cut off."""
         ends = np.minimum(np.cumsum(self.prompt_lengths), num_tokens)
         lengths = np.diff(ends, prepend=0)
-        return RoutingTrace(
-            self.experts[:num_tokens], self.token_ids[:num_tokens], lengths[lengths > 0], self.num_experts
+        return self._tokens(slice(num_tokens), lengths[lengths > 0])
+
+    def _tokens(self, tokens: slice, prompt_lengths: npt.NDArray[np.integer[Any]]) -> RoutingTrace:
+        return replace(
+            self,
+            experts=self.experts[tokens],
+            token_ids=self.token_ids[tokens],
+            prompt_lengths=prompt_lengths,
+            generated=None if self.generated is None else self.generated[tokens],
+            first_row=self.first_row + (tokens.start or 0),
         )
 
     def split(self, share: float = 0.8) -> tuple[RoutingTrace, RoutingTrace]:

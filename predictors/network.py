@@ -1,0 +1,130 @@
+"""Networks that predict routing, for all layers of a model at once: the gate input at one layer, scores at later ones.
+
+Both kinds are `inner`, a nonlinearity and `outer`, per layer i that is predicted from and distance k that is predicted:
+
+    residual   scores = linear[i,k] x + outer[i,k] silu(inner[i] x): the target layer's own gate in `linear`, to begin
+               with, and one trunk for all distances, which adds nothing to begin with
+    mlp        scores = outer[i,k] silu(inner[i,k] x): the published two layers (ProMoE section 4), one per target
+
+x is the gate input, standardised per feature. Used by training and, layer by layer, by the runtime.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Network(nn.Module):
+    """What both kinds share: standardised input, a bias per score.
+
+    Args:
+        num_layers: L, MoE layers.
+        hidden_size: H, of the gate input.
+        num_experts: E, of each layer.
+        lookahead: K, distances 1..K; layer i + k counts on into the next token.
+        width: W, of a hidden layer.
+    """
+
+    def __init__(self, num_layers: int, hidden_size: int, num_experts: int, lookahead: int, width: int) -> None:
+        super().__init__()
+        self.num_layers, self.num_experts, self.lookahead, self.width = num_layers, num_experts, lookahead, width
+        rows = self.num_shared_rows() + lookahead * self.num_step_rows()
+        self.mean = nn.Buffer(torch.zeros(num_layers, hidden_size))
+        self.scale = nn.Buffer(torch.ones(num_layers, hidden_size))
+        self.inner = nn.Parameter(torch.randn(num_layers, rows, hidden_size) / math.sqrt(hidden_size))
+        self.inner_bias = nn.Parameter(torch.zeros(num_layers, rows))
+        self.outer = nn.Parameter(torch.zeros(num_layers, lookahead, num_experts, width))
+        self.bias = nn.Parameter(torch.zeros(num_layers, lookahead, num_experts))
+
+    def num_shared_rows(self) -> int:
+        """Rows of `inner` that all distances use, before the others."""
+        raise NotImplementedError
+
+    def num_step_rows(self) -> int:
+        """Rows of `inner` for one distance."""
+        raise NotImplementedError
+
+    def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
+        """Scores `[layers, K', n, E]` from `inner`'s results `[layers, n, rows]` for the K' first distances."""
+        raise NotImplementedError
+
+    def standardise(self, mean: torch.Tensor, deviation: torch.Tensor) -> None:
+        """Take the training data's mean and standard deviation `[L, H]` of each feature."""
+        self.mean.copy_(mean)
+        self.scale.copy_(1.0 / deviation.clamp_min(1e-4))
+
+    def forward(self, gate_inputs: torch.Tensor) -> torch.Tensor:
+        """Scores `[L, K, n, E]` for gate inputs `[n, L, H]`: entry [i, k - 1] is of layer i + k, counted on across the
+        end of the token."""
+        x = ((gate_inputs.float() - self.mean) * self.scale).transpose(0, 1)
+        return self.scores(torch.baddbmm(self.inner_bias[:, None], x, self.inner.transpose(1, 2)))
+
+    def folded(self, layer_idx: int, lookahead: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, as far as distances 1..lookahead need it."""
+        rows = self.num_shared_rows() + lookahead * self.num_step_rows()
+        weight = self.inner[layer_idx, :rows] * self.scale[layer_idx]
+        return weight, self.inner_bias[layer_idx, :rows] - weight @ self.mean[layer_idx]
+
+
+class ResidualNetwork(Network):
+    """The target gate, re-normalised, plus a correction that is zero to begin with."""
+
+    def num_shared_rows(self) -> int:
+        """The trunk."""
+        return self.width
+
+    def num_step_rows(self) -> int:
+        """The linear part."""
+        return self.num_experts
+
+    def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
+        """See `Network`."""
+        num_layers, n = inner.shape[:2]
+        trunk = F.silu(inner[..., : self.width])
+        linear = inner[..., self.width :].reshape(num_layers, n, -1, self.num_experts).transpose(1, 2)
+        steps = linear.shape[1]
+        outer = self.outer[layers, :steps].flatten(1, 2).transpose(1, 2)
+        correction = torch.bmm(trunk, outer).view(num_layers, n, steps, -1).transpose(1, 2)
+        return linear + correction + self.bias[layers, :steps, None]
+
+    def start_from_gates(self, weights: Sequence[torch.Tensor]) -> None:
+        """Let the linear part be each target's own gate `[E, H]`, on inputs re-scaled to that layer's mean and deviation.
+
+        Call after `standardise`.
+        """
+        with torch.no_grad():
+            for layer_idx in range(self.num_layers):
+                for step in range(self.lookahead):
+                    target = (layer_idx + step + 1) % self.num_layers
+                    gate = weights[target].float()
+                    start = self.width + step * self.num_experts
+                    self.inner[layer_idx, start : start + self.num_experts] = gate / self.scale[target]
+                    self.bias[layer_idx, step] = gate @ self.mean[target]
+
+
+class MlpNetwork(Network):
+    """Two layers per target and distance."""
+
+    def __init__(self, num_layers: int, hidden_size: int, num_experts: int, lookahead: int, width: int) -> None:
+        super().__init__(num_layers, hidden_size, num_experts, lookahead, width)
+        nn.init.normal_(self.outer, std=1.0 / math.sqrt(width))
+
+    def num_shared_rows(self) -> int:
+        """None."""
+        return 0
+
+    def num_step_rows(self) -> int:
+        """A hidden layer."""
+        return self.width
+
+    def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
+        """See `Network`."""
+        num_layers, n = inner.shape[:2]
+        hidden = F.silu(inner).view(num_layers, n, -1, self.width).transpose(1, 2)
+        steps = hidden.shape[1]
+        return hidden @ self.outer[layers, :steps].transpose(2, 3) + self.bias[layers, :steps, None]
