@@ -3,6 +3,10 @@
     base       what a predictor is given and what it answers
     gate       skip-based: a later layer's own gate on this layer's gate input (no training)
     history    previous token's experts, popularity
+    network    what is trained: gate input at one layer -> scores at later ones
+    trained    a trained predictor as files: networks, calibration, and which model it is for
+    learned    a trained predictor at work
+    registry   predictors by name or place
     reference  random, oracle and always-wrong predictions, for measurements and tests
 
 A prediction changes *when* bytes move, never what is computed.
@@ -10,5 +14,15 @@ A prediction changes *when* bytes move, never what is computed.
 
 from .base import Forecast, LayerVisit, Predictor, PredictorContext
 from .registry import KINDS, check_kind, create
+from .trained import TrainedPredictor
 
-__all__ = ["KINDS", "Forecast", "LayerVisit", "Predictor", "PredictorContext", "check_kind", "create"]
+__all__ = [
+    "KINDS",
+    "Forecast",
+    "LayerVisit",
+    "Predictor",
+    "PredictorContext",
+    "TrainedPredictor",
+    "check_kind",
+    "create",
+]

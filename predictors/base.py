@@ -22,16 +22,24 @@ class PredictorContext:
         gates: the gate module of each MoE layer, in order.
         num_experts: routed experts of each MoE layer.
         top_k: experts per token of each MoE layer.
+        model_type: the model's family in Transformers; None: unknown.
     """
 
     gates: Sequence[nn.Module]
     num_experts: Sequence[int]
     top_k: Sequence[int]
+    model_type: str | None = None
 
     @property
     def num_layers(self) -> int:
         """MoE layers."""
         return len(self.gates)
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Of the gate input, as the first gate's weight `[num_experts, hidden_size]` has it; None: it has none."""
+        shapes = [tuple(parameter.shape) for parameter in self.gates[0].parameters()]
+        return next((shape[1] for shape in shapes if len(shape) == 2 and shape[0] == self.num_experts[0]), None)
 
 
 @dataclass(frozen=True, slots=True)

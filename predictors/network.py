@@ -2,11 +2,12 @@
 
 Both kinds are `inner`, a nonlinearity and `outer`, per layer i that is predicted from and distance k that is predicted:
 
-    residual   scores = linear[i,k] x + outer[i,k] silu(inner[i] x): the target layer's own gate in `linear`, to begin
+    residual   scores = linear[i,k] x + outer[i,k] relu(inner[i] x): the target layer's own gate in `linear`, to begin
                with, and one trunk for all distances, which adds nothing to begin with
-    mlp        scores = outer[i,k] silu(inner[i,k] x): the published two layers (ProMoE section 4), one per target
+    mlp        scores = outer[i,k] relu(inner[i,k] x): the published two layers (ProMoE section 4), one per target
 
-x is the gate input, standardised per feature. Used by training and, layer by layer, by the runtime.
+x is the gate input, standardised per feature. relu: it is one operation where smoother ones are four, and those take
+longer to call than to compute when one token is predicted. Used by training and, layer by layer, by the runtime.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 
 class Network(nn.Module):
@@ -64,11 +64,12 @@ class Network(nn.Module):
         x = ((gate_inputs.float() - self.mean) * self.scale).transpose(0, 1)
         return self.scores(torch.baddbmm(self.inner_bias[:, None], x, self.inner.transpose(1, 2)))
 
-    def folded(self, layer_idx: int, lookahead: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, as far as distances 1..lookahead need it."""
-        rows = self.num_shared_rows() + lookahead * self.num_step_rows()
-        weight = self.inner[layer_idx, :rows] * self.scale[layer_idx]
-        return weight, self.inner_bias[layer_idx, :rows] - weight @ self.mean[layer_idx]
+    def folded(self, layer_idx: int, steps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, for some distances k - 1 alone."""
+        shared, each = self.num_shared_rows(), self.num_step_rows()
+        rows = [*range(shared), *(shared + step * each + row for step in steps for row in range(each))]
+        weight = self.inner[layer_idx, rows].float() * self.scale[layer_idx].float()
+        return weight, self.inner_bias[layer_idx, rows].float() - weight @ self.mean[layer_idx].float()
 
 
 class ResidualNetwork(Network):
@@ -85,7 +86,7 @@ class ResidualNetwork(Network):
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
         """See `Network`."""
         num_layers, n = inner.shape[:2]
-        trunk = F.silu(inner[..., : self.width])
+        trunk = torch.relu(inner[..., : self.width])
         linear = inner[..., self.width :].reshape(num_layers, n, -1, self.num_experts).transpose(1, 2)
         steps = linear.shape[1]
         outer = self.outer[layers, :steps].flatten(1, 2).transpose(1, 2)
@@ -125,6 +126,6 @@ class MlpNetwork(Network):
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
         """See `Network`."""
         num_layers, n = inner.shape[:2]
-        hidden = F.silu(inner).view(num_layers, n, -1, self.width).transpose(1, 2)
+        hidden = torch.relu(inner).view(num_layers, n, -1, self.width).transpose(1, 2)
         steps = hidden.shape[1]
         return hidden @ self.outer[layers, :steps].transpose(2, 3) + self.bias[layers, :steps, None]

@@ -1,15 +1,18 @@
-"""The predictors that need no training, by name."""
+"""Predictors by name: those that need no training, and trained ones by folder or hub id."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from promoe.errors import ConfigError
 
 from .base import Predictor, PredictorContext
 from .gate import GatePredictor
 from .history import PopularityPredictor, PreviousPredictor
+from .learned import LearnedPredictor
 from .reference import RandomPredictor
+from .trained import TrainedPredictor
 
 KINDS: dict[str, Callable[[PredictorContext, int], Predictor]] = {
     "gate": GatePredictor,
@@ -20,19 +23,29 @@ KINDS: dict[str, Callable[[PredictorContext, int], Predictor]] = {
 
 
 def check_kind(kind: str) -> None:
-    """Raise ConfigError if there is no predictor of that name."""
-    if kind not in KINDS:
-        raise ConfigError(
-            f"The 'predictor' argument must be None, a Predictor, or one of {', '.join(map(repr, KINDS))}. "
-            f"Got {kind!r} instead."
-        )
+    """Raise ConfigError if there is no predictor of that name, or no trained one in that place."""
+    if kind in KINDS:
+        return
+    if _names_a_place(kind):
+        TrainedPredictor.load(kind)
+        return
+    raise ConfigError(
+        f"The 'predictor' argument must be None, a Predictor, one of {', '.join(map(repr, KINDS))}, or the folder or hub id "
+        f"of a trained one. Got {kind!r} instead."
+    )
 
 
 def create(kind: str, context: PredictorContext, lookahead: int) -> Predictor:
-    """The predictor of that name for a model.
+    """The predictor of that name, or the trained one in that place, for a model.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none; or it was trained for another model.
     """
+    if kind not in KINDS and _names_a_place(kind):
+        return LearnedPredictor(TrainedPredictor.load(kind), context, lookahead)
     check_kind(kind)
     return KINDS[kind](context, lookahead)
+
+
+def _names_a_place(text: str) -> bool:
+    return "/" in text or (bool(text) and Path(text).is_dir())

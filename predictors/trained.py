@@ -1,6 +1,7 @@
 """A trained predictor as a thing to keep: networks, calibration, and which model it is for. Safetensors and JSON only."""
 
 # No `from __future__ import annotations`: the mixin reads the type of `config` to rebuild it from JSON.
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +108,10 @@ class TrainedPredictor(nn.Module, PyTorchModelHubMixin, library_name="promoe", t
         Raises:
             ConfigError: there is none, or its files are damaged or do not fit together.
         """
+        folder = Path(path_or_id)
         try:
+            if folder.is_dir():
+                _check_folder(folder)
             return cls.from_pretrained(path_or_id)
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ConfigError(
@@ -133,6 +137,14 @@ class TrainedPredictor(nn.Module, PyTorchModelHubMixin, library_name="promoe", t
     @classmethod
     def _load_as_pickle(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
         raise ConfigError(f"{model_file} is a pickle, which can run code. Predictors are kept as {WEIGHTS_FILE}.")
+
+
+def _check_folder(folder: Path) -> None:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}")
+    if not isinstance(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")), dict):
+        raise ValueError(f"{CONFIG_FILE} holds no object")
 
 
 def above_threshold(scores: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -44,17 +44,17 @@ class Parts:
 
 
 def resolve_predictor(
-    choice: PredictorChoice, layers: Sequence[MoELayer], config: PromoeConfig
+    choice: PredictorChoice, layers: Sequence[MoELayer], config: PromoeConfig, model_type: str | None = None
 ) -> tuple[Predictor | None, str | None]:
     """The predictor that a user asked for, and its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name; or it was trained for another model.
     """
     if choice is None:
         return None, None
     if isinstance(choice, str):
-        return predictors.create(choice, predictor_context(layers), config.lookahead), choice
+        return predictors.create(choice, predictor_context(layers, model_type), config.lookahead), choice
     return choice, type(choice).__name__
 
 
@@ -88,12 +88,13 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool) -
         )
 
 
-def predictor_context(layers: Sequence[MoELayer]) -> PredictorContext:
+def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None) -> PredictorContext:
     """What predictors know of a model."""
     return PredictorContext(
         gates=[layer.gate for layer in layers],
         num_experts=[layer.num_experts for layer in layers],
         top_k=[layer.top_k or 1 for layer in layers],
+        model_type=model_type,
     )
 
 

@@ -35,7 +35,8 @@ def run(
         model: folder of a safetensors checkpoint, or a hub id
         prompt: what to say to it; a chat template is applied where the tokenizer has one
         cache: RAM for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"
-        predictor: what prefetch goes by: "gate", "previous", "popularity", "random", or "none" for no prefetch
+        predictor: what prefetch goes by: "gate", "previous", "popularity", "random", the folder or hub id of a trained one,
+            or "none" for no prefetch
         store: where experts stay: "disk" (the checkpoint's files), "host" (all of them in RAM, the stock model), or "auto"
             (disk)
         max_new_tokens: longest answer, in tokens

@@ -15,7 +15,7 @@ from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_ch
 from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError
 from promoe.links.free_ram import free_ram_bytes
-from promoe.moe_layers import MoELayer
+from promoe.moe_layers import MoELayer, model_type_of
 from promoe.opening import Progress, open_without_experts
 from promoe.resident import ResidentHandle
 from promoe.scheduler import ExpertKey
@@ -53,7 +53,8 @@ def from_pretrained(
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
         cache: RAM for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what is free, less 2 GiB).
-        predictor: "gate", "previous", "popularity", "random", a `Predictor`, or None for no prefetch.
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
+            None for no prefetch.
         dtype: of the weights; None: the checkpoint's. Experts of another dtype are converted on arrival.
         device: "cpu".
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
@@ -81,7 +82,7 @@ def from_pretrained(
     model, layers, store = opened.model, opened.layers, opened.store
     try:
         plans = plan_pools(cache, store.layouts, store.num_experts, free_ram_bytes())
-        chosen, name = resolve_predictor(predictor, layers, config)
+        chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
         if config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
             load_all_experts(layers, store, progress)
             store.close()

@@ -309,6 +309,11 @@ def _eager_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
     return core
 
 
+def model_type_of(model: nn.Module) -> str | None:
+    """The model's family in Transformers, where it says."""
+    return getattr(getattr(model, "config", None), "model_type", None)
+
+
 def _model_name(model: nn.Module) -> str:
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    model_type = model_type_of(model)
     return f"{type(model).__name__} (model_type {model_type!r})" if model_type else type(model).__name__

@@ -13,7 +13,7 @@ from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_ch
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.links.free_ram import free_ram_bytes
-from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
@@ -38,7 +38,8 @@ def patch(
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
         cache: fast memory for experts: "6GiB", "50%" of the routed experts, or bytes.
-        predictor: "gate", "previous", "popularity", "random", a `Predictor`, or None for no prefetch.
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
+            None for no prefetch.
         store: where experts always are: "host" (the model's own tensors) or "auto".
         link: "auto", "host", or an `EmulatedLink`. Without a GPU, "auto" uses experts where they lie: a model that is
             already in RAM gains nothing from slots in RAM.
@@ -68,7 +69,7 @@ def patch(
     check_state(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
     plans = plan_pools(cache, layouts, num_experts, free_ram_bytes())
-    chosen, name = resolve_predictor(predictor, layers, config)
+    chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
     if link == "auto":
         warnings.warn(
             "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where "

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from faults import DelayedLink
+from predictors.trained_predictors import make, sizes_of
 from tiny_models import build, left_padded, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -28,12 +29,13 @@ from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
 from promoe.memory import POISON_BYTE
 from promoe.moe_layers import gate_indices
 from promoe.predictors import Predictor
+from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import OraclePredictor
 from promoe.runtime import MAX_PREDICTED_TOKENS
 from promoe.stores import Store
 
 EVICTIONS = ("next_use", "lru", "lfru", "static")
-PREDICTORS = (None, "gate", "previous", "popularity", "random", "oracle", "wrong")
+PREDICTORS = (None, "gate", "previous", "popularity", "random", "oracle", "wrong", "trained")
 PROMPTS: dict[str, dict[str, torch.Tensor]] = {
     "one": {"input_ids": token_ids(1, 12, seed=1), "attention_mask": torch.ones(1, 12, dtype=torch.long)},
     # Short enough that predictors see its prefill too.
@@ -193,10 +195,14 @@ def record(
 
 
 def predictor_of(name: str | None, model: nn.Module, visits: Sequence[Any], lookahead: int) -> str | Predictor | None:
-    """What to pass as `predictor=`; "oracle" and "wrong" know the visits."""
+    """What to pass as `predictor=`; "oracle" and "wrong" know the visits, "trained" has random weights."""
+    context = predictor_context(promoe.find_moe_layers(model), model.config.model_type)
+    if name == "trained":
+        return LearnedPredictor(
+            make(**sizes_of(context), lookahead=min(lookahead, context.num_layers)), context, lookahead
+        )
     if name not in ("oracle", "wrong"):
         return name
-    context = predictor_context(promoe.find_moe_layers(model))
     return OraclePredictor(context, lookahead, visits, wrong=name == "wrong")
 
 

@@ -169,7 +169,8 @@ def calibrate(predictor: TrainedPredictor, rows: TraceRows) -> None:
             x = distances[i, k - 1][usable].reshape(-1, 1).numpy()
             y = batch.chosen[usable, i + k].reshape(-1).numpy()
             regression = LogisticRegression().fit(x, y)
-            predictor.slope[i, k - 1] = float(regression.coef_[0, 0])
+            # Not below 0, whatever a few outcomes say: a higher score never means less likely.
+            predictor.slope[i, k - 1] = max(1e-3, float(regression.coef_[0, 0]))
             predictor.offset[i, k - 1] = float(regression.intercept_[0])
 
 

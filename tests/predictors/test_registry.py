@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,11 +9,13 @@ import torch
 from tiny_models import build
 
 import promoe
+from predictors.trained_predictors import make
 from promoe.assembly import predictor_context
 from promoe.errors import ConfigError
 from promoe.predictors import KINDS, LayerVisit, PredictorContext, check_kind, create
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.history import PopularityPredictor, PreviousPredictor
+from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import RandomPredictor
 
 LAYERS = 3
@@ -45,8 +48,8 @@ def test_an_unknown_kind_is_refused_with_those_that_exist(kind: str, context: Pr
         with pytest.raises(ConfigError) as caught:
             ask()
         assert str(caught.value) == (
-            "The 'predictor' argument must be None, a Predictor, or one of 'gate', 'previous', 'popularity', 'random'. "
-            f"Got {kind!r} instead."
+            "The 'predictor' argument must be None, a Predictor, one of 'gate', 'previous', 'popularity', 'random', or the "
+            f"folder or hub id of a trained one. Got {kind!r} instead."
         )
 
 
@@ -75,3 +78,34 @@ def test_what_every_kind_promises(kind: str, lookahead: int, context: PredictorC
             assert visit.chosen == before.chosen
             told += len(forecasts)
     assert told >= 8 * min(lookahead, 1)
+
+
+def test_a_trained_one_is_created_from_its_folder(tmp_path: Path, context: PredictorContext) -> None:
+    sizes = {"num_layers": LAYERS, "hidden_size": 64, "num_experts": 8, "top_k": 2}
+    make(**sizes, lookahead=2).save_pretrained(tmp_path)
+    check_kind(str(tmp_path))
+    predictor = create(str(tmp_path), context, 2)
+    assert isinstance(predictor, LearnedPredictor)
+    forecasts = predictor.predict(LayerVisit(1, "decode", 2, torch.randn(1, 64), [[0, 1]]))
+    assert [(f.steps_ahead, f.layer_idx) for f in forecasts] == [(1, 0), (2, 1)]
+
+
+def test_a_place_that_holds_no_trained_one(
+    tmp_path: Path, context: PredictorContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for place in (str(tmp_path), str(tmp_path / "nowhere")):
+        for ask in (lambda place=place: check_kind(place), lambda place=place: create(place, context, 2)):
+            with pytest.raises(ConfigError, match="There is no trained predictor"):
+                ask()
+
+
+def test_one_of_another_model_is_refused_and_the_model_stays_as_it_was(tmp_path: Path) -> None:
+    make(hidden_size=32).save_pretrained(tmp_path)
+    model = build("qwen2_moe", layers=4)
+    with pytest.raises(ConfigError, match="hidden_size = 32, and this model has 64"):
+        promoe.patch(model, cache="50%", predictor=str(tmp_path), link="host")
+    assert not hasattr(model, "promoe")
+    make(hidden_size=64, model_type="mixtral").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model_type = 'mixtral', and this model has 'qwen2_moe'"):
+        promoe.patch(model, cache="50%", predictor=str(tmp_path), link="host")

@@ -1,0 +1,157 @@
+"""A trained predictor at work for one model: its networks folded into two products per layer visit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from promoe.errors import ConfigError
+
+from .base import Forecast, LayerVisit, PredictorContext, any_token
+from .trained import TrainedConfig, TrainedPredictor
+
+# What the published configuration says of an expert: among the top-k, or not.
+PREDICTED, NOT_PREDICTED = 0.99, 0.01
+
+
+class LearnedPredictor:
+    """Forecasts with a trained predictor's networks.
+
+    Args:
+        trained: for this model.
+        context: the model.
+        lookahead: largest distance to forecast, as far as it was trained for; "promoe-paper" has one of its own.
+
+    Raises:
+        ConfigError: it was trained for another model.
+    """
+
+    quick = True
+
+    def __init__(self, trained: TrainedPredictor, context: PredictorContext, lookahead: int) -> None:
+        config = trained.config
+        check_fits(config, context)
+        self._config = config
+        self._hard = config.kind == "promoe-paper"
+        farthest = config.lookahead if self._hard else min(lookahead, config.lookahead)
+        self._layers = [_LayerPredictor(trained, layer_idx, farthest) for layer_idx in range(config.num_layers)]
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """One forecast per distance that was trained for this layer, nearest first."""
+        layer = self._layers[visit.layer_idx]
+        if not layer.targets:
+            return []
+        with torch.inference_mode():
+            probabilities = layer.probabilities(visit.gate_input)
+        if self._hard:
+            probabilities = [_top(p, self._config.top_k) for p in probabilities]
+        return [
+            Forecast(steps_ahead, layer_idx, any_token(per_token))
+            for (steps_ahead, layer_idx), per_token in zip(layer.targets, probabilities, strict=True)
+        ]
+
+
+class _LayerPredictor:
+    """What is predicted from one layer: `TrainedPredictor.log_odds`, for few tokens and above all for one.
+
+    After a model's products nothing of this is in the processor's caches, and an operation takes ten times as long to
+    call as to compute. So slopes and biases are folded into the weights, and what is left are two products (torch's, in
+    the model's dtype, for the one with most of the weights), a relu, a threshold and a logistic function.
+    """
+
+    def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int) -> None:
+        config, network = trained.config, trained.network
+        steps = [k for k in range(1, lookahead + 1) if config.predicts(layer_idx, k)]
+        self.targets = [(k, (layer_idx + k) % config.num_layers) for k in steps]
+        """(steps ahead, layer) of each forecast."""
+        self._num_experts = config.num_experts
+        self._top_k = config.top_k
+        self._trunk_rows = network.num_shared_rows()
+        kept = [k - 1 for k in steps]
+        with torch.no_grad():
+            self._weight, self._bias = network.folded(layer_idx, kept)
+            slope = trained.slope[layer_idx, kept].float()[:, None]
+            outer = network.outer[layer_idx, kept].float() * slope[..., None]
+            outer_bias = (network.bias[layer_idx, kept].float() * slope).flatten()
+            if self._trunk_rows:
+                # The linear part stands beside the trunk in the first product: one matrix for all distances.
+                self._weight[self._trunk_rows :] *= slope.expand(-1, config.num_experts).reshape(-1, 1)
+                self._bias[self._trunk_rows :] *= slope.expand(-1, config.num_experts).flatten()
+                self._bias[self._trunk_rows :] += outer_bias
+                self._outer = outer.flatten(0, 1).T.contiguous().numpy()
+            else:
+                self._outer = outer.transpose(1, 2).contiguous().numpy()
+            self._outer_bias = outer_bias.view(len(steps), config.num_experts).numpy()
+            self._offset: list[float] = trained.offset[layer_idx, kept].tolist()
+
+    def probabilities(self, gate_input: torch.Tensor) -> list[npt.NDArray[np.float64]]:
+        """Per target `[n, E]`, from `[n, H]`."""
+        if self._weight.dtype != gate_input.dtype:  # with the first visit: the dtype that the model runs in
+            self._weight, self._bias = self._weight.to(gate_input.dtype), self._bias.to(gate_input.dtype)
+        inner = F.linear(gate_input, self._weight, self._bias).float().numpy()
+        return [
+            _probability(scores, self._top_k, offset)
+            for scores, offset in zip(self._scores(inner), self._offset, strict=True)
+        ]
+
+    def _scores(self, inner: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """Per target `[n, E]`, times its slope, from `[n, rows]`."""
+        rows = self._trunk_rows
+        if rows:
+            scores = inner[:, rows:] + np.maximum(inner[:, :rows], 0.0) @ self._outer
+            if len(self.targets) == 1:
+                return [scores]
+            return [scores[:, i * self._num_experts : (i + 1) * self._num_experts] for i in range(len(self.targets))]
+        hidden = np.maximum(inner, 0.0).reshape(len(inner), len(self.targets), -1)
+        return [hidden[:, i] @ outer + self._outer_bias[i] for i, outer in enumerate(self._outer)]
+
+
+def _probability(scores: npt.NDArray[np.float32], top_k: int, offset: float) -> npt.NDArray[np.float64]:
+    """Logistic function `[n, E]` of how far scores lie above the middle between the last chosen and the first not."""
+    if scores.shape[1] <= top_k:
+        return np.ones(scores.shape)
+    if len(scores) == 1:
+        ranked = sorted(scores[0].tolist())
+        zero: Any = 0.5 * (ranked[-top_k] + ranked[-top_k - 1]) - offset
+    else:
+        sorted_scores = np.sort(scores, axis=1)
+        zero = 0.5 * (sorted_scores[:, -top_k, None] + sorted_scores[:, -top_k - 1, None]) - offset
+    odds = np.exp(np.minimum(zero - scores, 80.0), dtype=np.float64)
+    result: npt.NDArray[np.float64] = 1.0 / (1.0 + odds)
+    return result
+
+
+def _top(probabilities: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
+    """The `count` largest of each token as predicted, the others as not."""
+    chosen = np.argpartition(-probabilities, count - 1, axis=-1)[..., :count]
+    result = np.full_like(probabilities, NOT_PREDICTED)
+    np.put_along_axis(result, chosen, PREDICTED, axis=-1)
+    return result
+
+
+def check_fits(config: TrainedConfig, context: PredictorContext) -> None:
+    """Raise ConfigError, naming the field, unless a predictor was trained for a model of this kind and size."""
+    found = {
+        "model_type": context.model_type,
+        "num_layers": context.num_layers,
+        "hidden_size": context.hidden_size,
+        "num_experts": _common(context.num_experts),
+        "top_k": _common(context.top_k),
+    }
+    for name, value in found.items():
+        expected = getattr(config, name)
+        if value is not None and value != expected:
+            raise ConfigError(
+                f"The predictor was trained for {config.base_model or 'a model'} with {name} = {expected!r}, and this model "
+                f'has {value!r}. Train one for it with `promoe-train`, or use predictor="gate".'
+            )
+
+
+def _common(values: Sequence[int]) -> int | list[int]:
+    """What all layers have, or what each has."""
+    return values[0] if len(set(values)) == 1 else list(values)
