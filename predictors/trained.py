@@ -3,12 +3,12 @@
 # No `from __future__ import annotations`: the mixin reads the type of `config` to rebuild it from JSON.
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import ModelCard, PyTorchModelHubMixin
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
@@ -18,6 +18,36 @@ from promoe.errors import ConfigError
 from .network import MlpNetwork, Network, ResidualNetwork
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+CARD = """---
+{{ card_data }}
+---
+
+# Which experts {{ base_model }} will use
+
+A predictor of kind `{{ kind }}` for [promoe](https://arxiv.org/abs/2410.22134): from what a gate sees it says which experts the
+next {{ lookahead }} MoE layers will use, so that these can be fetched ahead of need. It changes when weights are
+loaded, never what is computed.
+
+```python
+import promoe
+
+model = promoe.from_pretrained("{{ base_model }}", cache="25%", predictor="THIS FOLDER OR ID")
+```
+
+For models of type `{{ model_type }}` with {{ num_layers }} MoE layers, {{ num_experts }} experts, top {{ top_k }}, hidden
+size {{ hidden_size }}; others are refused.
+
+## Accuracy
+
+Share of the experts used on held-out prompts that are among the top {{ top_k }} predicted, k MoE layers ahead, in percent:
+
+{{ evaluation }}
+
+## Training
+
+{{ training }}
+"""
 
 NETWORKS: dict[str, type[Network]] = {"residual": ResidualNetwork, "mlp": MlpNetwork, "promoe-paper": MlpNetwork}
 TRAINED_KINDS = tuple(NETWORKS)
@@ -78,7 +108,13 @@ class TrainedConfig:
         return in_token and (steps_ahead == self.lookahead or (layer_idx == 0 and steps_ahead < self.lookahead))
 
 
-class TrainedPredictor(nn.Module, PyTorchModelHubMixin, library_name="promoe", tags=["mixture-of-experts", "promoe"]):
+class TrainedPredictor(
+    nn.Module,
+    PyTorchModelHubMixin,
+    library_name="promoe",
+    tags=["mixture-of-experts", "promoe"],
+    model_card_template=CARD,
+):
     """Networks, and what turns their scores into probabilities. `save_pretrained`, `from_pretrained`, `push_to_hub`."""
 
     def __init__(self, config: TrainedConfig) -> None:
@@ -100,6 +136,14 @@ class TrainedPredictor(nn.Module, PyTorchModelHubMixin, library_name="promoe", t
         """Calibrated log odds `[L, K, n, E]` of use from such scores."""
         distance = above_threshold(scores, self.config.top_k)
         return distance * self.slope[..., None, None] + self.offset[..., None, None]
+
+    def generate_model_card(self, *args: Any, evaluation: str = "", training: str = "", **kwargs: Any) -> ModelCard:
+        """The card, as Markdown; `evaluation` and `training` are sections of it."""
+        shown = asdict(self.config) | {"base_model": self.config.base_model or "the model"}
+        missing = "Not said."
+        return super().generate_model_card(
+            *args, **shown, evaluation=evaluation or missing, training=training or missing, **kwargs
+        )
 
     @classmethod
     def load(cls, path_or_id: str) -> "TrainedPredictor":

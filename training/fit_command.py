@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -51,8 +50,8 @@ class Fit:
         for name, found, allowed in (("kind", self.kind, TRAINED_KINDS), ("loss", self.loss, tuple(LOSSES))):
             if found not in allowed:
                 raise ConfigError(f"--{name} must be of {', '.join(allowed)}. Got {found!r} instead.")
-        for name in ("lookahead", "batch_size", "patience"):
-            if getattr(self, name) < 1:
+        for name in ("lookahead", "batch_size", "patience", "width"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Got {getattr(self, name)} instead.")
 
     def settings(self) -> dict[str, Any]:
@@ -72,10 +71,9 @@ def run_fit(task: Fit, out: TextIO) -> None:
     """
     trace = RecordedTrace(task.trace)
     settings = {**task.settings(), "num_tokens": trace.num_tokens}
-    _claim(task.out, settings)
-    torch.manual_seed(task.seed)
     data = TraceData(trace, task.batch_size, task.seed)
     predictor = new_predictor(trace, data.training, _config(task, trace), task.seed)
+    _claim(task.out, settings)
     module = PredictorModule(predictor, task.loss, task.learning_rate, task.weight_decay)
     trainer = _train(task, module, data)
     if not trainer.is_global_zero:
@@ -135,6 +133,7 @@ def _train(task: Fit, module: PredictorModule, data: TraceData) -> lightning.Tra
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         # Rows are gathered from a memory map: workers would only copy them between processes.
+        warnings.filterwarnings("ignore", ".*treespec", FutureWarning)  # Lightning's own affair with torch
         warnings.filterwarnings("ignore", ".*does not have many workers")
         warnings.filterwarnings("ignore", ".*Checkpoint directory .* exists and is not empty")
         warnings.filterwarnings("ignore", ".*The number of training batches .* is smaller than the logging interval")
@@ -172,8 +171,3 @@ def calibrate(predictor: TrainedPredictor, rows: TraceRows) -> None:
             # Not below 0, whatever a few outcomes say: a higher score never means less likely.
             predictor.slope[i, k - 1] = max(1e-3, float(regression.coef_[0, 0]))
             predictor.offset[i, k - 1] = float(regression.intercept_[0])
-
-
-def is_main_process() -> bool:
-    """Whether this is not one of the further processes that Lightning started."""
-    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("NODE_RANK", "0") == "0"
