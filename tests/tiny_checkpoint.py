@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from predictors.trained_predictors import make
 from tiny_models import build
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -45,14 +46,18 @@ def byte_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     )
 
 
-def write_checkout(root: Path, *, loss: float | None = 3.1, **overrides: Any) -> Path:
-    """A folder that looks like a checkout to `promoe demo`: prompts, the script that widens, a checkpoint and its card."""
+def write_checkout(root: Path, *, loss: float | None = 3.1, predictor: bool = True, **overrides: Any) -> Path:
+    """A folder that looks like a checkout to `promoe demo`: prompts, the script that widens, a checkpoint and its card, a
+    predictor."""
     folder = root / "examples" / "sharegpt_moe"
     write_checkpoint(folder / "checkpoint", **overrides)
     shutil.copy(REPOSITORY / "examples" / "sharegpt_moe" / "widen.py", folder)
     if loss is not None:
         card = f"- Held-out loss **{loss:.3f}** nats per token\n"
         (folder / "checkpoint" / "README.md").write_text(card, encoding="utf-8")
+    if predictor:
+        sizes = {"num_layers": 3, "hidden_size": 64, "num_experts": 8, "top_k": 2}
+        make(**sizes, lookahead=2).save_pretrained(folder / "predictor")
     prompts = [f"Question {number}: what is {'very ' * number}good?" for number in range(6)]
     (folder / "heldout_prompts.json").write_text(json.dumps(prompts), encoding="utf-8")
     return root

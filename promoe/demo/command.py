@@ -26,7 +26,7 @@ from promoe.demo.show import (
     show_routing,
     show_sample,
 )
-from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk
+from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk, learned_prefetch
 from promoe.errors import ConfigError
 from promoe.links.free_ram import free_ram_bytes
 from promoe.output import check_writable
@@ -76,8 +76,10 @@ class Demo:
         self._tokenizer = load_tokenizer(str(self.example.checkpoint))
         self._prompts = self.example.prompts(options.prompts + 1)
         self.task = self._make_task()
+        learned = self.example.predictor
+        self.systems = SYSTEMS if learned is None else (*SYSTEMS, learned_prefetch(learned))
         say("What each idea buys, step by step; every row adds one to the row above it.")
-        for system in SYSTEMS:
+        for system in self.systems:
             say(f"  {system.name.ljust(20)}{system.meaning}")
 
     def behind_link(self, setup: RealSetup) -> None:
@@ -94,9 +96,8 @@ class Demo:
             f"{format_number(source.link.bandwidth_bytes_per_s / 1e6)} MB/s."
         )
         self._sample(reference)
-        result = compare(
-            source, model, reference, self.task, self.options.cache, self._path("emulated-link-timeline.json")
-        )
+        timeline = self._path("emulated-link-timeline.json")
+        result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
         setting = {
             "imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached"
         }
@@ -119,7 +120,8 @@ class Demo:
             f"Every neuron of an expert is repeated {self.options.repeat} times and its output divided by as much: real "
             f"routing, real bytes. Read from {checkpoint} with O_DIRECT, so that the page cache does not flatter."
         )
-        result = compare(source, model, reference, self.task, self.options.cache, self._path("real-disk-timeline.json"))
+        timeline = self._path("real-disk-timeline.json")
+        result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
         self._present(result, reference, checkpoint, {}, "real-disk", "on the real disk")
 
     def say_where(self) -> None:
@@ -141,7 +143,7 @@ class Demo:
         )
         self.written.append((f"report, experts {where}", report))
         self.written.append(
-            (f"timeline of “{SYSTEMS[-1].name}”; open it at ui.perfetto.dev", self.out / f"{name}-timeline.json")
+            (f"timeline of “{self.systems[-1].name}”; open it at ui.perfetto.dev", self.out / f"{name}-timeline.json")
         )
         if name == "emulated-link" and not self._readable():
             say()
@@ -173,7 +175,7 @@ class Demo:
         """Whether the whole model and the slots of every system fit into free RAM."""
         free_bytes = free_ram_bytes()
         layouts, counts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
-        slots_bytes = len(SYSTEMS) * sum(plan.nbytes for plan in plan_pools(self.options.cache, layouts, counts))
+        slots_bytes = len(self.systems) * sum(plan.nbytes for plan in plan_pools(self.options.cache, layouts, counts))
         total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
         needed_bytes = total_bytes + slots_bytes + SPARE_RAM_BYTES
         if free_bytes is None or needed_bytes <= free_bytes:

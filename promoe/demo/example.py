@@ -36,6 +36,13 @@ class Example:
     folder: Path
     checkpoint: Path
 
+    @property
+    def predictor(self) -> Path | None:
+        """The trained predictor of the example's own model; None where there is none, or the model is another."""
+        folder = self.folder / "predictor"
+        is_own = self.checkpoint.resolve() == (self.folder / "checkpoint").resolve()
+        return folder if is_own and (folder / "config.json").is_file() else None
+
     def prompts(self, count: int) -> list[str]:
         """The first `count` held-out prompts.
 

@@ -107,7 +107,7 @@ def show_result(result: Result, reference: Reference) -> None:
 def words(result: Result) -> list[str]:
     """What the table shows that its own words do not say."""
     sentences = []
-    first, last = SYSTEMS[0].name, SYSTEMS[-1].name
+    first, last = SYSTEMS[0].name, result.runs[-1].name
     speedup = result.speedup
     sentences.append(
         f"Paired by prompt, “{last}” is {format_times(speedup.value)} [{format_times(speedup.low)}, "

@@ -55,6 +55,17 @@ SYSTEMS = (
 )
 
 
+def learned_prefetch(predictor: Path) -> System:
+    """The last of `SYSTEMS` with a trained predictor in place of the gates.
+
+    Args:
+        predictor: its folder.
+    """
+    return System(
+        "+ learned prefetch", _BASE, predictor=str(predictor), meaning="what promoe-train learned says it instead"
+    )
+
+
 class Source(Protocol):
     """Where a part's models come from."""
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from promoe.demo.systems import RESIDENT, SYSTEMS, BehindLink
 from promoe.errors import ConfigError
 
 QUICK = ["demo", "--prompts", "2", "--max-new-tokens", "4", "--repeat", "8", "--cache", "40%"]
-NAMES = [RESIDENT, *(system.name for system in SYSTEMS)]
+LEARNED = "+ learned prefetch"
+NAMES = [RESIDENT, *(system.name for system in SYSTEMS), LEARNED]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
 ) -> None:
     assert cli.main(QUICK) == 0
     text = capsys.readouterr().out
-    legend = len(SYSTEMS) if rows(text)[0] != RESIDENT else 0
+    legend = len(SYSTEMS) + 1 if rows(text)[0] != RESIDENT else 0
     assert rows(text)[legend:] == NAMES * 2
     assert text.count("All tokens agree: 8 tokens of 2 answers") == 2
     for column in ("TTFT", "TPOT", "hit", "ready", "stall", "MB/token", "bound", "ratio"):
@@ -53,6 +55,19 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
     before = wide.stat().st_mtime_ns
     assert cli.main([*QUICK, "--prompts", "1"]) == 0
     assert wide.stat().st_mtime_ns == before
+
+
+def test_without_a_predictor_that_row_is_left_out(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = checkout / "examples" / "sharegpt_moe"
+    (example / "checkpoint").rename(checkout / "other")
+    assert cli.main([*QUICK, "--skip-widened", "--model", str(checkout / "other")]) == 0  # it is not that model's
+    text = capsys.readouterr().out
+    assert LEARNED not in text
+    assert f"timeline of “{SYSTEMS[-1].name}”" in text
+    (checkout / "other").rename(example / "checkpoint")
+    shutil.rmtree(example / "predictor")
+    assert cli.main([*QUICK, "--skip-widened"]) == 0
+    assert LEARNED not in capsys.readouterr().out
 
 
 def test_a_readable_model_shows_prose_and_any_other_its_routing(

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training.learnable import make_fit, write_trace
 
 from promoe.predictors.trained import TrainedPredictor
 from promoe.training import cli
 from promoe.training.export_command import evaluation_table
 from promoe.training.fit_command import run_fit
+from training.learnable import make_fit, write_trace
 
 EVALUATION = {
     "gate": {"1": {"accuracy": 0.775}, "8": {"accuracy": 0.4461}},

@@ -5,12 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, write_trace
 
 from promoe.predictors.trained import TrainedConfig
 from promoe.training.fit import PredictorModule, TraceData, log_probabilities, new_predictor
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
+from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, write_trace
 
 
 @pytest.fixture(scope="module")

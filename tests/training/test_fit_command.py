@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, make_fit, settings_of, write_trace
 
 from promoe.errors import ConfigError
 from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredictor
@@ -22,6 +21,7 @@ from promoe.training.fit_command import calibrate, default_width, run_fit
 from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
+from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, make_fit, settings_of, write_trace
 
 
 @pytest.fixture(scope="module")
