@@ -125,23 +125,42 @@ def evaluate(
     cache: str = "12.5%,25%,50%",
     policy: str = "lru,next_use",
     replay_tokens: int = 2000,
+    bandwidth: str | None = None,
+    expert_bytes: str | None = None,
+    layer_seconds: float | None = None,
     json: str | None = None,
+    plots: str | None = None,
 ) -> int:
-    """Say how good predictions are on prompts that they were not fitted on: accuracy, and recall of cache misses.
+    """Say how good predictions are on prompts that they were not fitted on: accuracy, calibration, and misses of a cache.
 
-    The first 80% of a trace's prompts are learned from, the rest are judged. Prints a table, and writes JSON.
+    The first 80% of a trace's prompts are learned from, the rest are judged. Layer j at lookahead k is predicted from what
+    is known at layer j - k, or at the first layer. Prints a table; JSON has all figures, also per layer.
+
+    accuracy: share of the experts used that are predicted. exact: share of tokens whose experts are all predicted.
+    coverage error: experts to fetch, in the order of their scores, to have all that are used. Brier score: squared error of
+    the probabilities. miss recall, precision: of and among what a cache does not hold. FETCHRATE: share of the predicted
+    absent experts (m per layer) that arrive in time, min(1, k * layer_seconds * bandwidth / (expert_bytes * m)).
+    GOODPRED: accuracy x FETCHRATE.
 
     Args:
-        trace: NumPy archive of a model's routing (`experts` [tokens, layers, top_k], `prompt_lengths`, `token_index`)
-        kinds: what to judge: "token", "previous", "popularity", "correlation"
+        trace: folder that `collect` recorded, or a NumPy archive of ids (`experts` [tokens, layers, top_k],
+            `prompt_lengths`, `token_index`)
+        kinds: what to judge. From ids: "token", "previous", "popularity", "correlation". From hidden states: "gate" (a later
+            layer's own gate), "linear" (ridge regression on 20,000 tokens), "sklearn-mlp" (a small network on 8,192 tokens:
+            about a minute for 12 layers and 4 lookaheads), folders of runs of `fit` or of trained predictors
         lookahead: how many MoE layers ahead
         cache: cache rates whose misses are counted; "" for none
         policy: evictions of these caches: "lru", "next_use", "lfru", "static"
-        replay_tokens: held-out tokens that are replayed through each cache: what takes the longest
+        replay_tokens: held-out tokens that are replayed through each cache: takes the longest with kinds from ids
+        bandwidth: of a link, for FETCHRATE, for example 24GB/s; with the next two
+        expert_bytes: of one expert, for example 18.9MiB
+        layer_seconds: from one MoE layer to the next
         json: file for all figures
+        plots: folder for plots (PNG): accuracy by lookahead and by layer, calibration
     """
+    require_libraries("sklearn", *(["datasets"] if Path(trace).is_dir() else []))
     from promoe.output import check_writable
-    from promoe.training.evaluate_command import Evaluation, policy_named, run_evaluation
+    from promoe.training.evaluate_command import Evaluation, policy_named, run_evaluation, transfer_of
 
     task = Evaluation(
         trace=trace,
@@ -150,15 +169,34 @@ def evaluate(
         policies=[policy_named(text) for text in _listed(policy, "--policy")] if cache else [],
         cache_rates=[_rate(text) for text in _listed(cache, "--cache")] if cache else [],
         replay_tokens=replay_tokens,
+        transfer=transfer_of(bandwidth, expert_bytes, layer_seconds),
         json=check_writable(json) if json is not None else None,
+        plots=Path(plots) if plots is not None else None,
     )
     run_evaluation(task, sys.stdout)
     return 0
 
 
-def require_libraries() -> None:
-    """Raise ConfigError if what only training needs is not installed."""
-    missing = [name for name in ("datasets", "lightning", "sklearn") if find_spec(name) is None]
+def export(*, run: str, out: str, evaluation: str | None = None) -> int:
+    """Write a trained predictor to a folder of its own: safetensors, config, and a card with its evaluation.
+
+    The folder is what `promoe.patch(model, predictor=...)` takes, and what can be pushed to a hub.
+
+    Args:
+        run: folder that `fit` wrote
+        out: folder to write
+        evaluation: JSON that `evaluate` wrote, for the card
+    """
+    require_libraries()
+    from promoe.training.export_command import Export, run_export
+
+    run_export(Export(Path(run), Path(out), Path(evaluation) if evaluation is not None else None), sys.stdout)
+    return 0
+
+
+def require_libraries(*names: str) -> None:
+    """Raise ConfigError if one of these is not installed; by default, all that only training needs."""
+    missing = [name for name in names or ("datasets", "lightning", "sklearn") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"{missing[0]} is not installed. Try `pip install 'promoe[train]'`.")
 
@@ -188,7 +226,7 @@ def _rate(text: str) -> float:
     return rate
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"collect": collect, "fit": fit, "evaluate": evaluate}
+COMMANDS: dict[str, Callable[..., int]] = {"collect": collect, "fit": fit, "evaluate": evaluate, "export": export}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,72 +1,73 @@
 """How good predictions are, in the terms that matter: which experts, and which of those that a cache does not hold.
 
-Definitions, for a prediction of the top-k experts of each held-out token and layer:
+Layer j at lookahead k is predicted from what is known at layer max(0, j - k), and layer 0 only by kinds that know before
+the token begins. Definitions, for a prediction of the top-k experts of each held-out token and layer, and its scores:
 
-accuracy: share of the experts used that are among the predicted (the paper's measure).
+accuracy: share of the experts used that are among the predicted (the paper's ACCURACY); mean over layers.
+exact: share of tokens whose experts of a layer are all predicted; mean over layers.
+coverage error: how many experts, in the order of their scores, must be fetched to have all that are used; mean over layers.
+next-token accuracy: accuracy of layers j < k, predicted from layer L + j - k of the token before, in the same prompt.
+Brier score: mean squared difference of the probability given and what happened (0 or 1).
+calibration curve: mean probability and share used, in ten equal ranges of the probability.
 miss recall: share of the *absent* experts used that are among the predicted; only those cost anything.
 miss precision: share of the predicted absent experts, which a prefetch would fetch, that are used.
+FETCHRATE: share of the predicted absent experts, m per layer visit on average, that arrive within k layers:
+    min(1, k * layer_seconds * bandwidth / (expert_bytes * m)).
+GOODPRED: ACCURACY x FETCHRATE (ProMoE section 3).
+
+All are also given for prefill and decode alone, where the trace knows which tokens the model wrote itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from tqdm.auto import tqdm
 
-from promoe.errors import PromoeError
 from promoe.scheduler.config import EvictionName
+from promoe.training.measures import Bools, Caches, Figures, Transfer, top
 from promoe.training.replayed import residency
 from promoe.training.routing_traces import RoutingTrace
-from promoe.training.tables import KINDS, Kind, used
+from promoe.training.tables import Kind, spread, used
 
-Bools = npt.NDArray[np.bool_]
-Caches = Mapping[tuple[EvictionName, float], Bools]
-"""(policy, cache rate) -> `residency` of the held-out tokens, or of the first of them."""
-
-
-class UnknownKindError(PromoeError):
-    """There is no predictor of that name that needs ids only."""
-
-
-def check_kinds(kinds: Sequence[str]) -> None:
-    """Raise UnknownKindError if one of them is none that predicts from ids."""
-    for kind in kinds:
-        if kind not in KINDS:
-            raise UnknownKindError(
-                f"There is no kind {kind!r} that predicts from a trace of ids. Choose from {', '.join(KINDS)}."
-            )
+# Outcomes (token, layer, expert) from which calibration is judged.
+CALIBRATION_OUTCOMES = 500_000
 
 
 def evaluate(
-    fit: RoutingTrace, held_out: RoutingTrace, kinds: Sequence[str], lookaheads: Sequence[int], caches: Caches
+    kinds: Mapping[str, Callable[[], Kind]],
+    held_out: RoutingTrace,
+    lookaheads: Sequence[int],
+    caches: Caches,
+    transfer: Transfer | None = None,
 ) -> dict[str, Any]:
     """Evaluate kinds at several lookaheads.
 
     Args:
-        fit: prompts to learn from.
-        held_out: other prompts.
-        kinds: names in `tables.KINDS`.
+        kinds: by name; each is fitted when its turn comes.
+        held_out: prompts that they are not fitted on.
         lookaheads: layers between what is known and what is predicted.
         caches: for miss recall and precision.
+        transfer: for FETCHRATE and GOODPRED.
 
     Returns:
-        `{kind: {"1": {"accuracy":, "layers": [...], "misses": {policy: {"12.5%": {"recall":, "precision":}}}}}}`; None
-        where there is nothing to divide by.
-
-    Raises:
-        UnknownKindError: a kind that is none of those.
+        `{kind: {"1": {figures, "prefill": {figures}, "decode": {figures}}}}`, where figures are `"accuracy", "exact",
+        "coverage_error", "next_token_accuracy"`, the same per layer in `"layers", "exact_layers",
+        "coverage_error_layers", "next_token_layers"`, `"calibration": {"brier", "layers", "predicted", "observed"}` and
+        `"misses": {policy: {"12.5%": {"recall", "precision", "predicted_per_visit", "fetch_rate", "goodpred"}}}`. None
+        where there is nothing to divide by, or nothing is predicted or known.
     """
-    check_kinds(kinds)
     result: dict[str, Any] = {}
-    for name in kinds:
-        kind = KINDS[name](fit)
-        if kind.same_for_every_lookahead:
-            figures = [_evaluate(kind, held_out, lookaheads[0], caches)] * len(lookaheads)
-        else:
-            figures = [_evaluate(kind, held_out, lookahead, caches) for lookahead in lookaheads]
-        result[name] = dict(zip(map(str, lookaheads), figures, strict=True))
+    for name, fitted in kinds.items():
+        kind = fitted()
+        asked = lookaheads[:1] if kind.same_for_every_lookahead else lookaheads
+        judged = {lookahead: _judge(name, kind, held_out, lookahead, caches) for lookahead in asked}
+        result[name] = {
+            str(lookahead): _to_json(judged.get(lookahead, judged[asked[0]]), lookahead, transfer)
+            for lookahead in lookaheads
+        }
     return result
 
 
@@ -75,53 +76,42 @@ def replay_caches(held_out: RoutingTrace, policies: Sequence[EvictionName], rate
     return {(policy, rate): residency(held_out, policy, rate) for policy in policies for rate in rates}
 
 
-class _Misses:
-    """Counts over layers: absent experts that were used, predicted, and both."""
-
-    def __init__(self) -> None:
-        self.used = self.predicted = self.both = 0
-
-    def add(self, absent: Bools, needed: Bools, predicted: Bools) -> None:
-        self.used += int(np.count_nonzero(absent & needed))
-        self.predicted += int(np.count_nonzero(absent & predicted))
-        self.both += int(np.count_nonzero(absent & needed & predicted))
-
-    def to_json(self) -> dict[str, float | None]:
-        return {"recall": _share(self.both, self.used), "precision": _share(self.both, self.predicted)}
+Parts = dict[str, Figures]
+"""All held-out tokens under "all", and, where they are known and there are any, "prefill" and "decode"."""
 
 
-def _evaluate(kind: Kind, held_out: RoutingTrace, lookahead: int, caches: Caches) -> dict[str, Any]:
-    accuracies: list[float | None] = []
-    misses = {cache: _Misses() for cache in caches}
-    for layer_idx in range(held_out.num_layers):
+def _judge(name: str, kind: Kind, held_out: RoutingTrace, lookahead: int, caches: Caches) -> Parts:
+    parts = {part: Figures(tokens, held_out.num_layers, caches) for part, tokens in _tokens_of_parts(held_out).items()}
+    num_outcomes = held_out.num_layers * held_out.num_experts
+    sample = spread(held_out.num_tokens, max(1, CALIBRATION_OUTCOMES // num_outcomes))
+    continues = np.ones(held_out.num_tokens, dtype=np.bool_)
+    continues[held_out.prompt_starts] = False
+    layers = tqdm(range(held_out.num_layers), f"judge {name}, k = {lookahead}", unit="layer", disable=None, leave=False)
+    for layer_idx in layers:
+        needed = used(held_out, layer_idx) > 0
         scores = kind.scores(held_out, layer_idx, lookahead)
-        if scores is None:
-            accuracies.append(None)
-            continue
-        predicted, needed = top(scores, held_out.top_k), used(held_out, layer_idx) > 0
-        accuracies.append(float(np.count_nonzero(predicted & needed) / np.count_nonzero(needed)))
-        for cache, held in caches.items():
-            tokens = len(held)
-            misses[cache].add(~held[:, layer_idx], needed[:tokens], predicted[:tokens])
-    known = [accuracy for accuracy in accuracies if accuracy is not None]
-    by_policy: dict[str, dict[str, Any]] = {}
-    for (policy, rate), counts in misses.items():
-        by_policy.setdefault(policy, {})[name_of_rate(rate)] = counts.to_json()
-    return {"accuracy": float(np.mean(known)) if known else None, "layers": accuracies, "misses": by_policy}
+        if scores is not None:
+            predicted = top(scores, held_out.top_k)
+            probabilities = kind.probabilities(scores[sample], layer_idx, lookahead)
+            for figures in parts.values():
+                figures.add(layer_idx, scores, predicted, needed)
+                if probabilities is not None:
+                    figures.add_probabilities(layer_idx, sample, probabilities, needed)
+        of_next = kind.next_token_scores(held_out, layer_idx, lookahead) if layer_idx < lookahead else None
+        if of_next is not None:
+            predicted = np.roll(top(of_next, held_out.top_k), 1, axis=0)
+            for figures in parts.values():
+                figures.add_next_token(layer_idx, continues, predicted, needed)
+    return parts
 
 
-def name_of_rate(rate: float) -> str:
-    """A cache rate as the results call it: "12.5%"."""
-    return f"{rate * 100:g}%"
+def _tokens_of_parts(trace: RoutingTrace) -> dict[str, Bools | None]:
+    if trace.generated is None:
+        return {"all": None}
+    phases = {"prefill": ~trace.generated, "decode": trace.generated}
+    return {"all": None} | {phase: tokens for phase, tokens in phases.items() if tokens.any()}
 
 
-def top(scores: npt.NDArray[np.float32], count: int) -> Bools:
-    """The `count` largest of each row, as a mask of the same shape; of equal ones, the lower ids."""
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    mask = np.zeros(scores.shape, dtype=np.bool_)
-    np.put_along_axis(mask, order, True, axis=1)
-    return mask
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+def _to_json(parts: Parts, lookahead: int, transfer: Transfer | None) -> dict[str, Any]:
+    figures = {part: figures.to_json(lookahead, transfer) for part, figures in parts.items()}
+    return figures["all"] | {phase: figures.get(phase) for phase in ("prefill", "decode")}

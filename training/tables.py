@@ -5,8 +5,8 @@ Each is fitted on some prompts, and scores every expert for each token of others
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +16,25 @@ from promoe.training.routing_traces import RoutingTrace
 Scores = npt.NDArray[np.float32]
 
 
-class Kind(Protocol):
-    """A fitted predictor of ids."""
+class Kind(ABC):
+    """A fitted predictor, asked about all tokens of a trace, a layer at a time."""
 
-    same_for_every_lookahead: bool
+    same_for_every_lookahead = False
     """Whether `scores` ignores the lookahead, so that it need be asked once."""
 
+    @abstractmethod
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
         """How likely each token uses each expert of a layer, `[num_tokens, num_experts]`, as known `lookahead` layers
-        before it; None where nothing is known by then."""
-        ...
+        before it, or at the first layer if there are fewer; None where nothing is known by then."""
+
+    def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores | None:
+        """Probabilities of use from some rows of these scores; None: the kind gives none."""
+        return None
+
+    def next_token_scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
+        """Like `scores`, of a layer of each token's *successor*, as known `lookahead` layers before it: at one of this
+        token's last layers. None: the kind does not look across tokens, or not so far."""
+        return None
 
 
 def used(trace: RoutingTrace, layer_idx: int) -> Scores:
@@ -35,7 +44,12 @@ def used(trace: RoutingTrace, layer_idx: int) -> Scores:
     return result
 
 
-class Popularity:
+def spread(count: int, most: int) -> npt.NDArray[np.intp]:
+    """At most `most` of the numbers below `count`, evenly spaced."""
+    return np.linspace(0, count - 1, min(count, most)).astype(np.intp)
+
+
+class Popularity(Kind):
     """The share of tokens that used an expert."""
 
     same_for_every_lookahead = True
@@ -47,8 +61,12 @@ class Popularity:
         """The same for every token."""
         return np.broadcast_to(self._share[layer_idx], (trace.num_tokens, trace.num_experts))
 
+    def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
+        """What it scores are probabilities."""
+        return scores
 
-class Token:
+
+class Token(Kind):
     """How often an expert was used by the same token id; by popularity where the id is new (ProMoE section 3)."""
 
     same_for_every_lookahead = True
@@ -73,7 +91,7 @@ class Token:
         return counts
 
 
-class Previous:
+class Previous(Kind):
     """A layer uses again what the token before used; a prompt's first token, what is popular."""
 
     same_for_every_lookahead = True
@@ -91,13 +109,11 @@ class Previous:
         return result
 
 
-class Correlation:
+class Correlation(Kind):
     """What followed the experts that the token used `lookahead` layers before (Klotski's table).
 
     Layers that have none so far before them are predicted from the first (as ProMoE does), the first not at all.
     """
-
-    same_for_every_lookahead = False
 
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._fitted_on = fitted_on
@@ -114,9 +130,14 @@ class Correlation:
     def _table(self, source: int, target: int) -> Scores:
         table = self._tables.get((source, target))
         if table is None:
-            chosen = used(self._fitted_on, source)
-            table = chosen.T @ used(self._fitted_on, target)
-            table /= np.maximum(chosen.sum(axis=0), 1.0)[:, None]
+            fitted_on, num_experts = self._fitted_on, self._fitted_on.num_experts
+            before, after = (fitted_on.experts[:, layer].astype(np.intp) for layer in (source, target))
+            counts = np.zeros(num_experts**2, dtype=np.intp)
+            for choice in after.T:
+                pairs = (before * num_experts + choice[:, None]).ravel()
+                counts += np.bincount(pairs, minlength=num_experts**2)
+            uses = np.bincount(before.ravel(), minlength=num_experts)
+            table = (counts.reshape(num_experts, -1) / np.maximum(uses, 1)[:, None]).astype(np.float32)
             self._tables[source, target] = table
         return table
 

@@ -1,0 +1,138 @@
+"""What `promoe-train evaluate` does with a recorded trace, from the folder to the table."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promoe.errors import ConfigError
+from promoe.training.evaluate_command import Evaluation, open_trace, run_evaluation, transfer_of
+from promoe.training.measures import Transfer
+
+from . import traces
+from .hidden_traces import random_trace, save_run
+
+
+def make_task(trace: Path, **changes: Any) -> Evaluation:
+    fields: dict[str, Any] = {
+        "trace": str(trace),
+        "kinds": ["token"],
+        "lookaheads": [1, 2],
+        "policies": ["lru"],
+        "cache_rates": [0.5],
+        "replay_tokens": 2000,
+        "transfer": None,
+        "json": None,
+        "plots": None,
+    }
+    return Evaluation(**fields | changes)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    random_trace(tmp_path / "trace")
+    return tmp_path / "trace"
+
+
+def test_all_kinds_are_judged_on_a_recorded_trace(recorded: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", num_tokens=80)
+    names = ["gate", "linear", "sklearn-mlp", "token", "previous", "popularity", "correlation", str(run)]
+    out = io.StringIO()
+    result = run_evaluation(make_task(recorded, kinds=names, json=tmp_path / "out.json"), out)
+    assert list(result) == [*names[:-1], "residual"]
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    # Hidden states drift slowly after the second layer.
+    assert result["gate"]["1"]["layers"][2] > result["popularity"]["1"]["layers"][2]
+    lines = out.getvalue().splitlines()
+    assert lines[0].endswith(f"{recorded}: 3 MoE layers, 5 experts, top 2")
+    assert lines[1].startswith("fitted on 8 prompts (64 tokens), judged on 2 (16), misses on the first 16 of them")
+    assert lines[4].split() == ["kind", "k", "all", "prefill", "decode", "next", "exact", "cover", "Brier", "50%"]
+    assert "note" not in out.getvalue()
+
+
+def test_a_link_gives_a_table_of_its_own(recorded: Path) -> None:
+    out = io.StringIO()
+    result = run_evaluation(make_task(recorded, transfer=Transfer(24e9, 16e6, 0.0005)), out)
+    assert "link of 24.0 GB/s, experts of 16.0 MB, 500 µs from layer to layer" in out.getvalue()
+    assert "GOODPRED/FETCHRATE in %" in out.getvalue()
+    near, far = (result["token"][k] for k in ("1", "2"))
+    predicted = near["misses"]["lru"]["50%"]["predicted_per_visit"]
+    assert near["misses"]["lru"]["50%"]["fetch_rate"] == pytest.approx(min(1.0, 0.75 / predicted))
+    assert far["misses"]["lru"]["50%"]["goodpred"] == pytest.approx(far["accuracy"] * min(1.0, 1.5 / predicted))
+
+
+def test_a_predictor_that_saw_another_trace_is_noted(recorded: Path, tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", num_tokens=1234)
+    out = io.StringIO()
+    run_evaluation(make_task(recorded, kinds=[str(run)], cache_rates=[], policies=[]), out)
+    assert "was trained on a trace of 1,234 tokens, this one has 80" in out.getvalue()
+
+
+def test_plots_are_drawn(recorded: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = io.StringIO()
+    run_evaluation(make_task(recorded, kinds=["gate"], plots=tmp_path / "plots"), out)
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
+        "accuracy.png",
+        "accuracy_by_layer.png",
+        "calibration.png",
+    ]
+    assert f"drawn to {tmp_path / 'plots' / 'accuracy.png'}" in out.getvalue()
+
+
+def test_a_trace_is_an_archive_or_a_folder(recorded: Path, tmp_path: Path) -> None:
+    archive = traces.save(traces.random_trace(), tmp_path / "t.npz")
+    assert open_trace(str(archive)).recorded is None
+    trace = open_trace(str(recorded))
+    assert trace.recorded is not None
+    assert trace.generated is not None
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "expert_bytes", "wanted"),
+    [
+        ("24GB/s", "18.9MiB", Transfer(24e9, 18.9 * 2**20, 0.002)),
+        ("24e9", "16000000", Transfer(24e9, 16e6, 0.002)),
+        (" 1.5 gib/s ", "3KB", Transfer(1.5 * 2**30, 3000.0, 0.002)),
+    ],
+)
+def test_a_link_may_be_written_with_units(bandwidth: str, expert_bytes: str, wanted: Transfer) -> None:
+    assert transfer_of(bandwidth, expert_bytes, 0.002) == wanted
+    assert transfer_of(None, None, None) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("24GB/s", None, 0.1),
+            r"needs all of --bandwidth, --expert-bytes, --layer-seconds\. --expert-bytes is missing",
+        ),
+        (("fast", "1MB", 0.1), r"--bandwidth must be a number of bytes more than 0, for example 24GB/s\. Got 'fast'"),
+        (("24GX", "1MB", 0.1), "Got '24GX'"),
+        (("1.2.3", "1MB", 0.1), "Got '1.2.3'"),
+        (("24GB/s", "0", 0.1), "--expert-bytes must be .* more than 0, for example 18.9MiB"),
+        (("24GB/s", "1MB", 0.0), "--layer-seconds must be more than 0"),
+        (("24GB/s", "1MB", float("nan")), "--layer-seconds must be more than 0"),
+    ],
+)
+def test_a_link_that_is_none_is_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        transfer_of(*arguments)
+
+
+def test_ids_alone_load_no_training_library(tmp_path: Path) -> None:
+    archive = traces.save(traces.random_trace(), tmp_path / "t.npz")
+    program = (
+        "import sys\nfrom promoe.training import cli\n"
+        f"assert cli.main(['evaluate', '--trace', {str(archive)!r}]) == 0\n"
+        "print([name for name in ('torch', 'lightning', 'datasets', 'matplotlib') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip().splitlines()[-1] == "[]"

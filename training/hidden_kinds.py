@@ -1,0 +1,255 @@
+"""Kinds that predict from hidden states: a layer's experts from the gate input of an earlier one.
+
+    gate         the target layer's own gate, applied to the earlier gate input (skip-based; nothing is fitted)
+    linear       ridge regression from the earlier gate input to which experts are chosen
+    sklearn-mlp  a small multi-layer perceptron of scikit-learn, likewise
+    trained      what `promoe-train fit` made
+
+Gate inputs are read a block of tokens and one layer at a time, so a trace may be much larger than memory. Knows traces and
+predictors; not measures.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from promoe.predictors.gate import selection_probability
+from promoe.predictors.trained import TrainedPredictor, above_threshold
+from promoe.training.routing_traces import GateRecords, RoutingTrace, TraceError
+from promoe.training.tables import Kind, Scores, spread, used
+
+# Tokens whose gate inputs are in memory as float32 at once.
+BLOCK_TOKENS = 8192
+# What is fitted per pair of layers, bounded so that all pairs of a dozen layers and four lookaheads take about 10 s
+# (linear) and a minute (sklearn-mlp) on two cores.
+LINEAR_TOKENS = 20_000
+MLP_TOKENS = 8192
+MLP_WIDTH, MLP_EPOCHS, MLP_BATCH, MLP_LEARNING_RATE = 64, 16, 512, 5e-3
+
+
+def records_of(trace: RoutingTrace) -> GateRecords:
+    """Where a trace's gate inputs are."""
+    assert trace.recorded is not None, "a trace of ids only reached a kind that needs hidden states"
+    return trace.recorded
+
+
+def blocks(trace: RoutingTrace, layer_idx: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first token, float32 `[n, hidden_size]`): one layer's gate inputs of all tokens, some at a time."""
+    records = records_of(trace)
+    for start in range(0, trace.num_tokens, BLOCK_TOKENS):
+        stop = min(start + BLOCK_TOKENS, trace.num_tokens)
+        rows = slice(trace.first_row + start, trace.first_row + stop)
+        yield start, records.layer_inputs(layer_idx, rows).float()
+
+
+class FromGateInput(Kind):
+    """Layer j at lookahead k from the gate input of layer j - k, or of layer 0 (ProMoE); layer 0 itself not at all."""
+
+    def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
+        """See `Kind`."""
+        source = max(0, layer_idx - lookahead)
+        return None if layer_idx == 0 else self.scores_from(trace, source, layer_idx - source)
+
+    @abstractmethod
+    def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores | None:
+        """Scores of the layer `distance` after `source`, which may be one of the next token's; None: not predicted."""
+
+
+class _AcrossTokens(FromGateInput):
+    """One that also looks from a token's last layers to the first ones of the next."""
+
+    def next_token_scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
+        """See `Kind`."""
+        source = trace.num_layers + layer_idx - lookahead
+        return self.scores_from(trace, source, lookahead) if 0 <= source < trace.num_layers else None
+
+
+class Gate(_AcrossTokens):
+    """The target layer's gate weights on the earlier gate input, as `predictors.gate` has it."""
+
+    def __init__(self, fitted_on: RoutingTrace) -> None:
+        self._top_k = fitted_on.top_k
+        gates = records_of(fitted_on).gates
+        self._gates = [gate_scores(gate, i, fitted_on.num_experts) for i, gate in enumerate(gates)]
+
+    def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores:
+        """See `FromGateInput`."""
+        gate = self._gates[(source + distance) % trace.num_layers]
+        return _mapped(trace, source, gate)
+
+    def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
+        """What the runtime's gate predictor takes for granted before it is calibrated."""
+        logits = torch.from_numpy(np.ascontiguousarray(scores))
+        chosen = logits.topk(self._top_k, dim=-1).indices
+        return selection_probability(logits, chosen, scores.shape[1]).astype(np.float32)
+
+
+def gate_scores(
+    tensors: dict[str, torch.Tensor], layer_idx: int, num_experts: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a gate of these parameters ranks experts by: `[n, hidden_size]` -> `[n, num_experts]`.
+
+    Logits, or DeepSeek-V3's sigmoid(logits) + e_score_correction_bias. Groups of experts are not regarded.
+
+    Raises:
+        TraceError: there is no matrix with a row per expert.
+    """
+    named = {name: tensor.float().squeeze(0) for name, tensor in tensors.items()}
+    matrices = [tensor for tensor in named.values() if tensor.dim() == 2 and len(tensor) == num_experts]
+    if not matrices:
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        raise TraceError(
+            f"The gate of MoE layer {layer_idx} has no weight of {num_experts} rows, one per expert; it has "
+            f"{found or 'nothing'}. Leave 'gate' out of --kinds."
+        )
+    per_expert = {name: tensor for name, tensor in named.items() if tuple(tensor.shape) == (num_experts,)}
+    correction = next((t for name, t in per_expert.items() if name.endswith("e_score_correction_bias")), None)
+    bias = next((t for name, t in per_expert.items() if name.endswith("bias") and t is not correction), None)
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(x, matrices[0], bias)
+        return logits if correction is None else logits.sigmoid() + correction
+
+    return scores
+
+
+class Trained(_AcrossTokens):
+    """A predictor that `promoe-train fit` trained, scores of its networks, and calibrated probabilities."""
+
+    def __init__(self, predictor: TrainedPredictor) -> None:
+        self._predictor = predictor
+
+    def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores | None:
+        """See `FromGateInput`."""
+        predictor = self._predictor
+        if not predictor.config.predicts(source, distance):
+            return None
+        with torch.inference_mode():
+            weight, bias = predictor.network.folded(source, range(distance))
+
+        def scores(x: torch.Tensor) -> torch.Tensor:
+            inner = F.linear(x, weight, bias)[None]
+            return predictor.network.scores(inner, slice(source, source + 1))[0, -1]
+
+        return _mapped(trace, source, scores)
+
+    def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
+        """As `TrainedPredictor.log_odds` has them."""
+        predictor, source = self._predictor, max(0, layer_idx - lookahead)
+        step = layer_idx - source - 1
+        distance = above_threshold(torch.from_numpy(scores), predictor.config.top_k)
+        result: Scores = (distance * predictor.slope[source, step] + predictor.offset[source, step]).sigmoid().numpy()
+        return result
+
+
+def _mapped(trace: RoutingTrace, layer_idx: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
+    """A function of one layer's gate inputs, for all tokens."""
+    result = np.empty((trace.num_tokens, trace.num_experts), dtype=np.float32)
+    with torch.inference_mode():
+        for start, x in blocks(trace, layer_idx):
+            result[start : start + len(x)] = function(x).numpy()
+    return result
+
+
+class _Fitted(FromGateInput):
+    """One that scikit-learn fits per pair of layers, on tokens spread evenly over those that are given.
+
+    Args:
+        fitted_on: recorded.
+        max_tokens: of these, at most so many.
+    """
+
+    def __init__(self, fitted_on: RoutingTrace, max_tokens: int) -> None:
+        self._fitted_on = fitted_on
+        self._tokens = spread(fitted_on.num_tokens, max_tokens)
+        self._models: dict[tuple[int, int], Any] = {}
+
+    def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores:
+        """See `FromGateInput`."""
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn needs it
+
+        pair = (source, source + distance)
+        # The threads of NumPy's and of torch's products wait for each other while spinning: on two cores, two threads are
+        # up to ten times slower here than one.
+        with threadpool_limits(1, user_api="blas"):
+            if pair not in self._models:
+                chosen = used(self._fitted_on, pair[1])[self._tokens]
+                self._models[pair] = self._fit(self._inputs(source), chosen)
+            model = self._models[pair]
+            return _mapped(trace, source, lambda x: torch.from_numpy(self._predict(model, x.numpy())))
+
+    def _inputs(self, layer_idx: int) -> npt.NDArray[np.float32]:
+        pieces = []
+        for start, x in blocks(self._fitted_on, layer_idx):
+            mine = self._tokens[(self._tokens >= start) & (self._tokens < start + len(x))]
+            pieces.append(x[torch.from_numpy(mine - start)].numpy())
+        return np.concatenate(pieces)
+
+    @abstractmethod
+    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
+        """A model from gate inputs `[n, hidden_size]` to 0/1 `[n, num_experts]`."""
+
+    @abstractmethod
+    def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
+        """Its scores `[n, num_experts]`."""
+
+
+class Linear(_Fitted):
+    """Ridge regression on standardised gate inputs, all experts of a layer at once."""
+
+    def __init__(self, fitted_on: RoutingTrace) -> None:
+        super().__init__(fitted_on, LINEAR_TOKENS)
+
+    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
+        from sklearn.linear_model import Ridge
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        return make_pipeline(StandardScaler(), Ridge(alpha=1.0)).fit(inputs, chosen)
+
+    def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
+        scores: Scores = model.predict(inputs).astype(np.float32)
+        return scores
+
+
+class SklearnMlp(_Fitted):
+    """One hidden layer on standardised gate inputs, a logistic output per expert."""
+
+    def __init__(self, fitted_on: RoutingTrace) -> None:
+        super().__init__(fitted_on, MLP_TOKENS)
+
+    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.neural_network import MLPClassifier
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        mlp = MLPClassifier(
+            (MLP_WIDTH,),
+            max_iter=MLP_EPOCHS,
+            batch_size=min(MLP_BATCH, len(inputs)),
+            learning_rate_init=MLP_LEARNING_RATE,
+            random_state=0,
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # it stops after so many epochs on purpose
+            return make_pipeline(StandardScaler(), mlp).fit(inputs, chosen.astype(np.int8))
+
+    def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
+        scores: Scores = model.predict_proba(inputs).astype(np.float32)
+        return scores
+
+    def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
+        """What it scores are probabilities."""
+        return scores
+
+
+HIDDEN_KINDS: dict[str, Callable[[RoutingTrace], Kind]] = {"gate": Gate, "linear": Linear, "sklearn-mlp": SklearnMlp}
