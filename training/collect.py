@@ -6,9 +6,12 @@ collection that was interrupted, and goes on, records the same rows as one that 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,15 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.torch import save_file
 from tqdm.auto import tqdm
 
 import promoe
-from promoe.errors import ConfigError
+from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.prompts import Prompt, encode
-from promoe.training.recorded_traces import DECODE, GATES_FILE, PREFILL, Rows, TraceInfo, TraceWriter
+from promoe.training.recorded_traces import DECODE, PREFILL, Rows, TraceInfo, TraceWriter, part_paths, write_gates
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -69,17 +71,35 @@ class CollectOptions:
         _require(
             0 <= self.shard_index < self.num_shards, "shard_index", f"0 to {self.num_shards - 1}", self.shard_index
         )
+        _require(0 <= self.seed < 1 << 63, "seed", "0 to 2^63 - 1", self.seed)
 
     @property
     def shard_tokens(self) -> int:
         """Rows of this shard."""
         return -(-self.max_tokens // self.num_shards)
 
-    def settings(self, data: str, excluded: int) -> dict[str, Any]:
-        """What must be the same for a trace to be gone on with; more tokens may be asked for."""
+    @property
+    def max_sequence(self) -> int:
+        """Tokens of the longest sequence, generated ones included."""
+        return self.max_prompt_tokens + self.new_tokens(self.max_prompt_tokens)
+
+    def new_tokens(self, prompt_tokens: float) -> int:
+        """Tokens to generate for each prompt, where they have so many on average."""
+        return round(prompt_tokens * self.decode_share / (1 - self.decode_share))
+
+    def settings(self, data: str, excluded: Collection[str], dtype: str) -> dict[str, Any]:
+        """What must be the same for a trace to be gone on with; more tokens may be asked for.
+
+        Args:
+            data: where prompts come from.
+            excluded: texts that are left out.
+            dtype: of the model's weights, as it was asked for.
+        """
+        digest = hashlib.sha256(json.dumps(sorted(excluded)).encode()).hexdigest()
         return {
             "data": data,
-            "excluded_prompts": excluded,
+            "excluded": f"{len(excluded)} prompts, sha256 {digest[:16]}" if excluded else None,
+            "dtype": dtype,
             "decode_share": self.decode_share,
             "max_prompt_tokens": self.max_prompt_tokens,
             "batch_size": self.batch_size,
@@ -98,18 +118,22 @@ def describe(model: Any, layers: Sequence[MoELayer], name: str, settings: dict[s
     """The header of a model's trace.
 
     Raises:
-        ConfigError: its gates do not read hidden states of one size.
+        UnsupportedModelError: its gates do not read hidden states of one size, or do not say how many they choose.
     """
+    unknown = [layer.gate_name for layer in layers if layer.top_k is None or gate_width(layer) is None]
     sizes = {gate_width(layer) for layer in layers}
-    if len(sizes) != 1 or None in sizes:
-        raise ConfigError(f"The gates of {name} have no weights [experts, hidden] of one hidden size: found {sizes}.")
+    if unknown or len(sizes) != 1:
+        raise UnsupportedModelError(
+            f"The gates of {name} cannot be recorded: they need weights [experts, hidden size], one hidden size and a known "
+            f"top_k. Found hidden sizes {sizes}; without one, or without top_k: {unknown}. Choose a model of another family."
+        )
     return TraceInfo(
         model=name,
         revision=getattr(model.config, "_commit_hash", None),
         model_type=model.config.model_type,
         hidden_size=next(size for size in sizes if size is not None),
         num_experts=[layer.num_experts for layer in layers],
-        top_k=[layer.top_k or 1 for layer in layers],
+        top_k=[layer.top_k for layer in layers if layer.top_k is not None],
         settings=settings,
         versions={
             "promoe": promoe.__version__,
@@ -127,20 +151,33 @@ def gate_width(layer: MoELayer) -> int | None:
     return None
 
 
-def check_disk(info: TraceInfo, folder: Path, num_tokens: int) -> str:
-    """How large a trace will be, in words.
+def check_positions(model: Any, options: CollectOptions) -> None:
+    """Raise ConfigError if sequences may become longer than the model knows positions."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and options.max_sequence > positions:
+        raise ConfigError(
+            f"Prompts of {options.max_prompt_tokens:,} tokens and what is generated, {options.max_sequence:,} in all, are more "
+            f"than the model's {positions:,} positions. Choose a smaller --max-prompt-tokens or --decode-share."
+        )
+
+
+def check_disk(info: TraceInfo, folder: Path, options: CollectOptions) -> str:
+    """How large a shard's trace will be, in words.
 
     Raises:
-        ConfigError: the disk has less free.
+        ConfigError: the disk has less free than is still missing.
     """
-    needed = num_tokens * info.token_bytes
+    present = sum(path.stat().st_size for path in part_paths(folder, options.shard_index))
+    expected = options.shard_tokens * info.token_bytes
+    last_batch = options.batch_size * options.max_sequence * info.token_bytes  # is finished, even for its first token
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    size = f"{num_tokens:,} tokens of {format_memory(info.token_bytes)} = {format_memory(needed)}"
-    if needed + SPARE_BYTES > free:
+    size = f"{options.shard_tokens:,} tokens of {format_memory(info.token_bytes)} = {format_memory(expected)}"
+    if present < expected and expected - present + last_batch + SPARE_BYTES > free:
         raise ConfigError(
-            f"The trace needs {size}, and {existing} has {format_memory(free)} free. Choose fewer --max-tokens or another "
-            "--out."
+            f"The trace needs {size} and up to {format_memory(last_batch)} for the batch that completes it; "
+            f"{format_memory(present)} are there, and {existing} has {format_memory(free)} free. Choose fewer --max-tokens, a "
+            "smaller --batch-size or another --out."
         )
     return f"{size} into {folder} ({format_memory(free)} free)"
 
@@ -158,69 +195,98 @@ def collect(
         options: how to run them.
 
     Raises:
-        PromoeError: the model's gates cannot be recorded; a prompt cannot be encoded; the disk is full.
+        ConfigError: sequences would be too long for the model; no prompt falls to the shard.
+        PromoeError: the model's gates cannot be recorded; a prompt cannot be encoded, or not for this model; the disk is
+            full.
     """
+    check_positions(model, options)
     layers = find_moe_layers(model, allow_meta=True)
-    mine = (p for p in prompts if p.idx % options.num_shards == options.shard_index and p.idx >= writer.next_prompt)
+    total = options.shard_tokens
+    # Whole batches are recorded or missing, so what is left falls into the batches of an uninterrupted run.
+    mine = _encoded(prompts, tokenizer, writer.recorded, options)
     with (
         GateRecorder(model, layers) as recorder,
-        tqdm(total=options.shard_tokens, initial=writer.num_tokens, unit="token", desc="collect", disable=None) as bar,
+        tqdm(total=total, initial=min(writer.num_tokens, total), unit="token", desc="collect", disable=None) as bar,
     ):
         try:
-            while writer.num_tokens < options.shard_tokens and (batch := list(islice(mine, options.batch_size))):
-                before = writer.num_tokens
-                writer.append(_run(model, tokenizer, batch, recorder, options))
-                bar.update(writer.num_tokens - before)
+            while writer.num_tokens < total and (batch := list(islice(mine, options.batch_size))):
+                writer.append(_run(model, batch, _pad_id(tokenizer, model), recorder, options))
+                bar.update(min(writer.num_tokens, total) - bar.n)  # tqdm drops a total that is exceeded
         finally:
             writer.flush()  # also what an interrupted run has: its batches are whole
-    if writer.num_tokens < options.shard_tokens:
-        logger.warning("The data ended after %d of %d tokens.", writer.num_tokens, options.shard_tokens)
+    if not writer.num_tokens:
+        raise ConfigError(
+            f"None of the prompts falls to shard {options.shard_index} of {options.num_shards}. Choose fewer --num-shards, or "
+            "more data."
+        )
+    if writer.num_tokens < total:
+        logger.warning("The data ended after %d of %d tokens.", writer.num_tokens, total)
+
+
+def _encoded(
+    prompts: Iterable[Prompt], tokenizer: Any, recorded: AbstractSet[int], options: CollectOptions
+) -> Iterator[tuple[int, list[int]]]:
+    """The prompts of the shard that are not recorded yet: position in the data, tokens."""
+    for prompt in prompts:
+        if prompt.idx % options.num_shards == options.shard_index and prompt.idx not in recorded:
+            tokens = encode(prompt, tokenizer, options.max_prompt_tokens)
+            if tokens:  # some tokenizers leave out characters that they do not know
+                yield prompt.idx, tokens
 
 
 def _run(
-    model: Any, tokenizer: Any, batch: Sequence[Prompt], recorder: GateRecorder, options: CollectOptions
+    model: Any, batch: Sequence[tuple[int, list[int]]], pad_id: int, recorder: GateRecorder, options: CollectOptions
 ) -> list[Rows]:
     """Rows of each prompt of a batch."""
-    encoded = [encode(prompt, tokenizer, options.max_prompt_tokens) for prompt in batch]
-    ids, mask = _padded(encoded, _pad_id(tokenizer, model))
-    prompt_tokens = sum(map(len, encoded)) / len(encoded)
-    new_tokens = round(prompt_tokens * options.decode_share / (1 - options.decode_share))
-    ids, mask = ids.to(model.device), mask.to(model.device)
-    recorder.take()  # what a pass that was interrupted has left
-    with torch.inference_mode(), torch.random.fork_rng():
-        torch.manual_seed(options.seed + batch[0].idx)
-        if new_tokens:
-            sampling = {} if options.temperature is None else {"do_sample": True, "temperature": options.temperature}
+    encoded = [tokens for _, tokens in batch]
+    ids, mask = _padded(encoded, pad_id)
+    num_known = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= num_known:
+        raise CheckpointError(
+            f"The tokenizer gives token {int(ids.max())}, and the model knows {num_known}: they do not belong together. Put "
+            "the model's own tokenizer beside it."
+        )
+    new_tokens = options.new_tokens(sum(map(len, encoded)) / len(encoded))
+    sampling = {} if options.temperature is None else {"do_sample": True, "temperature": options.temperature}
+    gpus = [model.device] if model.device.type == "cuda" else []
+    with torch.inference_mode(), torch.random.fork_rng(gpus):
+        torch.manual_seed(options.seed + batch[0][0])
+        model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
             # One more than is recorded: the last token that is generated is not read again.
-            model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=new_tokens + 1,
-                pad_token_id=_pad_id(tokenizer, model),
-                **sampling,
-            )
-        else:
-            model(input_ids=ids, attention_mask=mask, use_cache=False)
+            max_new_tokens=new_tokens + 1,
+            pad_token_id=pad_id,
+            # One token of one sequence at a time, whatever the model's generation config says.
+            use_cache=True,
+            num_beams=1,
+            num_return_sequences=1,
+            **sampling,
+        )
     records = recorder.take()
+    passes = [record.token_ids.shape for record in records]
+    if passes[0] != ids.shape or set(passes[1:]) - {(len(batch), 1)}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} generates in passes of {sorted(set(passes))} tokens: prompts at once, then one token at a "
+            "time, were expected. Remove what changes this from its generation_config.json."
+        )
     ends = _end_ids(model)
-    return [_rows(prompt.idx, sequence, records, ends) for sequence, prompt in enumerate(batch)]
+    return [_rows(idx, row, len(tokens), records, ends) for row, (idx, tokens) in enumerate(batch)]
 
 
-def _rows(prompt_idx: int, sequence: int, records: Sequence[GateRecord], ends: frozenset[int]) -> Rows:
+def _rows(prompt_idx: int, row: int, num_tokens: int, records: Sequence[GateRecord], ends: frozenset[int]) -> Rows:
     """One sequence's tokens: its prompt, and what was generated up to its end."""
-    kept: list[tuple[int, GateRecord, Any]] = [(PREFILL, records[0], records[0].real[sequence])]
-    for record in records[1:]:
-        if int(record.token_ids[sequence, 0]) in ends:
-            break  # from here on it is only carried along with its batch
-        kept.append((DECODE, record, slice(None)))
-    counts = [len(record.token_ids[sequence, tokens]) for _, record, tokens in kept]
+    prefill, *steps = records
+    # After its end it is only carried along with its batch.
+    num_generated = next((i for i, step in enumerate(steps) if int(step.token_ids[row, 0]) in ends), len(steps))
+    kept = [(prefill, slice(-num_tokens, None)), *((step, slice(None)) for step in steps[:num_generated])]
     return Rows(
         prompt=prompt_idx,
-        phase=np.repeat([phase for phase, _, _ in kept], counts),
-        token_ids=np.concatenate([record.token_ids[sequence, tokens] for _, record, tokens in kept]),
-        gate_inputs=torch.cat([record.gate_inputs[sequence][tokens] for _, record, tokens in kept]),
-        gate_logits=np.concatenate([record.gate_logits[sequence, tokens] for _, record, tokens in kept]),
-        experts=np.concatenate([record.experts[sequence, tokens] for _, record, tokens in kept]),
+        phase=np.repeat([PREFILL, DECODE], [num_tokens, num_generated]),
+        token_ids=np.concatenate([record.token_ids[row, tokens] for record, tokens in kept]),
+        gate_inputs=torch.cat([record.gate_inputs[row, tokens] for record, tokens in kept]),
+        gate_logits=np.concatenate([record.gate_logits[row, tokens] for record, tokens in kept]),
+        experts=np.concatenate([record.experts[row, tokens] for record, tokens in kept]),
     )
 
 
@@ -242,20 +308,24 @@ def _end_ids(model: Any) -> frozenset[int]:
 
 def _pad_id(tokenizer: Any, model: Any) -> int:
     """Masked wherever it stands, so any token will do."""
+    num_known = (
+        model.get_input_embeddings().num_embeddings
+    )  # some tokenizers have a padding token that the model has not
     for pad_id in (tokenizer.pad_token_id, model.generation_config.pad_token_id, *sorted(_end_ids(model))):
-        if isinstance(pad_id, int):
+        if isinstance(pad_id, int) and 0 <= pad_id < num_known:
             return pad_id
     return 0
 
 
 def save_gates(layers: Sequence[MoELayer], folder: Path) -> None:
-    """Write the gates' parameters and buffers, `<layer>.<name>`: what kinds that build on gates start from."""
-    path = folder / GATES_FILE
+    """Keep the gates' parameters and buffers beside a trace: what predictors that build on gates start from.
+
+    Raises:
+        TraceError: they cannot be written.
+    """
     tensors = {
         f"{layer.layer_idx}.{name}": tensor.detach().to("cpu", copy=True).contiguous()
         for layer in layers
         for name, tensor in layer.gate.state_dict().items()
     }
-    unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished)
-    unfinished.rename(path)
+    write_gates(folder, tensors)

@@ -5,7 +5,7 @@ Hooks on the gates alone, so it works on a patched model as on any other. Knows 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +21,16 @@ from promoe.moe_layers import MoELayer, gate_indices
 
 @dataclass(frozen=True)
 class GateRecord:
-    """One pass of B sequences of T tokens through all gates.
+    """One pass of B sequences of T tokens through all gates; padding is recorded like anything else.
 
     Args:
         token_ids: `[B, T]`.
-        real: `[B, T]`, False where there is padding.
         gate_inputs: bfloat16 `[B, T, layers, hidden_size]`.
         gate_logits: float32 `[B, T, sum of experts]`.
         experts: int16 `[B, T, sum of top_k]`.
     """
 
     token_ids: npt.NDArray[np.int32]
-    real: npt.NDArray[np.bool_]
     gate_inputs: torch.Tensor
     gate_logits: npt.NDArray[np.float32]
     experts: npt.NDArray[np.int16]
@@ -40,6 +38,9 @@ class GateRecord:
 
 class GateRecorder:
     """Context in which every pass of a model is recorded.
+
+    A pass raises UnsupportedModelError if it cannot be: the model does not read `input_ids`, or a gate did not run, or
+    does not say what it chose.
 
     Args:
         model: whose forward takes `input_ids`.
@@ -49,9 +50,8 @@ class GateRecorder:
     def __init__(self, model: nn.Module, layers: Sequence[MoELayer]) -> None:
         self._model = model
         self._layers = layers
-        self._gates: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._input_ids: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None
+        self._gates: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._records: list[GateRecord] = []
         self._undo = ExitStack()
 
@@ -66,6 +66,7 @@ class GateRecorder:
 
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
+        self._gates.clear()
 
     def take(self) -> list[GateRecord]:
         """The passes since the last call, in order."""
@@ -77,51 +78,51 @@ class GateRecorder:
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             raise UnsupportedModelError(
                 f"{type(model).__name__} was called without input_ids [sequences, tokens]: only models that read text can "
-                "be recorded."
+                "be recorded. Choose one that does."
             )
-        self._input_ids, self._mask = ids, kwargs.get("attention_mask")
+        self._input_ids = ids
         self._gates.clear()
 
-    def _tap(self, layer: MoELayer) -> Any:
+    def _tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            gate_input = args[0] if args else kwargs.get("hidden_states")
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             chosen = gate_indices(output)
             logits = gate_logits(output, layer.num_experts)
-            if gate_input is None or chosen is None or logits is None:
+            if not tensors or chosen is None or logits is None or layer.top_k not in (None, chosen.shape[-1]):
                 raise UnsupportedModelError(
                     f"{layer.gate_name!r} ({type(gate).__name__}) does not return logits over its {layer.num_experts} "
-                    "experts and the chosen ids, or hides its input: its routing cannot be recorded."
+                    f"experts and the ids of {layer.top_k} chosen ones, or hides its input: its routing cannot be "
+                    "recorded. Choose a model of another family."
                 )
-            self._gates[layer.layer_idx] = (gate_input.detach(), logits.detach(), chosen)
+            # Copies, at once: what follows the gate may write over what it read and returned.
+            self._gates[layer.layer_idx] = (
+                tensors[0].detach().to(torch.bfloat16, copy=True),
+                logits.detach().to(torch.float32, copy=True),
+                chosen.to(torch.int16),
+            )
 
         return on_gate
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if len(self._gates) < len(self._layers):
-            missing = [layer.gate_name for layer in self._layers if layer.layer_idx not in self._gates]
-            raise UnsupportedModelError(f"The gates {missing} did not run in this forward: they cannot be recorded.")
-        assert self._input_ids is not None
-        shape = tuple(self._input_ids.shape)
-        taken = [self._gates[idx] for idx in range(len(self._layers))]
-        inputs = [x.reshape(*shape, -1).to(torch.bfloat16) for x, _, _ in taken]
-        logits = [x.reshape(*shape, -1).float() for _, x, _ in taken]
-        chosen = [x.reshape(*shape, -1).to(torch.int16) for _, _, x in taken]
+        missing = [layer.gate_name for layer in self._layers if layer.layer_idx not in self._gates]
+        if missing:
+            raise UnsupportedModelError(
+                f"The gates {missing} of {type(model).__name__} did not run in this forward: it cannot be recorded. Undo "
+                "what replaces the forward of its MoE blocks (use_kernels, another patch)."
+            )
+        assert self._input_ids is not None, "a pass ended that did not begin"
+        shape = self._input_ids.shape
+        taken = [self._gates[layer.layer_idx] for layer in self._layers]
+        inputs, logits, chosen = ([x.reshape(*shape, -1) for x in tensors] for tensors in zip(*taken, strict=True))
         self._records.append(
             GateRecord(
-                token_ids=self._input_ids.cpu().numpy().astype(np.int32),
-                real=self._real(shape),
+                token_ids=self._input_ids.to("cpu", torch.int32, copy=True).numpy(),
                 gate_inputs=torch.stack(inputs, dim=2).cpu(),
                 gate_logits=torch.cat(logits, dim=2).cpu().numpy(),
                 experts=torch.cat(chosen, dim=2).cpu().numpy(),
             )
         )
-
-    def _real(self, shape: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-        mask = self._mask
-        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-            return np.ones(shape, dtype=np.bool_)
-        result: npt.NDArray[np.bool_] = mask[:, -shape[1] :].bool().cpu().numpy()
-        return result
+        self._gates.clear()
 
 
 def gate_logits(output: Any, num_experts: int) -> torch.Tensor | None:
