@@ -8,6 +8,7 @@ import os
 import re
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -274,13 +275,15 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", fail)
 
 
-@pytest.fixture
+@contextmanager
 def small_files_only() -> Iterator[None]:
-    """The kernel refuses to make a file larger than 1,000 bytes."""
+    """The kernel refuses to make a file larger than 1,000 bytes: any of this process, so only for as long as needed."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_leaves_nothing_half_written(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +302,9 @@ def test_a_full_disk_leaves_nothing_half_written(folder: Path, tmp_path: Path, m
     assert_same_rows(folder, write(tmp_path / "whole", [[*PROMPTS, make_rows(9), make_rows(10)]]))
 
 
-@pytest.mark.usefixtures("small_files_only")
 def test_a_write_that_the_system_refuses(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, make_info(), part_bytes=1)
-    with pytest.raises(TraceError, match=r"File too large. Mend the cause and repeat the command"):
+    with small_files_only(), pytest.raises(TraceError, match=r"File too large. Mend the cause and repeat the command"):
         writer.append([make_rows(0, 1000)])
     assert files(tmp_path) == [INFO_FILE]
 
