@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from promoe.moe_layers import gate_indices
+from promoe.moe_layers import gate_indices, gate_logits
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
 
@@ -116,10 +116,7 @@ def selection_probability(output: object, chosen: torch.Tensor | None, num_exper
     Returns:
         `[num_tokens, num_experts]`
     """
-    parts = output if isinstance(output, tuple | list) else (output,)
-    logits = next(
-        (p for p in parts if isinstance(p, torch.Tensor) and p.is_floating_point() and p.shape[-1] == num_experts), None
-    )
+    logits = gate_logits(output, num_experts)
     ids = None if chosen is None else chosen.reshape(-1, chosen.shape[-1]).numpy()
     if logits is None:
         assert ids is not None, "a gate must return logits over its experts or the chosen indices"

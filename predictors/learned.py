@@ -143,13 +143,13 @@ def check_fits(config: TrainedConfig, context: PredictorContext) -> None:
         "num_experts": _common(context.num_experts),
         "top_k": _common(context.top_k),
     }
-    for name, value in found.items():
-        expected = getattr(config, name)
-        if value is not None and value != expected:
-            raise ConfigError(
-                f"The predictor was trained for {config.base_model or 'a model'} with {name} = {expected!r}, and this model "
-                f'has {value!r}. Train one for it with `promoe-train`, or use predictor="gate".'
-            )
+    mismatch = config.mismatch(**{name: value for name, value in found.items() if value is not None})
+    if mismatch is not None:
+        name, expected, value = mismatch
+        raise ConfigError(
+            f"The predictor was trained for {config.base_model or 'a model'} with {name} = {expected!r}, and this model "
+            f'has {value!r}. Train one for it with `promoe-train`, or use predictor="gate".'
+        )
 
 
 def _common(values: Sequence[int]) -> int | list[int]:

@@ -97,6 +97,11 @@ class TrainedConfig:
                 f"The lookahead must be at most the number of MoE layers, {self.num_layers}. Got {self.lookahead} instead."
             )
 
+    def mismatch(self, **sizes: Any) -> tuple[str, Any, Any] | None:
+        """(field, what it was trained for, what was found) of the first field that differs; None: it fits."""
+        differing = ((name, getattr(self, name), found) for name, found in sizes.items())
+        return next(((name, own, found) for name, own, found in differing if own != found), None)
+
     def predicts(self, layer_idx: int, steps_ahead: int) -> bool:
         """Whether it looks `steps_ahead` from this layer: on into the next token, or as the paper has it, at one distance,
         and from the first layer what lies nearer."""

@@ -154,6 +154,15 @@ def gate_indices(gate_output: Any, index_like: torch.Tensor | None = None) -> to
     return found[0] if found[0].ndim == 2 else found[0].reshape(-1, found[0].shape[-1])
 
 
+def gate_logits(output: Any, num_experts: int) -> torch.Tensor | None:
+    """The first floating tensor `[..., num_experts]` of a gate's output: logits, or what stands for them."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    for part in parts:
+        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] == num_experts:
+            return part
+    return None
+
+
 def _contract_problem(name: str, module: nn.Module) -> str | None:
     """None: `module` meets the contract of an experts module. "": nothing like experts. Else: what is missing."""
     decorated = _decorated_forward(type(module)) is not None and all(hasattr(module, m) for m in _DECORATOR_MARKS)

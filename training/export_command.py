@@ -12,7 +12,7 @@ import torch
 
 from promoe.errors import ConfigError
 from promoe.predictors.trained import CONFIG_FILE, TrainedPredictor
-from promoe.training.fit_command import PREDICTOR_FOLDER, SETTINGS_FILE
+from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
 
 CARD_FILE = "README.md"
 

@@ -16,6 +16,7 @@ from promoe.predictors.trained import TrainedConfig, TrainedPredictor
 from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
+from promoe.training.tables import spread
 
 # Of the prompts that are fitted on, the share that decides when to stop, and calibrates.
 VALIDATION_SHARE = 0.1
@@ -201,7 +202,7 @@ def new_predictor(trace: RecordedTrace, rows: TraceRows, config: TrainedConfig, 
     """An untrained predictor for a trace's model: standardised inputs, and gates to start from where the kind has them."""
     torch.manual_seed(seed)
     predictor = TrainedPredictor(config)
-    sample = trace.gate_inputs(np.linspace(0, len(rows) - 1, min(STANDARDISE_ROWS, len(rows))).astype(np.intp)).float()
+    sample = trace.gate_inputs(spread(len(rows), STANDARDISE_ROWS)).float()
     predictor.network.standardise(sample.mean(0), sample.std(0))
     weights = [_gate_weight(gate, config) for gate in trace.gates]
     if isinstance(predictor.network, ResidualNetwork) and all(weight is not None for weight in weights):

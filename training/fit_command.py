@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from sklearn.linear_model import LogisticRegression
@@ -20,11 +19,13 @@ from promoe.errors import ConfigError
 from promoe.output import write_atomically
 from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
+from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
 from promoe.training.losses import LOSSES
-from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.recorded_traces import RecordedTrace, require_same_settings
+from promoe.training.tables import spread
 from promoe.training.trainer_options import TrainerOptions
 
-SETTINGS_FILE, PREDICTOR_FOLDER, CHECKPOINT_FOLDER = "fit.json", "predictor", "checkpoints"
+CHECKPOINT_FOLDER = "checkpoints"
 # Rows that calibrate; each is one outcome per expert, layer and distance.
 CALIBRATION_ROWS = 4096
 
@@ -116,14 +117,11 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             write_atomically(path, [json.dumps(settings, indent=2), "\n"])
             return
         found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError(f"{SETTINGS_FILE} holds no object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"The folder '{folder}' cannot be used: {error}. Choose another --out.") from error
-    for name in settings.keys() | found.keys():
-        if settings.get(name) != found.get(name):
-            raise ConfigError(
-                f"{folder} holds a run with {name} = {found.get(name)!r}, and {settings.get(name)!r} was asked for. Repeat the "
-                "command as it was to go on with that run, or choose another --out."
-            )
+    require_same_settings(settings, found, folder, "run")
 
 
 def _train(task: Fit, module: PredictorModule, data: TraceData) -> lightning.Trainer:
@@ -156,7 +154,7 @@ def _train(task: Fit, module: PredictorModule, data: TraceData) -> lightning.Tra
 def calibrate(predictor: TrainedPredictor, rows: TraceRows) -> None:
     """Fit slope and offset of every layer and distance, so that of what is given probability p, a share p is used."""
     config = predictor.config
-    sample = np.unique(np.linspace(0, len(rows) - 1, min(CALIBRATION_ROWS, len(rows))).astype(int))
+    sample = spread(len(rows), CALIBRATION_ROWS)
     batch = rows.__getitems__(sample.tolist())
     with torch.inference_mode():
         distances = above_threshold(predictor.scores(batch.gate_inputs), config.top_k)

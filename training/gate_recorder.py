@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from promoe.errors import UnsupportedModelError
-from promoe.moe_layers import MoELayer, gate_indices
+from promoe.moe_layers import MoELayer, gate_indices, gate_logits
 
 
 @dataclass(frozen=True)
@@ -123,12 +123,3 @@ class GateRecorder:
             )
         )
         self._gates.clear()
-
-
-def gate_logits(output: Any, num_experts: int) -> torch.Tensor | None:
-    """The first floating tensor `[..., num_experts]` of a gate's output: logits, or what stands for them."""
-    parts = output if isinstance(output, tuple | list) else (output,)
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] == num_experts:
-            return part
-    return None

@@ -108,21 +108,20 @@ def _trained(folder: Path, trace: RoutingTrace) -> tuple[str, Fitting]:
     predictor = TrainedPredictor.load(str(folder))
     assert isinstance(trace.recorded, RecordedTrace)
     info, config = trace.recorded.info, predictor.config
-    expected = {
-        "model_type": info.model_type,
-        "num_layers": trace.num_layers,
-        "hidden_size": info.hidden_size,
-        "num_experts": trace.num_experts,
-        "top_k": trace.top_k,
-    }
-    for field, value in expected.items():
-        found = getattr(config, field)
-        if found != value:
-            raise ConfigError(
-                f"The predictor in {folder} does not fit the trace {trace.recorded.folder}: expected {field} = {value!r}, "
-                f"found {found!r}. It was trained for {config.base_model or 'another model'}; give one that was trained for "
-                f"{info.model}."
-            )
+    mismatch = config.mismatch(
+        model_type=info.model_type,
+        num_layers=trace.num_layers,
+        hidden_size=info.hidden_size,
+        num_experts=trace.num_experts,
+        top_k=trace.top_k,
+    )
+    if mismatch is not None:
+        field, found, expected = mismatch
+        raise ConfigError(
+            f"The predictor in {folder} does not fit the trace {trace.recorded.folder}: expected {field} = {expected!r}, "
+            f"found {found!r}. It was trained for {config.base_model or 'another model'}; give one that was trained for "
+            f"{info.model}."
+        )
     return config.kind, partial(Trained, predictor)
 
 

@@ -106,7 +106,7 @@ class TraceInfo:
         """Raise ConfigError if a folder's trace is of another model or of other settings."""
         for name in ("model", "revision", "model_type", "hidden_size", "num_experts", "top_k"):
             _require_same(name, getattr(self, name), getattr(found, name), folder)
-        _require_same_settings(self.settings, found.settings, folder)
+        require_same_settings(self.settings, found.settings, folder)
 
 
 def check_folder(folder: Path, model: str, settings: Mapping[str, Any]) -> None:
@@ -121,19 +121,22 @@ def check_folder(folder: Path, model: str, settings: Mapping[str, Any]) -> None:
     found = _find_info(folder)
     if found is not None:
         _require_same("model", model, found.model, folder)
-        _require_same_settings(settings, found.settings, folder)
+        require_same_settings(settings, found.settings, folder)
 
 
-def _require_same_settings(asked: Mapping[str, Any], found: Mapping[str, Any], folder: Path) -> None:
+def require_same_settings(
+    asked: Mapping[str, Any], found: Mapping[str, Any], folder: Path, what: str = "trace"
+) -> None:
+    """Raise ConfigError if a folder holds what was made with other settings, and so cannot be gone on with."""
     for name in sorted(asked.keys() | found.keys()):
-        _require_same(name, asked.get(name), found.get(name), folder)
+        _require_same(name, asked.get(name), found.get(name), folder, what)
 
 
-def _require_same(name: str, asked: object, found: object, folder: Path) -> None:
+def _require_same(name: str, asked: object, found: object, folder: Path, what: str = "trace") -> None:
     if asked != found:
         raise ConfigError(
-            f"{folder} holds a trace with {name} = {found!r}, and {asked!r} was asked for. Repeat the command as it was to "
-            "go on with that trace, or choose another folder."
+            f"{folder} holds a {what} with {name} = {found!r}, and {asked!r} was asked for. Repeat the command as it was to "
+            f"go on with that {what}, or choose another folder."
         )
 
 
