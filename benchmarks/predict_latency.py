@@ -1,6 +1,6 @@
 """What one prediction of a trained predictor takes beside a decoding model, and what it costs the model.
 
-    python benchmarks/predict_latency.py [--tokens 120] [--kind residual] [--lookahead 1 2] [--json FILE]
+    python benchmarks/predict_latency.py [--tokens 120] [--kind residual] [--lookahead 1 2 8] [--json FILE]
 
 The predictor is of the size that real models need: hidden size 2048, 64 experts, top 8, 27 MoE layers, random weights.
 The demo model, widened and all resident, decodes on one core less than there is; at every gate a prediction is posted to a
@@ -110,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--kind", default="residual")
-    parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/predict_latency.json"))
     options = parser.parse_args()
     demo = Demo(Options())

@@ -91,7 +91,7 @@ class Predictor(Protocol):
 
 
 def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Probability `[num_experts]` that at least one token `[num_tokens, num_experts]` uses an expert: 1 - prod(1 - p)."""
+    """Probability `[...]` that at least one of the tokens `[num_tokens, ...]` uses an expert: 1 - prod(1 - p)."""
     result: npt.NDArray[np.float64] = per_token[0] if len(per_token) == 1 else 1.0 - np.prod(1.0 - per_token, axis=0)
     return result
 

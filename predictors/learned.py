@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from .trained import TrainedConfig, TrainedPredictor
 
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
+HALF = 0.5
+# Up to so many, one token's probabilities are computed in plain Python.
+FEW_TARGETS = 2
 
 
 class LearnedPredictor:
@@ -46,13 +49,13 @@ class LearnedPredictor:
         layer = self._layers[visit.layer_idx]
         if not layer.targets:
             return []
-        with torch.inference_mode():
-            probabilities = layer.probabilities(visit.gate_input)
+        gate_input = visit.gate_input.detach() if visit.gate_input.requires_grad else visit.gate_input
+        per_token = layer.probabilities(gate_input)
         if self._hard:
-            probabilities = [_top(p, self._config.top_k) for p in probabilities]
+            per_token = _top(per_token, self._config.top_k)
         return [
-            Forecast(steps_ahead, layer_idx, any_token(per_token))
-            for (steps_ahead, layer_idx), per_token in zip(layer.targets, probabilities, strict=True)
+            Forecast(steps_ahead, layer_idx, probabilities)
+            for (steps_ahead, layer_idx), probabilities in zip(layer.targets, any_token(per_token), strict=True)
         ]
 
 
@@ -60,8 +63,9 @@ class _LayerPredictor:
     """What is predicted from one layer: `TrainedPredictor.log_odds`, for few tokens and above all for one.
 
     After a model's products nothing of this is in the processor's caches, and an operation takes ten times as long to
-    call as to compute. So slopes and biases are folded into the weights, and what is left are two products (torch's, in
-    the model's dtype, for the one with most of the weights), a relu, a threshold and a logistic function.
+    call as to compute. So slopes and biases are folded into the weights, all distances are computed at once, and what is
+    left are two products (torch's, in the model's dtype, for the one with most of the weights), a relu, a threshold and
+    a logistic function.
     """
 
     def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int) -> None:
@@ -75,55 +79,53 @@ class _LayerPredictor:
         kept = [k - 1 for k in steps]
         with torch.no_grad():
             self._weight, self._bias = network.folded(layer_idx, kept)
-            slope = trained.slope[layer_idx, kept].float()[:, None]
+            slope = HALF * trained.slope[layer_idx, kept].float()[:, None]
             outer = network.outer[layer_idx, kept].float() * slope[..., None]
-            outer_bias = (network.bias[layer_idx, kept].float() * slope).flatten()
+            outer_bias = network.bias[layer_idx, kept].float() * slope
             if self._trunk_rows:
                 # The linear part stands beside the trunk in the first product: one matrix for all distances.
-                self._weight[self._trunk_rows :] *= slope.expand(-1, config.num_experts).reshape(-1, 1)
-                self._bias[self._trunk_rows :] *= slope.expand(-1, config.num_experts).flatten()
-                self._bias[self._trunk_rows :] += outer_bias
+                each = slope.expand(-1, config.num_experts).flatten()
+                self._weight[self._trunk_rows :] *= each[:, None]
+                self._bias[self._trunk_rows :] = self._bias[self._trunk_rows :] * each + outer_bias.flatten()
                 self._outer = outer.flatten(0, 1).T.contiguous().numpy()
             else:
                 self._outer = outer.transpose(1, 2).contiguous().numpy()
-            self._outer_bias = outer_bias.view(len(steps), config.num_experts).numpy()
-            self._offset: list[float] = trained.offset[layer_idx, kept].tolist()
+            self._outer_bias = outer_bias.numpy()
+            self._offset = (HALF * trained.offset[layer_idx, kept].float()).numpy()
 
-    def probabilities(self, gate_input: torch.Tensor) -> list[npt.NDArray[np.float64]]:
-        """Per target `[n, E]`, from `[n, H]`."""
+    def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
+        """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
         if self._weight.dtype != gate_input.dtype:  # with the first visit: the dtype that the model runs in
             self._weight, self._bias = self._weight.to(gate_input.dtype), self._bias.to(gate_input.dtype)
-        inner = F.linear(gate_input, self._weight, self._bias).float().numpy()
-        return [
-            _probability(scores, self._top_k, offset)
-            for scores, offset in zip(self._scores(inner), self._offset, strict=True)
-        ]
+        scores = self._scores(F.linear(gate_input, self._weight, self._bias).float().numpy())
+        if self._num_experts <= self._top_k:
+            return np.ones(scores.shape)
+        if len(scores) != 1 or len(self.targets) > FEW_TARGETS:
+            ranked = np.sort(scores, axis=-1)
+            zero = HALF * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
+            result: npt.NDArray[np.float64] = HALF + HALF * np.tanh(scores - zero[..., None], dtype=np.float64)
+            return result
+        pairs = zip(scores[0].tolist(), self._offset.tolist(), strict=True)
+        return np.array([[self._one_token(target, offset) for target, offset in pairs]])
 
-    def _scores(self, inner: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Per target `[n, E]`, times its slope, from `[n, rows]`."""
-        rows = self._trunk_rows
+    def _one_token(self, scores: list[float], offset: float) -> list[float]:
+        """The same in plain Python: one operation of numpy, cold, takes longer than this."""
+        ranked = sorted(scores)
+        zero = HALF * (ranked[-self._top_k] + ranked[-self._top_k - 1]) - offset
+        tanh = math.tanh  # the logistic function; unlike exp, without an overflow to guard against
+        return [HALF + HALF * tanh(score - zero) for score in scores]
+
+    def _scores(self, inner: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """`[n, targets, E]`, times half their slope, from `[n, rows]`."""
+        rows, shape = self._trunk_rows, (len(inner), len(self.targets), -1)
+        scores: npt.NDArray[np.float32]
         if rows:
-            scores = inner[:, rows:] + np.maximum(inner[:, :rows], 0.0) @ self._outer
-            if len(self.targets) == 1:
-                return [scores]
-            return [scores[:, i * self._num_experts : (i + 1) * self._num_experts] for i in range(len(self.targets))]
-        hidden = np.maximum(inner, 0.0).reshape(len(inner), len(self.targets), -1)
-        return [hidden[:, i] @ outer + self._outer_bias[i] for i, outer in enumerate(self._outer)]
-
-
-def _probability(scores: npt.NDArray[np.float32], top_k: int, offset: float) -> npt.NDArray[np.float64]:
-    """Logistic function `[n, E]` of how far scores lie above the middle between the last chosen and the first not."""
-    if scores.shape[1] <= top_k:
-        return np.ones(scores.shape)
-    if len(scores) == 1:
-        ranked = sorted(scores[0].tolist())
-        zero: Any = 0.5 * (ranked[-top_k] + ranked[-top_k - 1]) - offset
-    else:
-        sorted_scores = np.sort(scores, axis=1)
-        zero = 0.5 * (sorted_scores[:, -top_k, None] + sorted_scores[:, -top_k - 1, None]) - offset
-    odds = np.exp(np.minimum(zero - scores, 80.0), dtype=np.float64)
-    result: npt.NDArray[np.float64] = 1.0 / (1.0 + odds)
-    return result
+            scores = np.maximum(inner[:, :rows], 0.0) @ self._outer
+            scores += inner[:, rows:]
+            return scores.reshape(shape)
+        hidden = np.maximum(inner, 0.0).reshape(shape).swapaxes(0, 1)
+        scores = (hidden @ self._outer).swapaxes(0, 1) + self._outer_bias
+        return scores
 
 
 def _top(probabilities: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:

@@ -27,7 +27,9 @@ from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.prompts import Prompt, encode
-from promoe.training.recorded_traces import DECODE, PREFILL, Rows, TraceInfo, TraceWriter, part_paths, write_gates
+from promoe.training.trace_folder import DECODE, PREFILL, TraceInfo, part_paths
+from promoe.training.trace_parts import Rows
+from promoe.training.trace_writer import TraceWriter, write_gates
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,8 @@ from promoe.moe_layers import find_moe_layers
 from promoe.running import load_tokenizer
 from promoe.training.collect import CollectOptions, check_disk, check_positions, collect, describe, save_gates
 from promoe.training.prompts import read_exclusions, read_prompts
-from promoe.training.recorded_traces import TraceWriter, check_folder
+from promoe.training.trace_folder import check_folder
+from promoe.training.trace_writer import TraceWriter
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

@@ -21,8 +21,9 @@ from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredi
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
 from promoe.training.losses import LOSSES
-from promoe.training.recorded_traces import RecordedTrace, require_same_settings
+from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.tables import spread
+from promoe.training.trace_folder import require_same_settings
 from promoe.training.trainer_options import TrainerOptions
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -105,7 +106,7 @@ def _config(task: Fit, trace: RecordedTrace) -> TrainedConfig:
 
 def default_width(kind: str, hidden_size: int) -> int:
     """Half the hidden size (the paper's 2 M parameters at 2,048); a trunk serves all distances, and little is enough."""
-    return min(max(hidden_size // 2, 32), 256) if kind == "residual" else max(hidden_size // 2, 32)
+    return min(max(hidden_size // 2, 32), 128) if kind == "residual" else max(hidden_size // 2, 32)
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:

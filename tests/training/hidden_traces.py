@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from promoe.predictors.trained import TrainedConfig, TrainedPredictor
-from promoe.training.recorded_traces import GATES_FILE, RecordedTrace, Rows, TraceInfo, TraceWriter
+from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.trace_folder import GATES_FILE, TraceInfo
+from promoe.training.trace_parts import Rows
+from promoe.training.trace_writer import TraceWriter
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 6, 5, 2
 

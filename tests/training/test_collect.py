@@ -29,8 +29,10 @@ from promoe.moe_layers import find_moe_layers
 from promoe.training import collect as collect_module
 from promoe.training.collect import CollectOptions, check_disk, collect, describe, gate_width, save_gates
 from promoe.training.prompts import Message, Prompt, PromptError, encode
-from promoe.training.recorded_traces import RecordedTrace, TraceInfo, TraceWriter, part_paths
+from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
+from promoe.training.trace_folder import TraceInfo, part_paths
+from promoe.training.trace_writer import TraceWriter
 
 from .recordings import assert_same_rows, columns
 

@@ -182,5 +182,5 @@ def test_calibrated_probabilities_are_shares(trace: Path) -> None:
 
 
 def test_widths_follow_the_hidden_size() -> None:
-    assert (default_width("mlp", 2048), default_width("residual", 2048)) == (1024, 256)
+    assert (default_width("mlp", 2048), default_width("residual", 2048)) == (1024, 128)
     assert (default_width("mlp", 16), default_width("residual", 16)) == (32, 32)

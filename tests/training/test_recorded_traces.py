@@ -20,19 +20,11 @@ import torch
 from safetensors.torch import save_file
 
 from promoe.errors import ConfigError, PromoeError
-from promoe.training.recorded_traces import (
-    GATES_FILE,
-    INFO_FILE,
-    RecordedTrace,
-    Rows,
-    TraceInfo,
-    TraceWriter,
-    check_folder,
-    part_paths,
-    read_info,
-    write_gates,
-)
+from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
+from promoe.training.trace_folder import GATES_FILE, INFO_FILE, TraceInfo, check_folder, part_paths, read_info
+from promoe.training.trace_parts import Rows
+from promoe.training.trace_writer import TraceWriter, write_gates
 
 from .recordings import EXPERTS, HIDDEN, LAYERS, TOP_K, assert_same_rows, make_info, make_rows, write
 
