@@ -1,11 +1,11 @@
 """Which network, trained with which loss, predicts best at which distance: everything else equal, on held-out prompts.
 
     python benchmarks/ablation.py --trace TRACE [--out promoe-out/ablation] [--kinds residual mlp]
-        [--losses bce ce_kl kl ranking] [--epochs 6] [--cache 25%] [--json FILE]
+        [--losses bce ce_kl kl ranking] [--width 192] [--epochs 6] [--cache 25%] [--json FILE]
 
-TRACE is a folder that `promoe-train collect` wrote. One fit per kind and loss (a run that is there is used again), and one
-evaluation of all of them beside the untrained kinds. Printed as Markdown: accuracy, and miss recall / precision of a
-next-use cache, per distance, in percent.
+TRACE is a folder that `promoe-train collect` wrote. One fit per kind and loss (a run that is there is used again), one of
+`residual` with the default loss and another width, and one evaluation of all of them beside the untrained kinds. Printed
+as Markdown: accuracy, and miss recall / precision of a next-use cache, per distance, in percent.
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("promoe-out/ablation"))
     parser.add_argument("--kinds", nargs="+", default=["residual", "mlp"])
     parser.add_argument("--losses", nargs="+", default=list(LOSSES))
+    parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/ablation/evaluation.json"))
     options = parser.parse_args()
-    runs = {
-        f"{kind}, {loss}": options.out / f"{kind}-{loss}-{options.epochs}"
-        for kind in options.kinds
-        for loss in options.losses
-    }
-    for name, run in runs.items():
-        kind, loss = name.split(", ")
-        promoe_train(
-            "fit", "--trace", options.trace, "--out", run, "--kind", kind, "--loss", loss,
-            "--trainer.max-epochs", options.epochs,
-        )  # fmt: skip
+    fits: dict[str, tuple[Path, list[object]]] = {}
+    for kind in options.kinds:
+        for loss in options.losses:
+            out = options.out / f"{kind}-{loss}-{options.epochs}"
+            fits[f"{kind}, {loss}"] = (out, ["--kind", kind, "--loss", loss])
+    out = options.out / f"residual-ce_kl-{options.epochs}-width-{options.width}"
+    fits[f"residual, ce_kl, width {options.width}"] = (out, ["--width", options.width])
+    for out, arguments in fits.values():
+        promoe_train("fit", "--trace", options.trace, "--out", out, "--trainer.max-epochs", options.epochs, *arguments)
+    runs = [str(out) for out, _ in fits.values()]
     promoe_train(
-        "evaluate", "--trace", options.trace, "--kinds", ",".join((*UNTRAINED, *map(str, runs.values()))),
+        "evaluate", "--trace", options.trace, "--kinds", ",".join((*UNTRAINED, *runs)),
         "--lookahead", ",".join(DISTANCES), "--cache", options.cache, "--policy", "next_use", "--json", options.json,
     )  # fmt: skip
-    print(table(json.loads(options.json.read_text()), [*UNTRAINED, *runs], options.cache))
+    print(table(json.loads(options.json.read_text()), [*UNTRAINED, *fits], options.cache))
 
 
 if __name__ == "__main__":

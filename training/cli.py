@@ -56,8 +56,8 @@ def collect(
         num_shards: into how many shares the data is divided
     """
     require_libraries()
-    from promoe.training.collect import CollectOptions
     from promoe.training.collect_command import Collection, run_collect
+    from promoe.training.collect_options import CollectOptions
 
     options = CollectOptions(
         max_tokens=max_tokens,

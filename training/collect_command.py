@@ -15,7 +15,8 @@ import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError
 from promoe.moe_layers import find_moe_layers
 from promoe.running import load_tokenizer
-from promoe.training.collect import CollectOptions, check_disk, check_positions, collect, describe, save_gates
+from promoe.training.collect import collect, describe, save_gates
+from promoe.training.collect_options import CollectOptions, check_disk, check_positions
 from promoe.training.prompts import read_exclusions, read_prompts
 from promoe.training.trace_folder import check_folder
 from promoe.training.trace_writer import TraceWriter

@@ -1,7 +1,7 @@
-"""Read prompts from ShareGPT, a JSONL file or a data set of the hub, one at a time, and encode them for a model.
+"""Read prompts from ShareGPT, a JSONL file or a data set of the hub, one at a time.
 
 Every record of a source has a number, counted from 0 whether it is used or not: the same prompt has the same number in
-a run that was interrupted and goes on. Knows chat templates; not models.
+a run that was interrupted and goes on.
 """
 
 from __future__ import annotations
@@ -13,20 +13,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypedDict
-
-from jinja2 import TemplateError
+from typing import Any, BinaryIO, Literal, TypedDict
 
 from promoe.errors import PromoeError
 from promoe.training.sharegpt import read_conversations
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 SHAREGPT = "sharegpt"
 MAX_LINE_BYTES = 64 << 20
+# Of records, where ShareGPT itself has 0.46: beyond this, ids were probably only numbered.
+LATER_PARTS_SHARE = 0.9
 
 Role = Literal["system", "user", "assistant"]
 
@@ -130,34 +127,6 @@ def read_exclusions(path: str | PathLike[str]) -> list[str]:
     return texts
 
 
-def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """Token ids for a model to continue, at most `max_tokens`.
-
-    They are those of the longest run of messages from the first to one of a user that fits and that the chat template
-    accepts, with its generation prompt; without a template, of their contents with newlines between. If even the first
-    user's message is too long, its end is cut off. System messages are dropped if the template refuses them, or if they
-    leave no room.
-
-    Raises:
-        PromptError: The template refuses even the first user's message, or leaves no room for any of it.
-    """
-    attempts = [prompt]
-    without_system = tuple(message for message in prompt.messages if message["role"] != "system")
-    if len(without_system) < len(prompt.messages):
-        attempts.append(Prompt(prompt.idx, without_system))
-    for attempt in attempts:
-        try:
-            return _encode_longest_run(attempt, tokenizer, max_tokens)
-        except (TemplateError, PromptError) as error:
-            cause = error
-    if isinstance(cause, PromptError):
-        raise cause
-    raise PromptError(
-        f"The tokenizer's chat template cannot render prompt {prompt.idx:,}: {type(cause).__name__}: {cause}. "
-        "Mend the template, or leave the prompt out."
-    ) from cause
-
-
 def _records(data: str) -> Iterator[tuple[Message, ...]]:
     """The messages of every record; none of records that are to be left out."""
     if data == SHAREGPT:
@@ -181,10 +150,20 @@ def _records(data: str) -> Iterator[tuple[Message, ...]]:
 
 def _sharegpt_records(path: Path | None) -> Iterator[tuple[Message, ...]]:
     stem_before = ""
+    num_records = num_later = 0
     for conversation in read_conversations(path):
         is_later_part = conversation.stem == stem_before != ""
         stem_before = conversation.stem
+        num_records += 1
+        num_later += is_later_part
         yield () if is_later_part else _usable((turn.speaker, turn.text) for turn in conversation.turns)
+    if num_later > LATER_PARTS_SHARE * num_records:
+        logger.warning(
+            "%d of %d records are left out as later parts of the conversation before them, because their ids differ in "
+            "nothing but the number at the end, as in ShareGPT. If they are none, give them other ids.",
+            num_later,
+            num_records,
+        )
 
 
 def _jsonl_records(path: Path) -> Iterator[tuple[Message, ...]]:
@@ -287,71 +266,3 @@ def _usable(pairs: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
         return ()
     asked = roles.index("user")
     return (*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:])
-
-
-def _encode_longest_run(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """Raises TemplateError or PromptError if not even the first user's message can be encoded."""
-    ends = [number for number, message in enumerate(prompt.messages, start=1) if message["role"] == "user"]
-    if not ends:
-        raise PromptError(f"Prompt {prompt.idx:,} has no message of a user to answer. Leave it out.")
-
-    first = prompt.messages[: ends[0]]
-    best = _render(first, tokenizer)
-    if len(best) > max_tokens:
-        return _cut_question(Prompt(prompt.idx, first), len(best), tokenizer, max_tokens)
-    # Doubling, then halving: what is tokenized stays in proportion to the result, not to the conversation squared.
-    fits, fails = 1, len(ends) + 1
-    while fits + 1 < fails:
-        count = min(2 * fits, len(ends)) if fails > len(ends) else (fits + fails) // 2
-        try:
-            ids = _render(prompt.messages[: ends[count - 1]], tokenizer)
-        except TemplateError:  # for example: two messages of a user, one after the other
-            fails = count
-            continue
-        if len(ids) <= max_tokens:
-            best, fits = ids, count
-        else:
-            fails = count
-    return best
-
-
-def _render(messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # verbose=False: longer than the model allows is what is being found out here, and nothing to warn of.
-    if tokenizer.chat_template is None:
-        text = "\n".join(message["content"] for message in messages)
-        return list(tokenizer(text, verbose=False)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(
-            list(messages),
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            tokenizer_kwargs={"verbose": False},
-        )
-    )
-
-
-def _cut_question(prompt: Prompt, num_tokens: int, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """Cut the end of the last message, so that of `num_tokens` at most `max_tokens` are left."""
-    *before, question = prompt.messages
-    content = question["content"]
-    options = {"add_special_tokens": False, "verbose": False}
-    encoded = tokenizer(content, return_offsets_mapping=tokenizer.is_fast, **options)
-    num_added = num_tokens - len(encoded["input_ids"])
-    kept = max_tokens - num_added
-    while kept > 0:
-        if tokenizer.is_fast:
-            text = content[: max(end for _, end in encoded["offset_mapping"][:kept])]
-        else:
-            text = tokenizer.decode(encoded["input_ids"][:kept]).rstrip("\ufffd")
-        if not text:
-            break
-        ids = _render([*before, Message(role=question["role"], content=text)], tokenizer)
-        if len(ids) <= max_tokens:
-            return ids
-        # The cut fell inside a character, or the new end is tokenized another way.
-        kept -= len(ids) - max_tokens
-    raise PromptError(
-        f"Prompt {prompt.idx:,} cannot be cut to max_tokens={max_tokens:,}: the chat template, and messages before the "
-        f"user's, take {num_added:,} tokens alone. Raise max_tokens well above {num_added:,}."
-    )

@@ -27,8 +27,10 @@ from promoe import EmulatedLink
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.moe_layers import find_moe_layers
 from promoe.training import collect as collect_module
-from promoe.training.collect import CollectOptions, check_disk, collect, describe, gate_width, save_gates
-from promoe.training.prompts import Message, Prompt, PromptError, encode
+from promoe.training.collect import collect, describe, gate_width, save_gates
+from promoe.training.collect_options import CollectOptions, check_disk
+from promoe.training.prompt_encoding import encode
+from promoe.training.prompts import Message, Prompt, PromptError
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import TraceInfo, part_paths

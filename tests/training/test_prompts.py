@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from promoe.errors import PromoeError
-from promoe.training import prompts, sharegpt
-from promoe.training.prompts import Message, Prompt, PromptError, encode, read_exclusions, read_prompts
+from promoe.training import prompt_encoding, prompts, sharegpt
+from promoe.training.prompt_encoding import encode
+from promoe.training.prompts import Message, Prompt, PromptError, read_exclusions, read_prompts
 from promoe.training.sharegpt import ShareGptError
 
 USER, ANSWER, SYSTEM = "user", "assistant", "system"
@@ -93,6 +94,16 @@ def test_later_parts_of_an_excluded_conversation_are_not_read_either(tmp_path: P
     records = [conversation("a_0", ("human", "held out")), conversation("a_9", ("human", "more of it"))]
     data = write_json(tmp_path / "s.json", [*records, conversation("b_0", ("human", "q"))])
     assert contents(data, exclude=["held out"]) == [(2, ["q"])]
+
+
+@pytest.mark.parametrize(("ids", "warns"), [("train_{}", True), ("{}", False), ("a{}_0", False)])
+def test_numbered_ids_that_leave_out_nearly_everything_are_warned_of(
+    ids: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    records = [conversation(ids.format(number), ("human", f"q{number}")) for number in range(20)]
+    found = contents(write_json(tmp_path / "s.json", records))
+    assert len(found) == (1 if warns else 20)
+    assert ("19 of 20 records are left out" in caplog.text) == warns
 
 
 def test_sharegpt_names_the_packaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +408,7 @@ def test_tokenizing_does_not_grow_with_the_square_of_the_messages(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     rendered = 0
-    render = prompts._render
+    render = prompt_encoding._render
 
     def counting(messages: Any, tokenizer: Any) -> list[int]:
         nonlocal rendered
@@ -405,7 +416,7 @@ def test_tokenizing_does_not_grow_with_the_square_of_the_messages(
         rendered += len(ids)
         return ids
 
-    monkeypatch.setattr(prompts, "_render", counting)
+    monkeypatch.setattr(prompt_encoding, "_render", counting)
     messages = chat((USER, "question"), (ANSWER, "answer")) * 600
     encoded(messages, max_tokens)
     assert rendered < 12 * max_tokens, f"{rendered} tokens rendered for {max_tokens}"
