@@ -455,7 +455,7 @@ def test_tokenizers_without_offsets_cut_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("limit", [-1, 0, 1, 2])
 def test_a_limit_too_small_for_the_template_raises(limit: int) -> None:
-    with pytest.raises(PromptError, match=rf"Prompt 7 cannot be cut to max_tokens={limit}: .* take 2 tokens alone"):
+    with pytest.raises(PromptError, match=rf"Prompt 7 cannot be cut to {limit} tokens: .* take 2 tokens alone"):
         encode(Prompt(7, chat((SYSTEM, "be kind"), (USER, "question"))), byte_tokenizer(), limit)
 
 
