@@ -4,7 +4,7 @@
         [--losses bce ce_kl kl ranking] [--width 192] [--epochs 6] [--cache 25%] [--json FILE]
 
 TRACE is a folder that `promoe-train collect` wrote. One fit per kind and loss (a run that is there is used again), one of
-`residual` with the default loss and another width, and one evaluation of all of them beside the untrained kinds. Printed
+`residual` with `ce_kl` and another width, and one evaluation of all of them beside the untrained kinds. Printed
 as Markdown: accuracy, and miss recall / precision of a next-use cache, per distance, in percent.
 """
 
@@ -56,13 +56,15 @@ def main() -> None:
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/ablation/evaluation.json"))
     options = parser.parse_args()
-    fits: dict[str, tuple[Path, list[object]]] = {}
-    for kind in options.kinds:
-        for loss in options.losses:
-            out = options.out / f"{kind}-{loss}-{options.epochs}"
-            fits[f"{kind}, {loss}"] = (out, ["--kind", kind, "--loss", loss])
-    out = options.out / f"residual-ce_kl-{options.epochs}-width-{options.width}"
-    fits[f"residual, ce_kl, width {options.width}"] = (out, ["--width", options.width])
+    fits: dict[str, tuple[Path, list[object]]] = {
+        f"{kind}, {loss}": (options.out / f"{kind}-{loss}-{options.epochs}", ["--kind", kind, "--loss", loss])
+        for kind in options.kinds
+        for loss in options.losses
+    }
+    fits[f"residual, ce_kl, width {options.width}"] = (
+        options.out / f"residual-ce_kl-{options.epochs}-width-{options.width}",
+        ["--kind", "residual", "--loss", "ce_kl", "--width", options.width],
+    )
     for out, arguments in fits.values():
         promoe_train("fit", "--trace", options.trace, "--out", out, "--trainer.max-epochs", options.epochs, *arguments)
     runs = [str(out) for out, _ in fits.values()]

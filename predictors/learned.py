@@ -17,7 +17,6 @@ from .trained import TrainedConfig, TrainedPredictor
 
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
-HALF = 0.5
 # Up to so many, one token's probabilities are computed in plain Python.
 FEW_TARGETS = 2
 
@@ -79,7 +78,7 @@ class _LayerPredictor:
         kept = [k - 1 for k in steps]
         with torch.no_grad():
             self._weight, self._bias = network.folded(layer_idx, kept)
-            slope = HALF * trained.slope[layer_idx, kept].float()[:, None]
+            slope = 0.5 * trained.slope[layer_idx, kept].float()[:, None]
             outer = network.outer[layer_idx, kept].float() * slope[..., None]
             outer_bias = network.bias[layer_idx, kept].float() * slope
             if self._trunk_rows:
@@ -91,7 +90,7 @@ class _LayerPredictor:
             else:
                 self._outer = outer.transpose(1, 2).contiguous().numpy()
             self._outer_bias = outer_bias.numpy()
-            self._offset = (HALF * trained.offset[layer_idx, kept].float()).numpy()
+            self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
 
     def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
         """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
@@ -102,8 +101,8 @@ class _LayerPredictor:
             return np.ones(scores.shape)
         if len(scores) != 1 or len(self.targets) > FEW_TARGETS:
             ranked = np.sort(scores, axis=-1)
-            zero = HALF * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
-            result: npt.NDArray[np.float64] = HALF + HALF * np.tanh(scores - zero[..., None], dtype=np.float64)
+            zero = 0.5 * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
+            result: npt.NDArray[np.float64] = 0.5 + 0.5 * np.tanh(scores - zero[..., None], dtype=np.float64)
             return result
         pairs = zip(scores[0].tolist(), self._offset.tolist(), strict=True)
         return np.array([[self._one_token(target, offset) for target, offset in pairs]])
@@ -111,9 +110,9 @@ class _LayerPredictor:
     def _one_token(self, scores: list[float], offset: float) -> list[float]:
         """The same in plain Python: one operation of numpy, cold, takes longer than this."""
         ranked = sorted(scores)
-        zero = HALF * (ranked[-self._top_k] + ranked[-self._top_k - 1]) - offset
+        zero = 0.5 * (ranked[-self._top_k] + ranked[-self._top_k - 1]) - offset
         tanh = math.tanh  # the logistic function; unlike exp, without an overflow to guard against
-        return [HALF + HALF * tanh(score - zero) for score in scores]
+        return [0.5 + 0.5 * tanh(score - zero) for score in scores]
 
     def _scores(self, inner: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """`[n, targets, E]`, times half their slope, from `[n, rows]`."""
