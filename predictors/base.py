@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -23,12 +23,16 @@ class PredictorContext:
         num_experts: routed experts of each MoE layer.
         top_k: experts per token of each MoE layer.
         model_type: the model's family in Transformers; None: unknown.
+        chosen: of each MoE layer, what reads the chosen ids `[T, K]` out of its gate's output; None: by dtype.
+        num_ids: ids that each gate may choose, where some need no weights (those from `num_experts` on).
     """
 
     gates: Sequence[nn.Module]
     num_experts: Sequence[int]
     top_k: Sequence[int]
     model_type: str | None = None
+    chosen: Sequence[Callable[[Any], torch.Tensor | None]] | None = None
+    num_ids: Sequence[int] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -54,6 +58,7 @@ class LayerVisit:
         chosen: experts chosen by each of these tokens, `[num_tokens][top_k]`.
         gate_args: what the gate was called with after its input.
         gate_kwargs: its keyword arguments.
+        token_shape: shape of the tokens in the gate's call, `(num_tokens,)` or `(sequences, tokens)`; () if unknown.
     """
 
     pass_idx: int
@@ -63,6 +68,12 @@ class LayerVisit:
     chosen: Sequence[Sequence[int]]
     gate_args: tuple[Any, ...] = ()
     gate_kwargs: dict[str, Any] = field(default_factory=dict)
+    token_shape: tuple[int, ...] = ()
+
+    def is_of_tokens(self, value: Any) -> bool:
+        """Whether a gate's argument has something for each token, in the tokens' shape."""
+        shape = self.token_shape or (len(self.gate_input),)
+        return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == shape
 
 
 @dataclass(frozen=True, slots=True)

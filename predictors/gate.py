@@ -14,9 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from promoe.moe_layers import gate_indices, gate_logits
+from promoe.gate_output import gate_indices, gate_logits
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
+from .gate_call import GateCaller
 
 # Slope of the logistic that turns a router logit's distance from the selection threshold, in standard deviations of
 # the layer's logits, into a probability. The run-time calibration corrects it.
@@ -38,15 +39,19 @@ class GatePredictor:
 
     def __init__(self, context: PredictorContext, lookahead: int) -> None:
         self._lookahead = min(lookahead, context.num_layers - 1)
-        self._targets = [_TargetGate(gate, n) for gate, n in zip(context.gates, context.num_experts, strict=True)]
+        self._caller = GateCaller(context.gates)
+        self._targets = [_TargetGate(context, layer_idx, self._caller) for layer_idx in range(context.num_layers)]
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """One forecast per layer i+1 .. i+lookahead, counted on across the end of the pass."""
+        """One forecast per layer i+1 .. i+lookahead whose gate can be asked, counted on across the end of the pass."""
+        self._caller.saw(visit)
+        forecasts = []
         with torch.inference_mode():
-            return [
-                Forecast(steps_ahead, layer_idx, self._targets[layer_idx].probabilities(visit))
-                for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets))
-            ]
+            for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets)):
+                probabilities = self._targets[layer_idx].probabilities(visit)
+                if probabilities is not None:
+                    forecasts.append(Forecast(steps_ahead, layer_idx, probabilities))
+        return forecasts
 
 
 class _TargetGate:
@@ -56,22 +61,30 @@ class _TargetGate:
     the general formula take 0.8 ms then, the matrix 0.2.
     """
 
-    def __init__(self, gate: nn.Module, num_experts: int) -> None:
-        self._gate = gate
-        self._num_experts = num_experts
+    def __init__(self, context: PredictorContext, layer_idx: int, caller: GateCaller) -> None:
+        gate = self._gate = context.gates[layer_idx]
+        self._layer_idx = layer_idx
+        self._num_experts = context.num_experts[layer_idx]
+        self._num_ids = context.num_ids[layer_idx] if context.num_ids else self._num_experts
+        self._chosen = context.chosen[layer_idx] if context.chosen else gate_indices
+        self._caller = caller
         self._top_k = 0
         self._agreements = 0
         # Correction biases and groups change the choice, if seldom.
         tensors = {name for name, _ in itertools.chain(gate.named_parameters(), gate.named_buffers())}
-        self._may_be_linear = "weight" in tensors and tensors <= {"weight", "bias"} and not getattr(gate, "n_group", 0)
+        is_plain = self._num_ids == self._num_experts
+        self._may_be_linear = (
+            is_plain and "weight" in tensors and tensors <= {"weight", "bias"} and not getattr(gate, "n_group", 0)
+        )
 
-    def probabilities(self, visit: LayerVisit) -> npt.NDArray[np.float64]:
-        """Probability `[num_experts]` that any of the visit's tokens uses an expert."""
+    def probabilities(self, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
+        """Probability `[num_experts]` that any of the visit's tokens uses an expert; None: the gate cannot be asked."""
         if self._agreements == AGREEMENTS and len(visit.gate_input) == 1:
             return _one_token(self._logits(visit.gate_input), self._top_k)
-        # Not gate(...): that would fire its hooks, ours and the recorder of router logits.
-        output = type(self._gate).forward(self._gate, visit.gate_input, *visit.gate_args, **visit.gate_kwargs)
-        chosen = gate_indices(output)
+        output = self._caller.ask(self._layer_idx, visit)
+        if output is None:
+            return None
+        chosen = self._chosen(output)
         if (
             self._may_be_linear
             and chosen is not None
@@ -79,7 +92,7 @@ class _TargetGate:
             and not (visit.gate_args or visit.gate_kwargs)
         ):
             self._compare(visit.gate_input, chosen)
-        return any_token(selection_probability(output, chosen, self._num_experts))
+        return any_token(selection_probability(output, chosen, self._num_ids))[: self._num_experts]
 
     def _logits(self, hidden: torch.Tensor) -> list[float]:
         weight: torch.Tensor = self._gate.weight  # type: ignore[assignment]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,7 +24,7 @@ class PreviousPredictor:
         """The last visit of each of the next layers, as it was."""
         used = np.full(self._context.num_experts[visit.layer_idx], 0.05)
         latest = visit.chosen if visit.phase == "decode" else visit.chosen[-1:]  # decode: a token of each sequence
-        used[np.asarray(latest).ravel()] = 0.9
+        used[list(itertools.chain.from_iterable(latest))] = 0.9
         self._last[visit.layer_idx] = used
         steps = horizon(visit.layer_idx, self._lookahead, self._context.num_layers)
         return [Forecast(k, layer, self._last[layer]) for k, layer in steps if layer in self._last]
@@ -41,9 +43,9 @@ class PopularityPredictor:
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """Shares of tokens so far that used each expert."""
-        chosen = np.asarray(visit.chosen)
-        np.add.at(self._uses[visit.layer_idx], chosen.ravel(), 1.0)
-        self._tokens[visit.layer_idx] += len(chosen)
+        chosen = list(itertools.chain.from_iterable(visit.chosen))
+        np.add.at(self._uses[visit.layer_idx], chosen, 1.0)
+        self._tokens[visit.layer_idx] += len(visit.chosen)
         steps = horizon(visit.layer_idx, self._lookahead, self._context.num_layers)
         return [Forecast(k, layer, self._share(layer)) for k, layer in steps]
 

@@ -16,7 +16,7 @@ from promoe.handle import Handle
 from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
 from promoe.memory import SlotPool
 from promoe.moe_layers import MoELayer
-from promoe.passes import PassObserver
+from promoe.passes import PassObserver, at_run_time
 from promoe.prediction import Forecaster
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
@@ -95,6 +95,8 @@ def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None)
         num_experts=[layer.num_experts for layer in layers],
         top_k=[layer.top_k or 1 for layer in layers],
         model_type=model_type,
+        chosen=[layer.chosen for layer in layers],
+        num_ids=[layer.num_ids for layer in layers],
     )
 
 
@@ -153,7 +155,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         for layer in layers:
-            undo.callback(seam.attach(layer, runtime.run(layer), runtime.tap(layer)))
+            undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
         undo.callback(passes.attach(model))
         undo.callback(seam.refuse_changes(model, layers))
         model.promoe = handle  # type: ignore[assignment]

@@ -110,6 +110,13 @@ class SlotBank:
         shape = torch.Size((experts, columns, rows))
         return SlotBank(self._name, self._call, shape, self.dtype, self.device, not self._transposed)
 
+    def view(self, *shape: Any) -> SlotBank:
+        """The bank itself, for kernels that keep the stack flat and split it: only `(-1, *shape of a row)`."""
+        wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if wanted[0] not in (-1, self.shape[0]) or wanted[1:] != tuple(self.shape[1:]):
+            raise NotImplementedError(f"{self!r}.view({wanted})")
+        return self
+
     @property
     def mT(self) -> SlotBank:
         """The bank with each expert's matrix transposed."""

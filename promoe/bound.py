@@ -18,7 +18,7 @@ from torch import nn
 from promoe.errors import PromoeError
 from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
 from promoe.links.probe import BandwidthProbe, best_bandwidth
-from promoe.moe_layers import MoELayer, find_moe_layers, gate_indices
+from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.replay import Replay
 from promoe.scheduler import SchedulerConfig
 from promoe.stores import Store
@@ -82,7 +82,7 @@ class RoutingRecorder:
 
     def _on_gate(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def on_gate(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            index = gate_indices(output)
+            index = layer.chosen(output)
             if index is not None:
                 self._raw[-1].append((layer.layer_idx, index))
 

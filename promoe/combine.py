@@ -132,6 +132,37 @@ class _StableSort(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class PlacedRows:
+    """Combines nothing: every row has one expert, and its result takes its place.
+
+    Args:
+        kernel: the layer's loop.
+        hidden: `[P, H]`.
+        weights: `[P, 1]`.
+        pairs: the call's pairs.
+    """
+
+    def __init__(self, kernel: StockKernel, hidden: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> None:
+        self._kernel = kernel
+        self._hidden = hidden
+        self._weights = weights
+        self._count = pairs.count
+        self._rows: torch.Tensor | None = None
+
+    def add(self, selection: Selection, rows: ExpertRows) -> None:
+        """Compute the rows of one group."""
+        positions = selection.position_tensor
+        out = self._kernel(self._hidden[positions], selection.index, self._weights[positions], rows, None)
+        if self._rows is None:
+            self._rows = out.new_empty((self._count, out.shape[-1]))
+        self._rows.index_copy_(0, positions, out)
+
+    def result(self) -> torch.Tensor:
+        """The layer's output `[P, H']`."""
+        assert self._rows is not None, "no group was added"
+        return self._rows
+
+
 class EagerSum:
     """Combines like eager: expert by expert in ascending id, each addition rounded to the accumulator's dtype.
 

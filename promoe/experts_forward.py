@@ -14,15 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 
-from promoe.bank import CallRows, ExpertRows, SlotBank, view
-from promoe.combine import EagerSum, WeightedSum
+from promoe.bank import CallRows, ExpertRows, SlotBank
+from promoe.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS, Pairs
 from promoe.row_kernel import RowKernel
+
+Combine = EagerSum | WeightedSum | PlacedRows
 
 
 def check_no_grad(*inputs: torch.Tensor) -> None:
@@ -100,10 +103,12 @@ def run_groups(
     """
     check_no_grad(hidden, top_k_weights)
     implementation = layer.implementation
-    pairs = Pairs(top_k_index, layer.num_experts, implementation == "eager", ids)
+    pairs = Pairs(top_k_index, layer.num_ids, implementation == "eager", ids)
     row_kernel = _row_kernel(layer, implementation, hidden, pairs.count)
-    combine: EagerSum | WeightedSum | None = None
+    combine: Combine | None = None
     whole: torch.Tensor | None = None
+    if layer.num_ids > layer.num_experts:  # the ids without weights are ready from the start
+        groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
         experts = pairs.take(rows)
         if len(experts) == len(pairs.experts) and row_kernel is None:
@@ -129,8 +134,10 @@ def _combine_for(
     hidden: torch.Tensor,
     weights: torch.Tensor,
     pairs: Pairs,
-) -> EagerSum | WeightedSum:
+) -> Combine:
     kernel = partial(_call_stock, layer, implementation)
+    if not layer.adapter.sums_rows:
+        return PlacedRows(kernel, hidden, weights, pairs)
     if implementation == "eager":
         return EagerSum(kernel, layer.eager_forward, hidden, weights, pairs)
     row_dtype = _row_dtype(layer, implementation, hidden)
@@ -166,8 +173,11 @@ def _call_stock(
 ) -> torch.Tensor:
     """One stock call over `rows`; `ids`, if known, is the flattened `index`."""
     # grouped_mm sorts the pairs by expert before it reads anything; eager reads expert by expert.
-    if ids is not None and implementation == "grouped_mm":
+    if implementation == "eager":
+        ids = None
+    elif ids is not None and implementation == "grouped_mm":
         ids = sorted(ids)
     call, device = CallRows(rows, ids), hidden.device
     overlay = {name: SlotBank(name, call, shape, dtype, device) for name, shape, dtype in layer.stacked_shapes}
-    return layer.stock_forward_of(implementation)(view(layer.experts, overlay), hidden, index, weights)
+    stand_in = layer.adapter.stand_in(layer.experts, overlay)
+    return layer.stock_forward_of(implementation)(stand_in, hidden, index, weights)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from promoe.adapters.base import is_buffer, set_tensor
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
 from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError
@@ -116,18 +117,21 @@ def load_all_experts(layers: Sequence[MoELayer], store: Store, progress: Progres
     for layer, bank in zip(layers, banks, strict=True):
         # Guards do not say whether the weights would be trained; the gate beside them does.
         requires_grad = any(parameter.requires_grad for parameter in layer.gate.parameters())
-        for name, tensor in bank.items():
-            if name in layer.experts._buffers:
-                layer.experts._buffers[name] = tensor
-            else:
-                layer.experts._parameters[name] = nn.Parameter(tensor, requires_grad)
+        for path, loaded in bank.items():
+            keep = is_buffer(layer.experts, path)
+            set_tensor(layer.experts, path, loaded if keep else nn.Parameter(loaded, requires_grad))
 
 
 def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
+    """What is to be registered at each of the layer's paths."""
+    loaded: dict[str, torch.Tensor] = {}
+    rows: dict[str, torch.Tensor | list[torch.Tensor]] = {}
     with torch.inference_mode(False):  # ordinary tensors, wherever we are called
-        banks = {
-            spec.name: torch.empty((layer.num_experts, *spec.shape), dtype=spec.dtype) for spec in layer.layout.tensors
-        }
+        for tensor in layer.tensors:
+            # Zeros, as a stack may have rows that belong to no expert.
+            parts = [torch.zeros(tensor.stack_shape, dtype=tensor.dtype) for _ in tensor.paths]
+            loaded |= zip(tensor.paths, parts, strict=True)
+            rows[tensor.name] = tensor.split(parts, layer.num_experts)
 
     def load(expert_idx: int) -> None:
         slot = memoryview(bytearray(layer.layout.slot_bytes))
@@ -136,8 +140,8 @@ def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
             source = torch.frombuffer(
                 slot, dtype=spec.dtype, count=spec.nbytes // spec.dtype.itemsize, offset=spec.offset_bytes
             )
-            banks[spec.name][expert_idx].copy_(source.view(spec.shape))
+            rows[spec.name][expert_idx].copy_(source.view(spec.shape))
 
     with ThreadPoolExecutor(LOADING_THREADS, thread_name_prefix="promoe-load") as threads:
         list(threads.map(load, range(layer.num_experts)))
-    return banks
+    return loaded

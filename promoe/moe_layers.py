@@ -1,10 +1,8 @@
 """What a Transformers MoE layer looks like: finds the experts modules of a model, or says why the model is not supported.
 
-An experts module is recognised by contract, never by its family: its class is decorated with transformers'
-`use_experts_implementation` (so its weights are all in direct parameters and its kernels can be called with a stand-in
-for `self`), its forward takes `(hidden_states[T, H], index[T, K], weights[T, K])`, and every direct parameter is a stack
-`[num_experts, ...]` of one row per expert. Whatever resembles experts without meeting the contract is an error: an
-experts module that was skipped would be a model that silently does not fit.
+How experts are kept and called is an adapter's knowledge (`promoe.adapters`); here it becomes the description of a layer:
+its experts, the gate beside them, the shapes of one expert. Whatever resembles experts and cannot be served is an
+error: an experts module that was skipped would be a model that silently does not fit.
 
 Knows nothing of slots, caches or files.
 """
@@ -12,8 +10,7 @@ Knows nothing of slots, caches or files.
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,25 +19,18 @@ import torch
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from promoe.adapters import Adapter, ExpertTensor, adapter_for
+from promoe.adapters.base import all_paths, get_tensor
 from promoe.errors import UnsupportedModelError
 from promoe.guard import is_guard
 from promoe.layout import ExpertLayout
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-TESTED_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss")
-# Classes that hold experts in another way; named only so that the error can say which family it is.
-_OTHER_EXPERTS = {
-    "Llama4TextExperts": "llama4",
-    "DbrxExperts": "dbrx",
-    "LongcatFlashExperts": "longcat_flash",
-    "JetMoeParallelExperts": "jetmoe",
-    "SwitchTransformersExperts": "switch_transformers",
-    "NllbMoeExperts": "nllb_moe",
-}
-_DECORATOR_MARKS = ("has_gate", "has_bias", "is_transposed", "num_experts", "config")
 _GATE_NAMES = ("gate", "router")
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_SUPPORTED = f"Tested families: {', '.join(TESTED_FAMILIES)}; others whose experts follow the same contract work too."
+_SUPPORTED = (
+    "Supported: every MoE family of Transformers that docs/support.md lists, and others with the same contract."
+)
 
 
 @dataclass(frozen=True)
@@ -50,31 +40,51 @@ class MoELayer:
     Attributes:
         name: path of the experts module in the model, for example "model.layers.3.mlp.experts".
         layer_idx: position among the model's MoE layers, 0..L-1 (not the index of the decoder layer).
-        experts: the experts module; each of its `parameter_names` is a stack `[num_experts, ...]`.
+        experts: the experts module.
+        adapter: how it keeps its tensors and is called.
+        tensors: one expert's, and where the module has them.
         gate: the router beside it; its output tuple holds the chosen experts' ids (see `gate_indices`).
         gate_name: path of the gate.
-        block_name: path of the module that holds both.
+        block: the module that holds both.
+        block_name: path of the block.
         num_experts: E, the routed experts.
+        num_ids: ids that the gate may choose; those from E on need no weights.
         top_k: experts per token K, or None where neither gate nor config says.
-        layout: one expert's tensors, in the order of `parameter_names`.
+        layout: one expert's tensors in a slot, in the order of `tensors`.
         eager_forward: the family's own undecorated loop over experts, `(self, hidden, index, weights)`.
     """
 
     name: str
     layer_idx: int
     experts: nn.Module
+    adapter: Adapter
+    tensors: tuple[ExpertTensor, ...]
     gate: nn.Module
     gate_name: str
+    block: nn.Module
     block_name: str
     num_experts: int
+    num_ids: int
     top_k: int | None
     layout: ExpertLayout
     eager_forward: Callable[..., torch.Tensor]
 
     @cached_property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Names of the stacked tensors, in the module's own order."""
-        return tuple(spec.name for spec in self.layout.tensors)
+    def paths(self) -> tuple[str, ...]:
+        """The parameters and buffers of the experts module that hold expert weights, in its own order."""
+        return tuple(all_paths(self.tensors))
+
+    def rows(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Per tensor of an expert, by name: all experts' as the module holds them, without a copy."""
+        return {tensor.name: tensor.rows(self.experts, self.num_experts) for tensor in self.tensors}
+
+    def parameters(self) -> list[torch.Tensor]:
+        """What `paths` name."""
+        return [get_tensor(self.experts, path) for path in self.paths]
+
+    def chosen(self, gate_output: Any) -> torch.Tensor | None:
+        """The ids `[T, K]` of the experts that an output of this layer's gate chooses; None if it does not tell."""
+        return self.adapter.chosen(self.gate, self.block, gate_output)
 
     @cached_property
     def stacked_shapes(self) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
@@ -88,7 +98,7 @@ class MoELayer:
         Raises:
             UnsupportedModelError: it is not one of "eager", "batched_mm", "grouped_mm".
         """
-        return _implementation(self.name, self.experts)
+        return _implementation(self.name, self.adapter, self.experts)
 
     @property
     def stock_forward(self) -> Callable[..., torch.Tensor]:
@@ -117,14 +127,15 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
     layers: list[MoELayer] = []
     unmet: list[tuple[str, nn.Module, str]] = []
     for name, module in model.named_modules():
-        problem = _contract_problem(name, module)
+        problem = _problem(name, module)
         if problem is None:
             layers.append(_describe_layer(model, name, module, len(layers), allow_meta))
         elif problem:
             unmet.append((name, module, problem))
     blocks = {layer.block_name for layer in layers}
     for name, module, problem in unmet:
-        if not (_always_active(module) and name.rpartition(".")[0] in blocks):
+        shared = _always_active(module) and name.rpartition(".")[0] in blocks
+        if not shared and name not in blocks:  # a block may be called "experts" too
             raise _unmet_error(model, name, module, problem)
     if not layers:
         raise UnsupportedModelError(
@@ -134,57 +145,13 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
     return layers
 
 
-def gate_indices(gate_output: Any, index_like: torch.Tensor | None = None) -> torch.Tensor | None:
-    """The chosen experts' ids `[T, K]` in a gate's output, found by dtype: their position differs between versions.
-
-    Args:
-        gate_output: what the gate's forward returned, a tensor or a tuple.
-        index_like: the index that the experts were really given, where known: settles which of several integer tensors
-            it is, by storage.
-
-    Returns:
-        The int64 ids, one row per token; None where the output has none, or several that cannot be told apart.
-    """
-    outputs = gate_output if isinstance(gate_output, (tuple, list)) else (gate_output,)
-    found = [x for x in outputs if isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.ndim >= 2]
-    if index_like is not None and len(found) > 1:
-        found = [x for x in found if x.data_ptr() == index_like.data_ptr() and x.numel() == index_like.numel()]
-    if len(found) != 1:
-        return None
-    return found[0] if found[0].ndim == 2 else found[0].reshape(-1, found[0].shape[-1])
-
-
-def gate_logits(output: Any, num_experts: int) -> torch.Tensor | None:
-    """The first floating tensor `[..., num_experts]` of a gate's output: logits, or what stands for them."""
-    parts = output if isinstance(output, tuple | list) else (output,)
-    for part in parts:
-        if isinstance(part, torch.Tensor) and part.is_floating_point() and part.shape[-1] == num_experts:
-            return part
-    return None
-
-
-def _contract_problem(name: str, module: nn.Module) -> str | None:
-    """None: `module` meets the contract of an experts module. "": nothing like experts. Else: what is missing."""
-    decorated = _decorated_forward(type(module)) is not None and all(hasattr(module, m) for m in _DECORATOR_MARKS)
-    if not decorated:
-        return "it is not built with use_experts_implementation" if _resembles_experts(name, module) else ""
-    assert isinstance(module.num_experts, int), f"{name}.num_experts is {module.num_experts!r}"
-    arguments = list(inspect.signature(_eager_forward(module)).parameters.values())[1:]
-    if len(arguments) < 3 or any(a.default is a.empty for a in arguments[3:]):
-        return f"its forward takes ({', '.join(a.name for a in arguments)}) instead of (hidden, index, weights)"
-    shapes = {n: tuple(t.shape) for n, t in _direct_tensors(module)}
-    if not any(len(shape) == 3 for shape in shapes.values()):
-        return f"it has no stacked weights [num_experts, ., .]; its tensors: {shapes}"
-    for tensor, shape in shapes.items():
-        if len(shape) not in (2, 3) or shape[0] != module.num_experts:
-            return f"{tensor} has shape {shape} where [{module.num_experts}, ...] with 2 or 3 dimensions is expected"
-    return None
-
-
-def _resembles_experts(name: str, module: nn.Module) -> bool:
-    # Also nn.ModuleList and nn.ModuleDict under the usual name: one module per expert, as remote code and 4.x have it.
-    by_class = re.search(r"Experts\d*$", type(module).__name__) is not None
-    return by_class or (name.rpartition(".")[2] == "experts" and any(True for _ in module.parameters()))
+def _problem(name: str, module: nn.Module) -> str | None:
+    """None: `module` can be served. "": it is nothing like experts. Else: why not."""
+    problem = adapter_for(module).problem(module)
+    # Also nn.ModuleList under the usual name: one module per expert, as remote code and Transformers 4 have it.
+    if problem == "" and name.rpartition(".")[2] == "experts" and any(True for _ in module.parameters()):
+        return f"it is a {type(module).__name__}, called in another way than the experts of Transformers 5"
+    return problem
 
 
 def _always_active(module: nn.Module) -> bool:
@@ -193,39 +160,37 @@ def _always_active(module: nn.Module) -> bool:
 
 
 def _unmet_error(model: nn.Module, name: str, module: nn.Module, problem: str) -> UnsupportedModelError:
-    cls = type(module).__name__
-    family = _OTHER_EXPERTS.get(cls)
-    if family is not None:
-        return UnsupportedModelError(
-            f"{_model_name(model)} keeps its experts in {cls} ({name!r}), as the {family} family does: not supported yet. "
-            f"{_SUPPORTED}"
-        )
     return UnsupportedModelError(
-        f"{name!r} ({cls}) looks like a module of routed experts, but {problem}. Skipping it would leave its experts in "
-        f"fast memory, so {_model_name(model)} is refused. {_SUPPORTED}"
+        f"{name!r} ({type(module).__name__}) looks like a module of routed experts, but {problem}. Skipping it would leave its "
+        f"experts in fast memory, so {_model_name(model)} is refused. {_SUPPORTED}"
     )
 
 
 def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: int, allow_meta: bool) -> MoELayer:
+    adapter = adapter_for(module)
     _require_local(model, name, module)
-    for tensor_name, tensor in _direct_tensors(module):
-        _require_plain(f"{name}.{tensor_name}", tensor, allow_meta)
-    _implementation(name, module)
+    tensors = adapter.tensors(module)
+    for path in all_paths(tensors):
+        _require_plain(f"{name}.{path}", get_tensor(module, path), allow_meta)
+    _implementation(name, adapter, module)
     block_name = name.rpartition(".")[0]
     block = model.get_submodule(block_name)
     gate_name, gate = _gate_of(block, block_name, name)
-    num_experts: int = module.num_experts  # type: ignore[assignment]
     return MoELayer(
         name=name,
         layer_idx=layer_idx,
         experts=module,
+        adapter=adapter,
+        tensors=tensors,
         gate=gate,
         gate_name=gate_name,
+        block=block,
         block_name=block_name,
-        num_experts=num_experts,
+        num_experts=adapter.num_experts(module),
+        num_ids=adapter.num_ids(module),
         top_k=_top_k_of(gate, block, module),
-        layout=ExpertLayout.of({n: (tuple(t.shape[1:]), t.dtype) for n, t in _direct_tensors(module)}),
-        eager_forward=_eager_forward(module),
+        layout=ExpertLayout.of({tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}),
+        eager_forward=adapter.loop(module),
     )
 
 
@@ -266,15 +231,15 @@ def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
         )
 
 
-def _implementation(name: str, module: nn.Module) -> str:
-    implementation = getattr(module.config, "_experts_implementation", None) or "eager"
+def _implementation(name: str, adapter: Adapter, module: nn.Module) -> str:
+    implementation = adapter.implementation(module)
     if implementation not in IMPLEMENTATIONS:
         raise UnsupportedModelError(
             f"{name!r} runs its experts with experts_implementation={implementation!r}. Supported: "
             f"{', '.join(IMPLEMENTATIONS)}. Call model.set_experts_implementation('grouped_mm'), or load with "
             "experts_implementation='grouped_mm'."
         )
-    return str(implementation)
+    return implementation
 
 
 def _gate_of(block: nn.Module, block_name: str, experts_name: str) -> tuple[str, nn.Module]:
@@ -289,33 +254,15 @@ def _gate_of(block: nn.Module, block_name: str, experts_name: str) -> tuple[str,
 
 
 def _top_k_of(gate: nn.Module, block: nn.Module, experts: nn.Module) -> int | None:
-    for owner, attribute in ((gate, "top_k"), (block, "top_k"), (experts.config, "num_experts_per_tok")):
+    for owner, attribute in (
+        (gate, "top_k"),
+        (block, "top_k"),
+        (getattr(experts, "config", None), "num_experts_per_tok"),
+    ):
         value = getattr(owner, attribute, None)
         if isinstance(value, int) and not isinstance(value, bool):
             return value
     return None
-
-
-def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _decorated_forward(cls: type) -> Callable[..., Any] | None:
-    """The nearest forward that wraps another, past subclasses that replaced it (a patched module stays recognisable)."""
-    for base in cls.__mro__:
-        forward = base.__dict__.get("forward")
-        if hasattr(forward, "__wrapped__"):
-            return forward
-    return None
-
-
-def _eager_forward(module: nn.Module) -> Callable[..., torch.Tensor]:
-    decorated = _decorated_forward(type(module))
-    assert decorated is not None, f"{type(module).__name__} is not decorated"
-    # Unwrapped to the core: some quantisers decorate a class once per layer.
-    core: Callable[..., torch.Tensor] = inspect.unwrap(decorated)
-    return core
 
 
 def model_type_of(model: nn.Module) -> str | None:

@@ -21,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from promoe.adapters.base import set_tensor
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.guard import guard_parameter
+from promoe.model_class import class_to_open
 from promoe.opening_checks import check_arguments, check_config, check_missing, check_shapes
 from promoe.stores.base import DEFAULT_CHUNK_BYTES
 from promoe.stores.checkpoint_names import BankSpec
@@ -69,7 +71,8 @@ def open_without_experts(
         progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads,
             one at a time.
         chunk_bytes: longest transfer, a multiple of 4096.
-        auto_class: a Transformers Auto class, `AutoModelForCausalLM` if None.
+        auto_class: a Transformers Auto class or model class. None: `AutoModelForCausalLM`, or, for a configuration that
+            has no causal language model (most vision-language and encoder-decoder ones), the class that it names.
         **from_pretrained_kwargs: passed on: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
 
     Raises:
@@ -78,22 +81,20 @@ def open_without_experts(
         CheckpointError: files are missing, truncated, in another format, or do not match the model.
     """
     check_arguments(path_or_id, chunk_bytes, from_pretrained_kwargs)
-    if auto_class is None:
-        from transformers import AutoModelForCausalLM
-
-        auto_class = AutoModelForCausalLM
     opening = _Opening(progress or _no_progress, chunk_bytes)
-    auto = opening.auto_class(auto_class)
     # Never ask on the terminal whether a checkpoint's own code may run.
     options = {**from_pretrained_kwargs, "trust_remote_code": False, "use_safetensors": True}
     try:
+        auto_class = auto_class or class_to_open(path_or_id, options)
+        auto = opening.auto_class(auto_class)
         return opening.finish(auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options))
     except BaseException as error:
         opening.close()
         if isinstance(error, OSError):
             raise CheckpointError(f"Cannot open {path_or_id}: {error}") from error
         if isinstance(error, ValueError) and not isinstance(error, PromoeError) and opening.model_class is None:
-            raise UnsupportedModelError(f"Cannot open {path_or_id} as {auto_class.__name__}: {error}") from error
+            name = auto_class.__name__ if auto_class else "a model"
+            raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
         raise
 
 
@@ -108,7 +109,9 @@ class _Opening:
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
 
     def auto_class(self, base: Any) -> Any:
-        """An Auto class like `base` that loads through this object."""
+        """An Auto class, or a model class, like `base` that loads through this object."""
+        if not hasattr(base, "_model_mapping"):
+            return self.subclass(base)
         return type(base.__name__, (base,), {"_model_mapping": _SubclassedMapping(base._model_mapping, self)})
 
     def subclass(self, base: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -157,7 +160,7 @@ class _Opening:
             )
         self.layers = _find_layers(model, load_config)
         banks = [bank_specs(layer) for layer in self.layers]
-        names = set(model.state_dict()) | {bank.full_name for layer in banks for bank in layer}
+        names = set(model.state_dict()) | {name for layer in banks for bank in layer for name in bank.full_names}
         files = SafetensorsFiles.open(paths, (load_config.sharded_metadata or {}).get("weight_map"))
         try:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
@@ -182,10 +185,10 @@ class _Opening:
             )
         model.__class__ = self.model_class
         for layer in self.layers:
-            for bank in bank_specs(layer):
-                guard = guard_parameter(bank.full_name, (bank.num_experts, *bank.row_shape), bank.dtype)
-                is_buffer = bank.name in layer.experts._buffers
-                (layer.experts._buffers if is_buffer else layer.experts._parameters)[bank.name] = guard
+            for tensor in layer.tensors:
+                for path in tensor.paths:
+                    guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
+                    set_tensor(layer.experts, path, guard)
         return OpenedModel(model, self.layers, self.store)
 
     def close(self) -> None:
@@ -243,9 +246,9 @@ def _hidden_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
     """Keep the experts out of `state_dict()`, so that they are neither expected, nor missing, nor initialised."""
     handles = []
     for layer in layers:
-        names = tuple(spec.name for spec in layer.layout.tensors)
-        layer.experts.__dict__["_is_hf_initialized"] = True  # as any loaded module has it; skips _init_weights
-        handles.append(layer.experts.register_state_dict_post_hook(_dropping(names)))
+        for module in layer.experts.modules():
+            module.__dict__["_is_hf_initialized"] = True  # as any loaded module has it; skips _init_weights
+        handles.append(layer.experts.register_state_dict_post_hook(_dropping(layer.paths)))
     try:
         yield
     finally:
@@ -269,20 +272,29 @@ def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
     kept = {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (load_config.dtype_plan or {}).items()}
     changed = False
     for layer in layers:
-        for bank in bank_specs(layer):
-            dtype = next((dtype for pattern, dtype in kept.items() if pattern.search(bank.full_name)), bank.dtype)
-            if dtype != bank.dtype:
-                empty = torch.empty((bank.num_experts, *bank.row_shape), dtype=dtype, device="meta")
-                setattr(layer.experts, bank.name, torch.nn.Parameter(empty, requires_grad=False))
-                changed = True
+        for bank in layer.tensors:
+            for path in bank.paths:
+                full_name = f"{layer.name}.{path}"
+                dtype = next((dtype for pattern, dtype in kept.items() if pattern.search(full_name)), bank.dtype)
+                if dtype != bank.dtype:
+                    empty = torch.empty(bank.stack_shape, dtype=dtype, device="meta")
+                    set_tensor(layer.experts, path, torch.nn.Parameter(empty, requires_grad=False))
+                    changed = True
     return find_moe_layers(model, allow_meta=True) if changed else layers
 
 
 def bank_specs(layer: MoELayer) -> list[BankSpec]:
-    """The parameters that hold a layer's experts, as the stores' plan wants them."""
+    """The tensors of a layer's experts, as the stores' plan wants them."""
     return [
-        BankSpec(spec.name, f"{layer.name}.{spec.name}", layer.num_experts, spec.shape, spec.dtype)
-        for spec in layer.layout.tensors
+        BankSpec(
+            tensor.name,
+            tuple(f"{layer.name}.{path}" for path in tensor.paths),
+            layer.num_experts,
+            tensor.shape,
+            tensor.dtype,
+            tensor.stack_shape,
+        )
+        for tensor in layer.tensors
     ]
 
 

@@ -82,7 +82,7 @@ def patch(
     if all_fit and config.bypass:
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
-    host = HostStore([dict(seam.bank_parameters(layer)) for layer in layers], config.chunk_bytes)
+    host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
     attach(model, Parts(layers, host, plans, config, chosen, name), link, restore=lambda: None)
     return model
 
@@ -117,7 +117,7 @@ def check_state(model: nn.Module, layers: list[MoELayer]) -> None:
             "The model is in training mode; promoe serves inference only, because slots are overwritten while a "
             "backward pass would still need them. Call model.eval() first."
         )
-    devices = sorted({str(bank.device) for layer in layers for _, bank in seam.bank_parameters(layer)})
+    devices = sorted({str(tensor.device) for layer in layers for tensor in layer.parameters()})
     if devices != ["cpu"]:
         raise UnsupportedModelError(
             f'The model\'s experts are on {", ".join(devices)}; this version serves models on the CPU. Call model.to("cpu").'

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch import nn
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
-from promoe.moe_layers import MoELayer, gate_indices
+from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, PassState
 from promoe.prediction import Forecaster
 from promoe.predictors import LayerVisit
@@ -73,10 +73,12 @@ class Runtime:
         """The forward hook for a layer's gate. It returns None: a value would replace the gate's output."""
 
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            index = gate_indices(output)
+            index = layer.chosen(output)
             if index is None:
                 return
             tokens, ids = chosen_experts(index)
+            if layer.num_ids > layer.num_experts:
+                ids, tokens = _with_weights(layer, ids, tokens)
             state = self.passes.current()
             state.gated.add(layer.layer_idx)
             hits = self.engine.hint(layer.layer_idx, ids)
@@ -95,7 +97,7 @@ class Runtime:
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
-                check_no_grad(hidden, weights, *layer.experts.parameters(recurse=False))
+                check_no_grad(hidden, weights, *layer.parameters())
             start_s = time.perf_counter()
             state = self.passes.current()
             state.entered.add(layer.layer_idx)
@@ -103,6 +105,8 @@ class Runtime:
             tokens, ids = chosen_experts(index)
             hits = self._hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(index, tokens)
+            if layer.num_ids > layer.num_experts:
+                ids, real_tokens = _with_weights(layer, ids, real_tokens)
             with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
                 self._predict_beside(layer)
                 rows = visit.all_rows()
@@ -157,6 +161,7 @@ class Runtime:
             chosen=tokens,
             gate_args=args[1:],
             gate_kwargs=kwargs,
+            token_shape=tuple(args[0].shape[:-1]),
         )
         # The hint precedes the visit that it announces, which will be the next step.
         origin_step = self.engine.scheduler.step + 1
@@ -190,6 +195,15 @@ class Runtime:
             f"the forward of {self.layers[missed[0]].name!r} or of its block after patching (use_kernels, another patch). "
             "The output of this pass may be wrong. Unpatch the model, and patch it after whatever changes its modules."
         )
+
+
+Tokens = TypeVar("Tokens", list[list[int]], list[list[int]] | None)
+
+
+def _with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list[int], Tokens]:
+    """Without the ids that need no weights, which nothing has to be fetched for."""
+    kept = [[idx for idx in token if idx < layer.num_experts] for token in tokens or ()]
+    return [idx for idx in ids if idx < layer.num_experts], kept if tokens is not None else tokens
 
 
 def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:

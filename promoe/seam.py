@@ -7,17 +7,19 @@ forward hook. Names, parameters, state_dict and the module tree stay as they wer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from promoe.adapters import Run
+from promoe.adapters.base import owner_of
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.moe_layers import MoELayer
 
-RunExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+RunExperts = Callable[..., torch.Tensor]
 GateTap = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 _RUN = "_promoe_run"
 _BANKS = "_promoe_banks"
@@ -31,11 +33,9 @@ _NO_LOADING = (
 def patched_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an experts class that runs its experts through promoe; same name, module and qualname."""
 
-    def forward(
-        self: nn.Module, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         run: RunExperts = self.__dict__[_RUN]
-        return run(hidden_states, index, weights)
+        return run(*args, **kwargs)
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         return _apply_without_banks(base, self, fn, recurse)
@@ -72,8 +72,8 @@ def is_patched(module: nn.Module) -> bool:
     return hasattr(type(module), "_promoe_base")
 
 
-def attach(layer: MoELayer, run: RunExperts, tap: GateTap) -> Callable[[], None]:
-    """Swap the class of a layer's experts and tap its gate. Returns the undo."""
+def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
+    """Swap the class of a layer's experts, so that they compute through `run`, and tap its gate. Returns the undo."""
     experts = layer.experts
     base = type(experts)
     assert not is_patched(experts), layer.name
@@ -82,9 +82,9 @@ def attach(layer: MoELayer, run: RunExperts, tap: GateTap) -> Callable[[], None]
         undo.callback(lambda: setattr(experts, "__class__", base))
         experts.__class__ = patched_class(base)  # type: ignore[arg-type]
         undo.callback(experts.__dict__.pop, _RUN, None)
-        experts.__dict__[_RUN] = run
+        experts.__dict__[_RUN] = layer.adapter.call(experts, run)
         undo.callback(experts.__dict__.pop, _BANKS, None)
-        experts.__dict__[_BANKS] = layer.parameter_names
+        experts.__dict__[_BANKS] = layer.paths
         return undo.pop_all().close
 
 
@@ -92,10 +92,11 @@ def _apply_without_banks(
     base: type[nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
 ) -> nn.Module:
     """`module.to(...)` and its like leave the experts' weights where they are."""
-    names = module.__dict__[_BANKS]
-    banks = {name: module._parameters.pop(name) for name in names}
+    owners = [owner_of(module, path) for path in module.__dict__[_BANKS]]
+    before = [(registry, dict(registry)) for registry in {id(registry): registry for registry, _ in owners}.values()]
+    banks = [(registry, name, registry.pop(name)) for registry, name in owners]
     try:
-        some = next(bank for bank in banks.values() if bank is not None)
+        some = banks[0][2]
         probe = torch.empty(0, dtype=some.dtype)
         if fn(probe).dtype != probe.dtype:
             raise UnsupportedModelError(
@@ -106,9 +107,10 @@ def _apply_without_banks(
         return result
     finally:
         # In the old order: state_dict() and parameters() list them so.
-        rest = {name: module._parameters.pop(name) for name in list(module._parameters)}
-        module._parameters.update(banks)
-        module._parameters.update(rest)
+        for registry, names in before:
+            moved = dict(registry)
+            registry.clear()
+            registry.update({name: moved.get(name, names[name]) for name in names})
 
 
 def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[], None]:
@@ -146,9 +148,3 @@ def _same_dtype_only(apply: Callable[..., nn.Module], dtypes: Sequence[torch.dty
 
 def _refuse_loading(*args: Any) -> None:
     raise PatchStateError(f"{_NO_LOADING} Nothing was changed.")
-
-
-def bank_parameters(layer: MoELayer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The layer's expert parameters `[num_experts, ...]`, by name."""
-    for name in layer.parameter_names:
-        yield name, getattr(layer.experts, name)

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import promoe
 from promoe.assembly import predictor_context
 from promoe.engine import Engine
+from promoe.gate_output import gate_indices
 from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
 from promoe.memory import POISON_BYTE
-from promoe.moe_layers import gate_indices
 from promoe.predictors import Predictor
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import OraclePredictor

@@ -47,7 +47,7 @@ def assert_equal_to_plain(opened: OpenedModel, plain: dict[str, torch.Tensor]) -
     """Every tensor and every expert is what a plain load gives, the rest in aligned memory of its own."""
     tensors = named_tensors(opened)
     assert tensors.keys() == plain.keys()
-    experts = {f"{layer.name}.{name}": layer for layer in opened.layers for name in layer.parameter_names}
+    experts = {f"{layer.name}.{name}": layer for layer in opened.layers for name in layer.paths}
     assert experts.keys() == {name for name, tensor in tensors.items() if is_guard(tensor)}
     for name, tensor in tensors.items():
         assert (tensor.shape, tensor.dtype) == (plain[name].shape, plain[name].dtype), name
@@ -57,7 +57,7 @@ def assert_equal_to_plain(opened: OpenedModel, plain: dict[str, torch.Tensor]) -
     for layer in opened.layers:
         for expert_idx in range(layer.num_experts):
             found = expert_tensors(opened.store, ExpertKey(layer.layer_idx, expert_idx))
-            assert tuple(found) == layer.parameter_names
+            assert tuple(found) == layer.paths
             for name, tensor in found.items():
                 assert torch.equal(tensor, plain[f"{layer.name}.{name}"][expert_idx]), f"{layer.name}.{name}"
 
@@ -96,7 +96,7 @@ def test_the_attached_experts_give_the_plain_models_logits(folder: Path, opened:
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     for layer in opened.layers:
         rows = [expert_tensors(opened.store, ExpertKey(layer.layer_idx, e)) for e in range(layer.num_experts)]
-        for name in layer.parameter_names:
+        for name in layer.paths:
             stacked = torch.stack([row[name] for row in rows])
             layer.experts._parameters[name] = torch.nn.Parameter(stacked, requires_grad=False)
     with torch.no_grad():

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from promoe.errors import UnsupportedModelError
-from promoe.moe_layers import MoELayer, gate_indices, gate_logits
+from promoe.gate_output import gate_logits
+from promoe.moe_layers import MoELayer
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class GateRecorder:
     def _tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
-            chosen = gate_indices(output)
+            chosen = layer.chosen(output)
             logits = gate_logits(output, layer.num_experts)
             if not tensors or chosen is None or logits is None or layer.top_k not in (None, chosen.shape[-1]):
                 raise UnsupportedModelError(

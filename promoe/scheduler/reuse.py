@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ class ReusePrior:
         self._probability: dict[int, tuple[int, Floats]] = {}
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
-        """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][top_k]`."""
+        """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
         self._probability.pop(layer_idx, None)
         frequency = self._frequency[layer_idx]
         if len(tokens) == 1:
@@ -42,12 +43,13 @@ class ReusePrior:
                 row[chosen] += gain
             return
         tokens = tokens[-MAX_TOKENS_LEARNED:]
-        chosen = np.asarray(tokens)
+        chosen = np.fromiter(chain.from_iterable(tokens), dtype=np.intp)
+        counts = [len(token) for token in tokens]
         age = np.arange(len(tokens) - 1, -1, -1)
         weights = self._gain * self._decay**age  # [half_lives, num_tokens]
         frequency *= self._decay ** len(tokens)
         for row, weight in zip(frequency, weights, strict=True):
-            row += np.bincount(chosen.ravel(), np.repeat(weight, chosen.shape[1]), minlength=row.size)
+            row += np.bincount(chosen, np.repeat(weight, counts), minlength=row.size)
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
         """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]. Read only."""

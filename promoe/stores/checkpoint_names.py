@@ -24,18 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BankSpec:
-    """One parameter that holds all experts of a layer: `[num_experts, *row_shape]`, as the model computes."""
+    """One tensor of the experts of a layer, as the model computes; and the parameters that hold it for all of them."""
 
     name: str
-    """Inside the experts module, for example `gate_up_proj`."""
-    full_name: str
-    """Inside the model, for example `model.layers.0.mlp.experts.gate_up_proj`."""
+    """Of the tensor, for example `gate_up_proj`."""
+    full_names: tuple[str, ...]
+    """Inside the model: one stack of all experts, `model.layers.0.mlp.experts.gate_up_proj`, or one parameter each."""
     num_experts: int
     row_shape: tuple[int, ...]
+    """Of one expert's."""
     dtype: torch.dtype
+    stack_shape: tuple[int, ...]
+    """Of each of the parameters; a stack's is usually `[num_experts, *row_shape]`."""
+
+    @property
+    def full_name(self) -> str:
+        """Of the stack, or of the first expert's parameter."""
+        return self.full_names[0]
 
     def __str__(self) -> str:
-        return f"{self.full_name} {[self.num_experts, *self.row_shape]} {self.dtype}"
+        return f"{self.full_name} {list(self.stack_shape)} {self.dtype}"
 
 
 class CheckpointNames:
@@ -65,16 +73,21 @@ class CheckpointNames:
 
     def names(self, bank: BankSpec) -> Iterator[str]:
         """Names in the files of everything that belongs to `bank`."""
-        for tensors in self._by_parameter[bank.full_name].values():
-            yield from (tensor.name for tensor in tensors)
+        for parameter in bank.full_names:
+            for tensors in self._by_parameter[parameter].values():
+                yield from (tensor.name for tensor in tensors)
 
-    def of(self, bank: BankSpec) -> tuple[list[list[TensorRange]], list[Any]]:
+    def of(self, bank: BankSpec, parameter: str | None = None) -> tuple[list[list[TensorRange]], list[Any]]:
         """Per source pattern, in order, its tensors; and the operations on them ([] for a plain rename).
+
+        Args:
+            bank: what is looked for.
+            parameter: which of its `full_names`; the first if None.
 
         Raises:
             CheckpointError: there are none, not all of them, or two sets of them.
         """
-        by_pattern = self._by_parameter.get(bank.full_name)
+        by_pattern = self._by_parameter.get(parameter or bank.full_name)
         if not by_pattern:
             raise CheckpointError(self._missing(bank))
         converter = self._converters.get(next(iter(by_pattern)) or "")
@@ -114,8 +127,7 @@ def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: li
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     rest = list(operations)
-    full_shape = (bank.num_experts, *bank.row_shape)
-    if rest and type(rest[0]) is Transpose and rest[0].check_dims and lists[0][0].shape == full_shape:
+    if rest and type(rest[0]) is Transpose and rest[0].check_dims and lists[0][0].shape == bank.stack_shape:
         rest.pop(0)  # such a transposition only happens where shapes differ
     per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
     if per_expert:

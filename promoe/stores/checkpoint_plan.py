@@ -115,23 +115,48 @@ def plan_experts(
 
 
 def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece]:
-    """The parts of one parameter's row, one after the other."""
+    """The parts of one expert's tensor, one after the other."""
+    if len(bank.full_names) > 1:
+        sources = tuple(_own_tensor(bank, parameter, found) for parameter in bank.full_names)
+        return [Piece(slot_offset_bytes, math.prod(bank.row_shape) * bank.dtype.itemsize, bank.dtype, sources)]
     lists, operations = found.of(bank)
     per_expert = is_per_expert(bank, lists, operations)
     pieces: list[Piece] = []
     for tensors, part_shape in zip(lists, _part_shapes(bank, lists, per_expert), strict=True):
-        if per_expert and len(tensors) != bank.num_experts:
+        # A stack may have rows, and the files tensors, that belong to no expert: they come last.
+        if per_expert and len(tensors) not in (bank.num_experts, bank.stack_shape[0]):
             raise CheckpointError(_wrong_count(bank, tensors))
-        expected_shape = part_shape if per_expert else (bank.num_experts, *part_shape)
+        expected_shape = part_shape if per_expert else _stacked_shape(bank, part_shape)
         for tensor in tensors:
             _check_dtype(bank, tensor)
             if tensor.shape != expected_shape:
                 raise CheckpointError(_wrong_shape(bank, tensor, expected_shape))
-        sources = _per_expert(tensors) if per_expert else _stacked(tensors[0], bank.num_experts)
+        sources = (
+            _per_expert(tensors[: bank.num_experts])
+            if per_expert
+            else _stacked(tensors[0], bank.num_experts, math.prod(part_shape))
+        )
         nbytes = math.prod(part_shape) * bank.dtype.itemsize
         pieces.append(Piece(slot_offset_bytes, nbytes, bank.dtype, sources))
         slot_offset_bytes += nbytes
     return pieces
+
+
+def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
+    """Where the tensor of an expert lies that has a parameter of its own."""
+    lists, operations = found.of(bank, parameter)
+    if operations or len(lists) > 1 or len(lists[0]) > 1:
+        is_per_expert(bank, lists, operations or ["a conversion"])
+    (tensor,) = lists[0]
+    _check_dtype(bank, tensor)
+    if tensor.shape != bank.row_shape:
+        raise CheckpointError(_wrong_shape(bank, tensor, bank.row_shape))
+    return SourceRange(tensor.file_idx, tensor.offset_bytes, _dtype(tensor))
+
+
+def _stacked_shape(bank: BankSpec, part_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a stack of one part has: the parameter's own if it is the whole."""
+    return bank.stack_shape if part_shape == bank.row_shape else (bank.stack_shape[0], *part_shape)
 
 
 def _part_shapes(bank: BankSpec, lists: list[list[TensorRange]], per_expert: bool) -> list[tuple[int, ...]]:
@@ -149,8 +174,9 @@ def _per_expert(tensors: Sequence[TensorRange]) -> tuple[SourceRange, ...]:
     return tuple(SourceRange(tensor.file_idx, tensor.offset_bytes, _dtype(tensor)) for tensor in tensors)
 
 
-def _stacked(tensor: TensorRange, num_experts: int) -> tuple[SourceRange, ...]:
-    row_bytes, dtype = tensor.nbytes // num_experts, _dtype(tensor)
+def _stacked(tensor: TensorRange, num_experts: int, row_elements: int) -> tuple[SourceRange, ...]:
+    dtype = _dtype(tensor)
+    row_bytes = row_elements * dtype.itemsize
     return tuple(
         SourceRange(tensor.file_idx, tensor.offset_bytes + expert_idx * row_bytes, dtype)
         for expert_idx in range(num_experts)

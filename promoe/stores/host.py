@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,17 +18,37 @@ from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk, split_at_pages
 # A copy this short is over before another thread could have used the interpreter, which is slow to get back.
 SHORT_COPY_BYTES = 64 * 1024
 Bytes = NDArray[np.uint8]
+# One tensor of all experts of a layer.
+Bank = torch.Tensor | Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A chunk of every expert of a layer. Expert e's lies in source `source_idx + e * source_step`, at `offset_bytes` in
+    row e of that source, `row_bytes` apart."""
+
+    slot_offset_bytes: int
+    nbytes: int
+    source_idx: int
+    source_step: int
+    offset_bytes: int
+    row_bytes: int
+
+    def chunk(self, expert_idx: int) -> Chunk:
+        """The expert's."""
+        source_offset_bytes = expert_idx * self.row_bytes + self.offset_bytes
+        source_idx = self.source_idx + expert_idx * self.source_step
+        return Chunk(self.slot_offset_bytes, self.nbytes, source_idx, source_offset_bytes, self.nbytes)
 
 
 class HostStore:
-    """Store over live CPU tensors: `banks[layer_idx][name]` is a tensor `[num_experts, ...]` of which each row is
-    contiguous.
+    """Store over live CPU tensors: `banks[layer_idx][name][expert_idx]` is one expert's tensor, contiguous.
 
     One source per tensor; an expert's chunks are its row of each tensor, in the mapping's order, long rows split into
     about equal parts. The tensors are kept alive and must not be written or replaced while the store is in use.
 
     Args:
-        banks: per MoE layer, parameter name -> tensor.
+        banks: per MoE layer, name -> a tensor `[num_experts, ...]`, or a list of `num_experts` equal tensors.
         chunk_bytes: longest chunk, a multiple of 4096.
 
     Raises:
@@ -36,17 +57,14 @@ class HostStore:
         ConfigError: `chunk_bytes` is not a positive multiple of 4096.
     """
 
-    def __init__(self, banks: Sequence[Mapping[str, torch.Tensor]], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(self, banks: Sequence[Mapping[str, Bank]], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         self.layouts: Sequence[ExpertLayout] = []
         self.num_experts: Sequence[int] = []
         self._names: list[str] = []  # per source
-        self._row_bytes: list[int] = []  # per source: from one expert's row to the next
         self._tensors: list[torch.Tensor] = []  # per source; keeps the memory alive
         self._bytes: list[Bytes] | None = []  # per source, read-only
         self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
-        self._parts: list[
-            list[tuple[int, int, int, int]]
-        ] = []  # per layer: slot offset, bytes, source, offset in the row
+        self._parts: list[list[_Part]] = []  # per layer
         for layer_idx, bank in enumerate(banks):
             self._add_layer(layer_idx, bank, chunk_bytes)
         self.expert_bytes = sum(
@@ -59,20 +77,11 @@ class HostStore:
         return self._chunks.setdefault(key, self._chunks_of(key)) if chunks is None else chunks
 
     def _chunks_of(self, key: ExpertKey) -> tuple[Chunk, ...]:
-        return tuple(
-            Chunk(
-                slot_offset_bytes,
-                nbytes,
-                source_idx,
-                key.expert_idx * self._row_bytes[source_idx] + offset_bytes,
-                nbytes,
-            )
-            for slot_offset_bytes, nbytes, source_idx, offset_bytes in self._parts[key.layer_idx]
-        )
+        return tuple(part.chunk(key.expert_idx) for part in self._parts[key.layer_idx])
 
     def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
         """Destination bytes of each chunk, the same for every expert of the layer."""
-        return tuple(nbytes for _, nbytes, _, _ in self._parts[layer_idx])
+        return tuple(part.nbytes for part in self._parts[layer_idx])
 
     def view(self, chunk: Chunk) -> memoryview:
         """The chunk's bytes where they lie, read-only, without a copy. Raises OSError after `close`."""
@@ -101,24 +110,33 @@ class HostStore:
         self._bytes = None
         self._tensors.clear()
 
-    def _add_layer(self, layer_idx: int, bank: Mapping[str, torch.Tensor], chunk_bytes: int) -> None:
-        layout = ExpertLayout.of({name: (tensor.shape[1:], tensor.dtype) for name, tensor in bank.items()})
-        num_experts = next(iter(bank.values())).shape[0]
-        parts: list[tuple[int, int, int, int]] = []
-        for name, tensor in bank.items():
-            what = f"tensor {name} of MoE layer {layer_idx}"
-            _check_tensor(what, tensor, num_experts)
-            spec, source_idx = layout[name], len(self._tensors)
-            self._tensors.append(tensor)
-            self._names.append(what)
-            self._row_bytes.append(tensor.stride(0) * tensor.itemsize)
-            assert self._bytes is not None
-            self._bytes.append(_bytes_of(tensor))
-            for offset_bytes, nbytes in split_at_pages(spec.offset_bytes, spec.nbytes, chunk_bytes):
-                parts.append((spec.offset_bytes + offset_bytes, nbytes, source_idx, offset_bytes))
+    def _add_layer(self, layer_idx: int, banks: Mapping[str, Bank], chunk_bytes: int) -> None:
+        layout = ExpertLayout.of({name: (bank[0].shape, bank[0].dtype) for name, bank in banks.items()})
+        num_experts = len(next(iter(banks.values())))
+        parts: list[_Part] = []
+        for name, bank in banks.items():
+            what, spec, source_idx = f"tensor {name} of MoE layer {layer_idx}", layout[name], len(self._tensors)
+            if isinstance(bank, torch.Tensor):
+                self._add_source(what, bank, num_experts)
+                step, row_bytes = 0, bank.stride(0) * bank.itemsize
+            else:
+                for expert_idx, tensor in enumerate(bank):
+                    self._add_source(f"{what}, expert {expert_idx}", tensor.detach().unsqueeze(0), 1)
+                step, row_bytes = 1, 0
+            parts += [
+                _Part(spec.offset_bytes + offset_bytes, nbytes, source_idx, step, offset_bytes, row_bytes)
+                for offset_bytes, nbytes in split_at_pages(spec.offset_bytes, spec.nbytes, chunk_bytes)
+            ]
         self.layouts = [*self.layouts, layout]
         self.num_experts = [*self.num_experts, num_experts]
         self._parts.append(parts)
+
+    def _add_source(self, what: str, tensor: torch.Tensor, num_rows: int) -> None:
+        _check_tensor(what, tensor, num_rows)
+        assert self._bytes is not None
+        self._tensors.append(tensor)
+        self._names.append(what)
+        self._bytes.append(_bytes_of(tensor))
 
 
 def _check_tensor(what: str, tensor: torch.Tensor, num_experts: int) -> None:

@@ -238,7 +238,7 @@ def test_the_gate_gets_what_the_present_one_got_and_its_hooks_do_not_fire() -> N
     visit = LayerVisit(1, "prefill", 0, hidden, [[0, 1]] * 3, (extra,), {"scale": 2.0})
     GatePredictor(context_of(Gate(), target), 1).predict(visit)
     ((seen, args, kwargs),) = target.calls
-    assert seen is hidden
+    assert torch.equal(seen, hidden)
     assert args == (extra,)
     assert kwargs == {"scale": 2.0}
     assert torch.equal(hidden, before)

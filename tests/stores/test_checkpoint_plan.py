@@ -20,7 +20,7 @@ from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
 from promoe.stores.safetensors_header import TensorRange
 
 EXPERTS = "model.layers.0.mlp.experts"
-BANK = BankSpec("gate_up_proj", f"{EXPERTS}.gate_up_proj", 4, (32, 16), torch.bfloat16)
+BANK = BankSpec("gate_up_proj", (f"{EXPERTS}.gate_up_proj",), 4, (32, 16), torch.bfloat16, (4, 32, 16))
 
 
 def in_files(shapes: dict[str, tuple[int, ...]], dtype_name: str = "BF16") -> dict[str, TensorRange]:
@@ -53,7 +53,7 @@ def test_stacked_parts_that_are_concatenated() -> None:
 
 
 def test_experts_are_in_order_of_their_numbers() -> None:
-    bank = BankSpec("w", f"{EXPERTS}.w", 12, (4, 4), torch.bfloat16)
+    bank = BankSpec("w", (f"{EXPERTS}.w",), 12, (4, 4), torch.bfloat16, (12, 4, 4))
     tensors = in_files({f"{EXPERTS}.{expert_idx}.v": (4, 4) for expert_idx in sorted(range(12), key=str)})
     conversions = [WeightConverter("experts.*.v", "experts.w", [MergeModulelist(dim=0)])]
     found = plan_experts([[bank]], tensors, conversions, [bank.full_name], "model", 4096)

@@ -41,7 +41,7 @@ def test_every_expert_reads_back_equal(dtype: torch.dtype, chunk_bytes: int) -> 
 
 def test_a_models_parameters_are_served_without_a_copy() -> None:
     model = build("gpt_oss", dtype=torch.bfloat16)
-    banks = [{n: getattr(layer.experts, n) for n in layer.parameter_names} for layer in find_moe_layers(model)]
+    banks = [{n: getattr(layer.experts, n) for n in layer.paths} for layer in find_moe_layers(model)]
     store = HostStore(banks)
     parameter = banks[1]["down_proj"]
     chunk = store.chunks(ExpertKey(1, 5))[2]

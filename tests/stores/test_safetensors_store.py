@@ -50,7 +50,7 @@ def test_every_expert_is_what_a_plain_load_makes_of_it(
     assert isinstance(store, Store)
     assert_equal_experts(store, model)
     assert store.expert_bytes == sum(
-        getattr(layer.experts, name).nbytes for layer in find_moe_layers(model) for name in layer.parameter_names
+        getattr(layer.experts, name).nbytes for layer in find_moe_layers(model) for name in layer.paths
     )
     store.close()
 

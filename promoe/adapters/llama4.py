@@ -1,0 +1,60 @@
+"""Llama 4: every expert multiplies every token, already scaled by its weight, which is zero where it was not chosen.
+
+A row of zeros stays one through the expert, so experts with nothing but such rows need not be at hand. The others must
+see all rows, as the bits of a product depend on how many there are; and as a batch of at least two experts, because
+torch multiplies a batch of one in another way (their weights are copied for it, as in `batched_mm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .base import Adapter, ExpertTensor, Run, get_tensor
+
+
+class Llama4Adapter(Adapter):
+    """`Llama4TextExperts`."""
+
+    sums_rows = False
+
+    def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
+        """Gate and up in one, and down, both `[in, out]`."""
+        return tuple(ExpertTensor.stack(name, get_tensor(experts, name)) for name in ("gate_up_proj", "down_proj"))
+
+    def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
+        """The stock products, over the experts that have rows."""
+        return _loop
+
+    def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
+        """`hidden[E * T, H]`, expert by expert -> the same shape."""
+
+        def forward(hidden_states: torch.Tensor) -> torch.Tensor:
+            by_expert = hidden_states.view(self.num_experts(experts), -1, hidden_states.shape[-1])
+            needed = by_expert.flatten(1).any(dim=1).nonzero()[:, 0]
+            index = needed.repeat_interleave(by_expert.shape[1]).unsqueeze(1)
+            rows = by_expert[needed].flatten(0, 1)
+            result = torch.zeros_like(by_expert)
+            result[needed] = run(rows, index, rows.new_ones(index.shape)).view(len(needed), *by_expert.shape[1:])
+            return result.view(-1, hidden_states.shape[-1])
+
+        return forward
+
+    def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
+        """Scores and logits are all that the gate returns."""
+        ids: torch.Tensor = output[1].topk(gate.top_k, dim=1).indices
+        return ids
+
+
+def _loop(self: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    experts, sizes = index.unique_consecutive(return_counts=True)
+    if not len(experts):
+        return torch.zeros_like(hidden)
+    ids = experts if len(experts) > 1 else experts.expand(2)
+    rows = hidden.view(len(experts), int(sizes[0]), -1).expand(len(ids), -1, -1)
+    gate, up = torch.bmm(rows, self.gate_up_proj[ids]).chunk(2, dim=-1)
+    out = torch.bmm(up * self.act_fn(gate), self.down_proj[ids])
+    return out[: len(experts)].reshape(hidden.shape)

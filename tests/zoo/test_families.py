@@ -1,0 +1,119 @@
+"""Every MoE family of the installed Transformers: found, tapped, exact from few slots, exact after unpatching.
+
+Nothing here lists the families. One that a new version of Transformers brings is in these tests from then on, and fails
+them, by name, until it is handled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from untouched import assert_same, snapshot
+
+import promoe
+from promoe.moe_layers import IMPLEMENTATIONS, find_moe_layers
+from zoo.exactness import assert_equal, outputs, served
+from zoo.families import build, inputs, names
+from zoo.scan import experts_classes
+
+# Run for every token: no router chooses among them, and there is nothing to gain from leaving them in slow memory.
+ALWAYS_ACTIVE = {"AriaSharedExpertsMLP", "InklingSharedExperts"}
+SLOTS = 3
+COMBINATIONS = [
+    pytest.param(dtype, implementation, id=f"{dtype}-{implementation}".removeprefix("torch."))
+    for dtype in (torch.float32, torch.bfloat16)
+    for implementation in IMPLEMENTATIONS
+]
+# Families of which the unmodified model does not run in bf16.
+NO_BF16 = {"inkling2"}
+# Two projections share a gate, so that both are announced before either could be foreseen.
+NO_FORECASTS = {"jetmoe"}
+# What a gate itself writes down about its latest call.
+WRITTEN_BY_GATES = "router.expert_capacity"
+
+
+@pytest.mark.parametrize("family", experts_classes())
+def test_every_experts_class_is_found(family: str) -> None:
+    """Each class that the scan finds is in a tiny model, and each of its modules is a layer that promoe describes."""
+    built: set[str] = set()
+    for name in names():
+        if name.split()[0] == family:
+            model = build(name)
+            found = {layer.name for layer in find_moe_layers(model)}
+            modules = {path: type(module).__name__ for path, module in model.named_modules()}
+            built |= set(modules.values())
+            expected = {path for path, cls in modules.items() if cls in experts_classes()[family]}
+            assert found == {path for path in expected if modules[path] not in ALWAYS_ACTIVE}
+    assert set(experts_classes()[family]) <= built, "add a tiny model of the missing class to zoo.families.FAMILIES"
+
+
+@pytest.mark.parametrize(("dtype", "implementation"), COMBINATIONS)
+@pytest.mark.parametrize("name", names())
+def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementation: str) -> None:
+    """A prompt and a token after it, with three slots for the experts of all layers; and all is undone afterwards."""
+    if dtype is torch.bfloat16 and name in NO_BF16:
+        pytest.skip("the unmodified model does not run in bf16")
+    model = build(name, dtype)
+    if any(layer.implementation != implementation for layer in use(model, implementation)):
+        pytest.skip("this family's experts have one kernel only")
+    tokens = inputs(name, model)
+    expected, before = outputs(model, tokens), state_of(model)
+    assert all(torch.isfinite(tensor).all() for tensor in expected)
+    with served(model, SLOTS):
+        watched = Watched(model)
+        assert_equal(outputs(model, tokens), expected)
+        watched.check(forecasts=name not in NO_FORECASTS)
+        assert model.promoe.stats().bytes_demand > 0
+    assert_same(before, state_of(model))
+    assert_equal(outputs(model, tokens), expected)
+
+
+def state_of(model: Any) -> dict[str, Any]:
+    """All that patching must leave as it was."""
+    return {name: state for name, state in snapshot(model).items() if not name.endswith(WRITTEN_BY_GATES)}
+
+
+def use(model: Any, implementation: str) -> list[promoe.MoELayer]:
+    """The layers of a model, with their experts switched to one of the kernels, if its family has several."""
+    layers = find_moe_layers(model)
+    for layer in layers:
+        if hasattr(layer.experts, "config"):
+            layer.experts.config._experts_implementation = implementation
+    return layers
+
+
+class Watched:
+    """What a served model's gates announced, what its experts then needed, and what was forecast."""
+
+    def __init__(self, model: Any) -> None:
+        self.runtime = model.promoe.runtime
+        engine = self.runtime.engine
+        self.hinted: dict[int, list[int]] = {}
+        self.visits = 0
+        self.forecasts = 0
+        self._hint, self._visit, self._forecast = engine.hint, engine.visit, engine.scheduler.forecast
+        engine.hint, engine.visit, engine.scheduler.forecast = self.hint, self.visit, self.forecast
+
+    def hint(self, layer_idx: int, ids: list[int]) -> int:
+        self.hinted[layer_idx] = ids
+        return self._hint(layer_idx, ids)
+
+    def visit(self, layer_idx: int, ids: list[int], *args: Any) -> Any:
+        assert self.hinted.pop(layer_idx) == ids, f"MoE layer {layer_idx}: its gate announced other experts"
+        self.visits += 1
+        return self._visit(layer_idx, ids, *args)
+
+    def forecast(self, *args: Any) -> None:
+        self.forecasts += 1
+        self._forecast(*args)
+
+    def check(self, forecasts: bool) -> None:
+        """Every layer was announced before it ran, and the gate predictor can ask this family's gates."""
+        if self.runtime.predictor is not None:
+            self.runtime.predictor.drain()
+        assert self.visits >= len(self.runtime.layers) // 2, "most layers did not run"
+        assert not self.hinted, "gates announced layers that did not run"
+        assert not self.runtime.predictor_failed
+        assert bool(self.forecasts) == (forecasts and len(self.runtime.layers) > 1)
