@@ -4,14 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench test-slow clean
+# The two ends of the range of transformers in pyproject.toml, each in an environment of its own.
+OLDEST := $(VENV)-oldest/.installed
+NEWEST := $(VENV)-newest/.installed
 
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --upgrade pip setuptools
-	$(BIN)/python -m pip install -q -c constraints.txt torch
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,train,viz,examples]'
-	touch $(STAMP)
+.PHONY: demo test check bench test-slow test-matrix test-oldest test-newest clean
+
+# What an environment changes in constraints.txt, as a sed script; the newest is the newest of when it is set up.
+$(OLDEST): CHANGE = s/^transformers==.*/transformers==$(shell sed -n 's/.*"transformers>=\([^,]*\),.*/\1/p' pyproject.toml)/
+$(NEWEST): CHANGE = /^transformers==/d
+
+$(STAMP) $(OLDEST) $(NEWEST): pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	sed '$(CHANGE)' constraints.txt >$(@D)/constraints.txt
+	$(@D)/bin/python -m pip install -q --upgrade pip setuptools
+	$(@D)/bin/python -m pip install -q -c $(@D)/constraints.txt torch
+	$(@D)/bin/python -m pip install -q -c $(@D)/constraints.txt --upgrade -e '.[dev,train,viz,examples]' transformers
+	touch $@
 
 demo: $(STAMP)
 	$(BIN)/promoe demo
@@ -21,6 +30,13 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# The suite with both; `make -k test-matrix` also runs the second where the first fails.
+test-matrix: test-oldest test-newest
+
+test-oldest test-newest: test-%: $(VENV)-%/.installed
+	$(VENV)-$*/bin/python -m pip freeze | grep -E '^(transformers|torch|huggingface_hub)=='
+	$(VENV)-$*/bin/python -m pytest
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -36,4 +52,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/predict_latency.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest build dist *.egg-info

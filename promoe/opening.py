@@ -25,7 +25,7 @@ from promoe.adapters.base import set_tensor
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.guard import guard_parameter
 from promoe.model_class import class_to_open
-from promoe.opening_checks import check_arguments, check_config, check_missing, check_shapes
+from promoe.opening_checks import check_arguments, check_missing, check_shapes, prepare_config
 from promoe.stores.base import DEFAULT_CHUNK_BYTES
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
@@ -124,7 +124,7 @@ class _Opening:
             @classmethod
             def from_pretrained(cls, path_or_id: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
                 opening.model_class = base
-                check_config(path_or_id, config)
+                prepare_config(path_or_id, config)
                 return super().from_pretrained(path_or_id, *args, config=config, **kwargs)
 
             @staticmethod

@@ -11,10 +11,12 @@ from promoe.errors import CheckpointError, ConfigError
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
+# Quantised formats (quant_method) that are dequantised on arrival.
+DEQUANTISED = ("fp8", "mxfp4")
 # Arguments of from_pretrained that go around this way of loading; what to do instead.
 _REFUSED: dict[str, str] = {
     "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
-    "quantization_config": "Quantised experts are not supported; open an unquantised checkpoint.",
+    "quantization_config": "Experts are served as the checkpoint has them, dequantised on arrival; leave it out.",
     "gguf_file": "Only safetensors checkpoints are supported; convert it with model.save_pretrained(...) first.",
     "device_map": "Open the model on the CPU; leave it out.",
     "max_memory": "It belongs to device_map; leave it out and set the cache size instead.",
@@ -63,16 +65,27 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         SafetensorsFiles.open(*locate_files(folder)).close()
 
 
-def check_config(path_or_id: Any, config: Any) -> None:
-    """Before the weights are looked for. Raises CheckpointError for a quantised checkpoint."""
-    quantisation = getattr(config, "quantization_config", None)
-    if not quantisation:
-        return
-    fields = quantisation if isinstance(quantisation, dict) else vars(quantisation)
-    raise CheckpointError(
-        f"The checkpoint {path_or_id} is quantised (quant_method {fields.get('quant_method')}). Quantised experts are "
-        "not supported yet: open an unquantised (BF16, F16 or F32) checkpoint of the model."
-    )
+def prepare_config(path_or_id: Any, config: Any) -> None:
+    """Before the weights are looked for: a quantised checkpoint is to be dequantised as Transformers would do it.
+
+    Experts stay quantised in the files and are dequantised one by one when they arrive; the other weights when loaded.
+
+    Raises:
+        CheckpointError: it is quantised in another format.
+    """
+    owners = [config, *(getattr(config, name, None) for name in ("text_config",))]
+    for owner in owners:
+        quantisation = getattr(owner, "quantization_config", None)
+        if not quantisation:
+            continue
+        fields = quantisation if isinstance(quantisation, dict) else vars(quantisation)
+        method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
+        if method not in DEQUANTISED:
+            raise CheckpointError(
+                f"The checkpoint {path_or_id} is quantised (quant_method {method}). Of quantised experts, those in "
+                f"{' and '.join(DEQUANTISED)} can be served: open such a checkpoint, or an unquantised (BF16, F16 or F32) one."
+            )
+        fields["dequantize"] = True
 
 
 def check_shapes(loading: Any, ignored: bool) -> None:

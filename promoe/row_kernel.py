@@ -72,7 +72,8 @@ class RowKernel:
         else:
             out = experts.act_fn(self._linear(hidden, "up_proj", selection, rows))
         out = self._linear(out, "down_proj", selection, rows)
-        return experts.post_expert_norm(out) if experts.has_post_expert_norm else out
+        # Transformers has this norm from 5.20 on.
+        return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 
     def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`."""

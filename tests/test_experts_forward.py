@@ -350,7 +350,7 @@ def odd_experts(family: str) -> tuple[nn.Module, Any]:
     cls: type[nn.Module] = NemotronHExperts if family == "nemotron_h" else OpenAIPrivacyFilterExperts
     if family == "inkling2":
         modeling = "transformers.models.inkling2.modeling_inkling2"
-        cls = pytest.importorskip(modeling, reason="transformers 5.17 has no inkling2").Inkling2Experts
+        cls = pytest.importorskip(modeling, reason="inkling2 came with transformers 5.23").Inkling2Experts
     # Not the family's own config class: only the fields that the experts read.
     config = PreTrainedConfig()
     fields = {

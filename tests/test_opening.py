@@ -323,9 +323,10 @@ class TestRefusedCheckpoints:
         self.edit_config(folder, num_experts=16)
         self.refused(folder, "8 tensors like .*needs 16: missing expert 8")
 
-    def test_quantised_experts(self, folder: Path) -> None:
-        self.edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-        self.refused(folder, r"is quantised \(quant_method fp8\).*unquantised")
+    @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+    def test_experts_in_other_quantised_formats(self, folder: Path, method: str) -> None:
+        self.edit_config(folder, quantization_config={"quant_method": method})
+        self.refused(folder, rf"is quantised \(quant_method {method}\).*fp8 and mxfp4 can be served.*unquantised")
 
     def test_quantised_tensors_without_a_config(self, tmp_path: Path) -> None:
         def quantise(tensors: dict[str, torch.Tensor]) -> None:
@@ -338,7 +339,7 @@ class TestRefusedCheckpoints:
 
     def test_experts_that_would_have_to_be_computed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         core = transformers.core_model_loading
-        conversion = core.WeightConverter("experts.packed", "experts.down_proj", [core.Transpose(1, 2)])
+        conversion = core.WeightConverter("experts.packed", "experts.down_proj", [core.Transpose(0, 2)])
         original = transformers.modeling_utils.get_model_conversion_mapping
         monkeypatch.setattr(
             transformers.modeling_utils,
@@ -353,7 +354,7 @@ class TestRefusedCheckpoints:
                 tensors[f"{prefix}.packed"] = tensors.pop(f"{prefix}.down_proj").transpose(1, 2).contiguous()
 
         rewrite(shards(tmp_path)[0], pack)
-        self.refused(tmp_path, r"'model.layers.0.mlp.experts.packed'.* by Transpose")
+        self.refused(tmp_path, r"model.layers.0.mlp.experts.down_proj.*'experts.packed' by Transpose")
 
     def test_dense_model(self, tmp_path: Path) -> None:
         build("llama").save_pretrained(tmp_path)
@@ -377,13 +378,13 @@ class TestRefusedCheckpoints:
 
     def test_unknown_model_type(self, folder: Path) -> None:
         self.edit_config(folder, model_type="no_such_moe")
-        self.refused(folder, "as AutoModelForCausalLM: .*no_such_moe", UnsupportedModelError)
+        self.refused(folder, "as a model: .*no_such_moe", UnsupportedModelError)
 
     def test_code_of_the_checkpoint_is_never_run(self, folder: Path) -> None:
         auto_map = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
         (folder / "own.py").write_text("raise SystemExit('ran')")
         self.edit_config(folder, model_type="no_such_moe", auto_map=auto_map)
-        self.refused(folder, "as AutoModelForCausalLM: ", UnsupportedModelError)
+        self.refused(folder, "as a model: ", UnsupportedModelError)
 
     def test_a_class_of_another_kind(self, folder: Path) -> None:
         self.refused(folder, "as AutoModelForSeq2SeqLM: Unrecognized configuration", UnsupportedModelError,

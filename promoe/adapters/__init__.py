@@ -10,6 +10,7 @@ from torch import nn
 
 from .base import Adapter, ExpertTensor, Run
 from .dbrx import DbrxAdapter
+from .jamba import JambaAdapter
 from .jetmoe import JetMoeAdapter
 from .llama4 import Llama4Adapter
 from .longcat_flash import LongcatFlashAdapter
@@ -22,6 +23,7 @@ __all__ = ["Adapter", "ExpertTensor", "Run", "adapter_for"]
 # Where a family has a way of its own, its class says so; no other module is ever taken for one of them.
 _BY_CLASS: dict[str, Adapter] = {
     "DbrxExperts": DbrxAdapter(),
+    "JambaExperts": JambaAdapter(),
     "JetMoeParallelExperts": JetMoeAdapter(),
     "Llama4TextExperts": Llama4Adapter(),
     "LongcatFlashExperts": LongcatFlashAdapter(),

@@ -38,7 +38,8 @@ class SwitchTransformersAdapter(ExpertModulesAdapter):
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
         """From the mask `[B, S, E]`; tokens without an expert are left out."""
-        mask: torch.Tensor = output[0].flatten(0, -2)
+        # Found by dtype: up to Transformers 5.17 it came second.
+        mask: torch.Tensor = next(part for part in output if not part.is_floating_point()).flatten(0, -2)
         return mask[mask.any(dim=-1)].argmax(dim=-1, keepdim=True)
 
 

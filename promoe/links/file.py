@@ -84,7 +84,7 @@ class FileLink:
         if self._closed:
             raise OSError(errno.EBADF, f"Cannot read {self._store.describe(chunk)}: the link is closed")
         direct = self._direct
-        if direct is None:
+        if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth blocks of their own
             read_into_slot(self._store, chunk, destination, self._staging)
         elif chunk.dtype is None:
             start, end = chunk.slot_offset_bytes, chunk.slot_offset_bytes + chunk.nbytes

@@ -8,7 +8,7 @@ import threading
 import torch
 
 from promoe.memory import HugePageRegion
-from promoe.stores.base import Chunk, Store
+from promoe.stores.base import Chunk, Store, compute_chunk
 
 GROWTH_BYTES = 64 * 1024
 # Up to this many elements torch copies in the calling thread. Beyond, each link worker would start OpenMP threads of
@@ -49,6 +49,10 @@ def convert_into_slot(chunk: Chunk, region: HugePageRegion, offset_bytes: int, d
 
     The same rounding as `tensor.to(chunk.dtype)`.
     """
+    if chunk.compute is not None:
+        source = region.memory[offset_bytes : offset_bytes + chunk.source_nbytes]
+        compute_chunk(chunk, source, destination[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes])
+        return
     assert chunk.source_dtype is not None, chunk
     assert chunk.dtype is not None, chunk
     count = chunk.nbytes // chunk.dtype.itemsize
@@ -57,9 +61,9 @@ def convert_into_slot(chunk: Chunk, region: HugePageRegion, offset_bytes: int, d
         # A file may hold a tensor at any byte, but vector loads want whole elements.
         ctypes.memmove(region.address, region.address + offset_bytes, chunk.source_nbytes)
         offset_bytes = 0
-    source = region.tensor(offset_bytes, (count,), chunk.source_dtype)
+    elements = region.tensor(offset_bytes, (count,), chunk.source_dtype)
     target = torch.frombuffer(destination, dtype=chunk.dtype, count=count, offset=chunk.slot_offset_bytes)
     with torch.inference_mode():  # per thread: the caller's does not reach a worker
-        sources, targets = torch.split(source, SERIAL_COPY_ELEMENTS), torch.split(target, SERIAL_COPY_ELEMENTS)
+        sources, targets = torch.split(elements, SERIAL_COPY_ELEMENTS), torch.split(target, SERIAL_COPY_ELEMENTS)
         for source_part, target_part in zip(sources, targets, strict=True):
             target_part.copy_(source_part)

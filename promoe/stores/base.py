@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -18,12 +18,30 @@ DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkPart:
+    """One of several ranges that a chunk is computed from: a tensor of `shape` and `dtype` in source `source_idx`.
+
+    It is read to `offset_bytes` of the chunk's source bytes.
+    """
+
+    source_idx: int
+    source_offset_bytes: int
+    nbytes: int
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """Unit of transfer: a byte range of one source that lands at `slot_offset_bytes` of the expert's slot.
 
     `nbytes` are written at the destination. The source is `source_nbytes` at `source_offset_bytes` of the store's
     source number `source_idx` (a file or a tensor). `source_dtype` and `dtype` are both None when bytes are copied as
     they are; then `source_nbytes == nbytes`. Otherwise the elements are converted on arrival.
+
+    A chunk with `compute` comes from several ranges, `parts`, of which the first is also the chunk's source; `compute`
+    makes a tensor of `dtype` out of theirs.
     """
 
     slot_offset_bytes: int
@@ -33,6 +51,8 @@ class Chunk:
     source_nbytes: int
     source_dtype: torch.dtype | None = None
     dtype: torch.dtype | None = None
+    parts: tuple[ChunkPart, ...] = ()
+    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
 
 @runtime_checkable
@@ -106,11 +126,29 @@ def convert_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
 
     Rounds exactly as `Tensor.to(dtype)` does (to nearest, ties to even). Both must be aligned to their element sizes.
     """
+    if chunk.compute is not None:
+        compute_chunk(chunk, source, destination)
+        return
     if chunk.dtype is None or chunk.source_dtype is None:
         np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))
         return
     elements = torch.frombuffer(source, dtype=chunk.source_dtype)
     torch.frombuffer(destination, dtype=chunk.dtype).copy_(elements)
+
+
+def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> None:
+    """Compute a chunk from what was read for its parts: `source` (`source_nbytes`) -> `destination` (`nbytes`)."""
+    assert chunk.compute is not None, chunk
+    with torch.inference_mode():  # per thread: the caller's does not reach a worker
+        tensors = [
+            torch.frombuffer(
+                source, dtype=part.dtype, count=part.nbytes // part.dtype.itemsize, offset=part.offset_bytes
+            ).view(part.shape)
+            for part in chunk.parts
+        ]
+        result = chunk.compute(tensors)
+        assert result.dtype == chunk.dtype, (result.dtype, chunk)
+        torch.frombuffer(destination, dtype=result.dtype).copy_(result.reshape(-1))
 
 
 def read_expert(store: Store, key: ExpertKey, slot: memoryview) -> None:

@@ -63,6 +63,12 @@ class CheckpointNames:
         known = dict.fromkeys(parameter_names, True)
         self.tensors = tensors
         self._converters = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        # Of these, experts of two kinds (text and vision) lie in one list.
+        self._several_targets = [
+            entry
+            for entry in converters
+            if [type(operation).__name__ for operation in entry.operations] == ["ErnieFuseAndSplitTextVisionExperts"]
+        ]
         self._by_parameter: dict[str, dict[str | None, list[TensorRange]]] = defaultdict(lambda: defaultdict(list))
         # In this order a list of tensors is in order of experts, as `*` is their index.
         for name in sorted(tensors, key=dot_natural_key):
@@ -74,7 +80,7 @@ class CheckpointNames:
     def names(self, bank: BankSpec) -> Iterator[str]:
         """Names in the files of everything that belongs to `bank`."""
         for parameter in bank.full_names:
-            for tensors in self._by_parameter[parameter].values():
+            for tensors in self._by_parameter[self._source_of(parameter)[0]].values():
                 yield from (tensor.name for tensor in tensors)
 
     def of(self, bank: BankSpec, parameter: str | None = None) -> tuple[list[list[TensorRange]], list[Any]]:
@@ -87,7 +93,8 @@ class CheckpointNames:
         Raises:
             CheckpointError: there are none, not all of them, or two sets of them.
         """
-        by_pattern = self._by_parameter.get(parameter or bank.full_name)
+        name, share, num_shares = self._source_of(parameter or bank.full_name)
+        by_pattern = self._by_parameter.get(name)
         if not by_pattern:
             raise CheckpointError(self._missing(bank))
         converter = self._converters.get(next(iter(by_pattern)) or "")
@@ -101,12 +108,28 @@ class CheckpointNames:
             return [by_pattern[None][:1]], []
         lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
         for pattern, tensors in zip(converter.source_patterns, lists, strict=True):
-            if not tensors:
+            if not tensors and not _is_optional(pattern, converter.operations):
                 raise CheckpointError(
                     f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. "
                     "Download or copy the checkpoint again, complete."
                 )
+        if num_shares > 1:
+            return [_share(tensors, share, num_shares) for tensors in lists], _stacking(lists)
         return lists, list(converter.operations)
+
+    def patterns(self, bank: BankSpec) -> list[str]:
+        """The source patterns of the conversion that `bank` comes from, in the order of `of`."""
+        by_pattern = self._by_parameter[self._source_of(bank.full_name)[0]]
+        return list(self._converters[next(iter(by_pattern)) or ""].source_patterns)
+
+    def _source_of(self, parameter: str) -> tuple[str, int, int]:
+        """Under which name its tensors were collected; and where several parameters share them, which share it has."""
+        for converter in self._several_targets:
+            for share, target in enumerate(converter.target_patterns):
+                if parameter.endswith(target):
+                    first = parameter.removesuffix(target) + converter.target_patterns[0]
+                    return first, share, len(converter.target_patterns)
+        return parameter, 0, 1
 
     def _missing(self, bank: BankSpec) -> str:
         prefix = bank.full_name.rpartition(".")[0] + "."
@@ -122,8 +145,25 @@ class CheckpointNames:
         )
 
 
-def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: list[Any]) -> bool:
-    """Whether each expert has tensors of its own; CheckpointError for operations that change bytes."""
+def _is_optional(pattern: str, operations: Sequence[Any]) -> bool:
+    """Whether a source may be absent: the scales of tensors that a quantised checkpoint left as they were."""
+    return "scale" in pattern and any(type(operation).__name__.endswith("Dequantize") for operation in operations)
+
+
+def _share(tensors: list[TensorRange], share: int, num_shares: int) -> list[TensorRange]:
+    size = -(-len(tensors) // num_shares)
+    return tensors[share * size : (share + 1) * size]
+
+
+def _stacking(lists: Sequence[Any]) -> list[Any]:
+    """What becomes of one share: stacked, and side by side."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    return [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(lists) > 1 else [])]
+
+
+def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: list[Any]) -> bool | None:
+    """Whether each expert has tensors of its own, or all are stacked; None: it has to be computed from them."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
 
     rest = list(operations)
@@ -135,12 +175,5 @@ def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: li
     if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
         rest.pop(0)
     elif not rest and (len(lists) > 1 or (not per_expert and len(lists[0]) > 1)):
-        rest = list(operations)
-    if rest:
-        raise CheckpointError(
-            f"The experts of {bank} would have to be computed from the checkpoint's tensors (for example "
-            f"{lists[0][0].name!r}) by {rest[0]!r}. Only experts whose bytes lie in the files as the model holds them "
-            "can be read in place: load the model with Transformers, save it with model.save_pretrained(folder, "
-            "save_original_format=False), and open that folder."
-        )
-    return per_expert
+        return None
+    return None if rest else per_expert

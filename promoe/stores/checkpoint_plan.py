@@ -10,14 +10,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.layout import ExpertLayout
-from promoe.stores.base import Chunk, split_at_pages
+from promoe.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
+from promoe.stores.base import Chunk, ChunkPart, split_at_pages
 from promoe.stores.checkpoint_names import BankSpec, CheckpointNames, is_per_expert
+from promoe.stores.expert_conversion import ExpertConversion
 from promoe.stores.safetensors_header import TensorRange
 
 if TYPE_CHECKING:
@@ -44,28 +45,60 @@ class Piece:
     sources: tuple[SourceRange, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedPiece:
+    """A range of the slot that is computed, for each expert of a layer, from several ranges (`sources[expert_idx]`)."""
+
+    slot_offset_bytes: int
+    nbytes: int
+    dtype: torch.dtype
+    sources: tuple[tuple[ChunkPart, ...], ...]
+    conversion: ExpertConversion
+
+    def chunk(self, expert_idx: int) -> Chunk:
+        """The expert's; it cannot be had in parts."""
+        parts = self.sources[expert_idx]
+        return Chunk(
+            slot_offset_bytes=self.slot_offset_bytes,
+            nbytes=self.nbytes,
+            source_idx=parts[0].source_idx,
+            source_offset_bytes=parts[0].source_offset_bytes,
+            source_nbytes=parts[-1].offset_bytes + parts[-1].nbytes,
+            source_dtype=parts[0].dtype,
+            dtype=self.dtype,
+            parts=parts,
+            compute=self.conversion,
+        )
+
+
 @dataclass(frozen=True)
 class LayerPlan:
     """How the experts of one MoE layer are put together from the files."""
 
     layout: ExpertLayout
     num_experts: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece | ComputedPiece, ...]
     chunk_bytes: int
 
     @cached_property
-    def parts(self) -> tuple[tuple[Piece, int, int], ...]:
+    def parts(self) -> tuple[tuple[Piece | ComputedPiece, int, int], ...]:
         """Per chunk: its piece, the offset in it and the bytes, both at the destination."""
         return tuple(
-            (piece, offset_bytes, nbytes)
-            for piece in self.pieces
-            for offset_bytes, nbytes in split_at_pages(piece.slot_offset_bytes, piece.nbytes, self.chunk_bytes)
+            (piece, offset_bytes, nbytes) for piece in self.pieces for offset_bytes, nbytes in self._split(piece)
         )
+
+    def _split(self, piece: Piece | ComputedPiece) -> list[tuple[int, int]]:
+        if isinstance(piece, ComputedPiece):
+            return [(0, piece.nbytes)]
+        return split_at_pages(piece.slot_offset_bytes, piece.nbytes, self.chunk_bytes)
 
     def chunks(self, expert_idx: int) -> list[Chunk]:
         """The expert's chunks, in slot order."""
         return [
-            _chunk(piece, piece.sources[expert_idx], offset_bytes, nbytes) for piece, offset_bytes, nbytes in self.parts
+            piece.chunk(expert_idx)
+            if isinstance(piece, ComputedPiece)
+            else _chunk(piece, piece.sources[expert_idx], offset_bytes, nbytes)
+            for piece, offset_bytes, nbytes in self.parts
         ]
 
 
@@ -97,8 +130,8 @@ def plan_experts(
         chunk_bytes: longest chunk, a multiple of 4096.
 
     Raises:
-        CheckpointError: an expert's tensor is missing, has another shape or a quantised dtype, or would have to be
-            computed.
+        CheckpointError: an expert's tensor is missing, has another shape or an unknown quantised dtype, or would have
+            to be computed from those of others.
         ConfigError: `chunk_bytes` is not a positive multiple of 4096.
     """
     found = CheckpointNames(tensors, conversions, parameter_names, base_model_prefix)
@@ -106,7 +139,7 @@ def plan_experts(
     expert_tensors: set[str] = set()
     for banks in layers:
         layout = ExpertLayout.of({bank.name: (bank.row_shape, bank.dtype) for bank in banks})
-        pieces: list[Piece] = []
+        pieces: list[Piece | ComputedPiece] = []
         for bank in banks:
             pieces += _bank_pieces(bank, found, layout[bank.name].offset_bytes)
             expert_tensors.update(found.names(bank))
@@ -114,13 +147,17 @@ def plan_experts(
     return CheckpointPlan(tuple(plans), frozenset(expert_tensors))
 
 
-def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece]:
+def _bank_pieces(
+    bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int
+) -> Sequence[Piece] | Sequence[ComputedPiece]:
     """The parts of one expert's tensor, one after the other."""
     if len(bank.full_names) > 1:
         sources = tuple(_own_tensor(bank, parameter, found) for parameter in bank.full_names)
         return [Piece(slot_offset_bytes, math.prod(bank.row_shape) * bank.dtype.itemsize, bank.dtype, sources)]
     lists, operations = found.of(bank)
     per_expert = is_per_expert(bank, lists, operations)
+    if per_expert is None:
+        return [_computed(bank, found.patterns(bank), lists, operations, slot_offset_bytes)]
     pieces: list[Piece] = []
     for tensors, part_shape in zip(lists, _part_shapes(bank, lists, per_expert), strict=True):
         # A stack may have rows, and the files tensors, that belong to no expert: they come last.
@@ -142,11 +179,60 @@ def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int)
     return pieces
 
 
+def _computed(
+    bank: BankSpec,
+    patterns: Sequence[str],
+    lists: Sequence[Sequence[TensorRange]],
+    operations: Sequence[Any],
+    slot_offset_bytes: int,
+) -> ComputedPiece:
+    """A tensor that has to be computed. One source has the experts in a list if the pattern says so (`*`), or stacked."""
+    present = [(pattern, tensors) for pattern, tensors in zip(patterns, lists, strict=True) if tensors]
+    stacked = ["*" not in pattern for pattern, _ in present]
+    for is_stacked, (_, tensors) in zip(stacked, present, strict=True):
+        if not is_stacked and len(tensors) != bank.num_experts:
+            raise CheckpointError(_wrong_count(bank, tensors))
+        if is_stacked and (len(tensors) > 1 or tensors[0].shape[:1] != (bank.num_experts,)):
+            raise CheckpointError(_wrong_shape(bank, tensors[0], (bank.num_experts, *tensors[0].shape[1:])))
+    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, operations)
+    sources = tuple(
+        _parts(bank, [tensors for _, tensors in present], stacked, expert_idx) for expert_idx in range(bank.num_experts)
+    )
+    conversion.check([torch.zeros(part.shape, dtype=torch.uint8).to(part.dtype) for part in sources[0]])
+    nbytes = math.prod(bank.row_shape) * bank.dtype.itemsize
+    return ComputedPiece(slot_offset_bytes, nbytes, bank.dtype, sources, conversion)
+
+
+def _parts(
+    bank: BankSpec, lists: Sequence[Sequence[TensorRange]], stacked: Sequence[bool], expert_idx: int
+) -> tuple[ChunkPart, ...]:
+    """An expert's part of each source, one after the other, aligned, in what is read for it."""
+    parts: list[ChunkPart] = []
+    offset_bytes = 0
+    for tensors, is_stacked in zip(lists, stacked, strict=True):
+        tensor = tensors[0] if is_stacked else tensors[expert_idx]
+        if tensor.dtype is None:
+            raise CheckpointError(
+                f"The checkpoint's {tensor.name!r}, which {bank} is computed from, has dtype {tensor.dtype_name}, which torch "
+                "does not have. Open an unquantised (BF16, F16 or F32) checkpoint of the model."
+            )
+        shape = tensor.shape[1:] if is_stacked else tensor.shape
+        nbytes = math.prod(shape) * tensor.dtype.itemsize
+        start_bytes = tensor.offset_bytes + (expert_idx * nbytes if is_stacked else 0)
+        parts.append(ChunkPart(tensor.file_idx, start_bytes, nbytes, offset_bytes, shape, tensor.dtype))
+        offset_bytes = round_up(offset_bytes + nbytes, CACHE_LINE_BYTES)
+    return tuple(parts)
+
+
 def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
     """Where the tensor of an expert lies that has a parameter of its own."""
     lists, operations = found.of(bank, parameter)
     if operations or len(lists) > 1 or len(lists[0]) > 1:
-        is_per_expert(bank, lists, operations or ["a conversion"])
+        raise CheckpointError(
+            f"The checkpoint's {lists[0][0].name!r} would have to be converted to become {parameter!r}, by {operations!r}, "
+            "which is not supported for experts that are modules of their own. Save the model with "
+            "model.save_pretrained(folder, save_original_format=False), and open that folder."
+        )
     (tensor,) = lists[0]
     _check_dtype(bank, tensor)
     if tensor.shape != bank.row_shape:
@@ -189,12 +275,18 @@ def _dtype(tensor: TensorRange) -> torch.dtype:
     return dtype
 
 
-def _coalesce(pieces: Sequence[Piece], chunk_bytes: int) -> tuple[Piece, ...]:
+def _coalesce(pieces: Sequence[Piece | ComputedPiece], chunk_bytes: int) -> tuple[Piece | ComputedPiece, ...]:
     """Join neighbours that are contiguous in slot and file for every expert and fit in one chunk together."""
-    joined: list[Piece] = []
+    joined: list[Piece | ComputedPiece] = []
     for piece in pieces:
-        if joined and joined[-1].nbytes + piece.nbytes <= chunk_bytes and _adjacent(joined[-1], piece):
-            joined[-1] = replace(joined[-1], nbytes=joined[-1].nbytes + piece.nbytes)
+        last = joined[-1] if joined else None
+        if (
+            isinstance(last, Piece)
+            and isinstance(piece, Piece)
+            and last.nbytes + piece.nbytes <= chunk_bytes
+            and _adjacent(last, piece)
+        ):
+            joined[-1] = replace(last, nbytes=last.nbytes + piece.nbytes)
         else:
             joined.append(piece)
     return tuple(joined)

@@ -86,6 +86,11 @@ class SafetensorsStore:
             OSError: the store was closed, the device failed, or the file ends early; names file, offset, bytes.
         """
         assert len(destination) == chunk.source_nbytes, (len(destination), chunk)
+        if chunk.parts:
+            for part in chunk.parts:
+                target = destination[part.offset_bytes : part.offset_bytes + part.nbytes]
+                self.files[part.source_idx].read_into(part.source_offset_bytes, target)
+            return
         self.files[chunk.source_idx].read_into(chunk.source_offset_bytes, destination)
 
     def source(self, chunk: Chunk) -> tuple[Path, int]:

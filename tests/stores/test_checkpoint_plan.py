@@ -71,14 +71,12 @@ def test_a_transposition_that_would_not_happen_is_none() -> None:
 @pytest.mark.parametrize(
     ("shapes", "operations", "named"),
     [
-        ({"packed": (4, 16, 32)}, [Transpose(1, 2)], "Transpose"),
-        ({"packed": (4, 16, 32)}, [Transpose(1, 2, check_dims=True)], "Transpose"),
-        ({"packed": (4, 32, 16)}, [Interleave(dim=1)], r"Interleave\(dim=1\)"),
+        ({"packed": (4, 32, 16)}, [Transpose(0, 1)], "Transpose"),
         ({f"{e}.packed": (32, 16) for e in range(4)}, [MergeModulelist(dim=1)], r"MergeModulelist\(dim=1\)"),
-        ({f"{e}.packed": (16, 32) for e in range(4)}, [MergeModulelist(dim=0), Transpose(1, 2)], "Transpose"),
+        ({f"{e}.packed": (16, 32) for e in range(4)}, [MergeModulelist(dim=0), Transpose(0, 2)], "Transpose"),
     ],
 )
-def test_other_operations_are_named(
+def test_operations_across_experts_are_named(
     shapes: dict[str, tuple[int, ...]], operations: list[ConversionOps], named: str
 ) -> None:
     tensors = in_files({f"{EXPERTS}.{name}": shape for name, shape in shapes.items()})
@@ -87,11 +85,44 @@ def test_other_operations_are_named(
         plan(tensors, [converter([source], operations)])
 
 
-@pytest.mark.parametrize("dim", [0, 2])
-def test_concatenation_along_another_dimension_is_named(dim: int) -> None:
+@pytest.mark.parametrize(
+    ("shapes", "operations"),
+    [
+        ({"packed": (4, 16, 32)}, [Transpose(1, 2)]),
+        ({"packed": (4, 16, 32)}, [Transpose(1, 2, check_dims=True)]),
+        ({"packed": (4, 32, 16)}, [Interleave(dim=1)]),
+        ({f"{e}.packed": (16, 32) for e in range(4)}, [MergeModulelist(dim=0), Transpose(1, 2)]),
+    ],
+)
+def test_operations_within_an_expert_are_left_to_the_arrival(
+    shapes: dict[str, tuple[int, ...]], operations: list[ConversionOps]
+) -> None:
+    """One chunk per tensor, from the bytes of that expert alone."""
+    tensors = in_files({f"{EXPERTS}.{name}": shape for name, shape in shapes.items()})
+    source = "experts.*.packed" if "packed" not in shapes else "experts.packed"
+    (layer,) = plan(tensors, [converter([source], operations)]).layers
+    row_bytes = 2 * 32 * 16
+    for expert_idx in range(4):
+        (chunk,) = layer.chunks(expert_idx)
+        assert (chunk.nbytes, chunk.source_nbytes, chunk.dtype) == (row_bytes, row_bytes, torch.bfloat16)
+        (part,) = chunk.parts
+        stack = tensors.get(f"{EXPERTS}.packed")
+        start = (
+            stack.offset_bytes + expert_idx * row_bytes
+            if stack
+            else tensors[f"{EXPERTS}.{expert_idx}.packed"].offset_bytes
+        )
+        assert part.source_offset_bytes == chunk.source_offset_bytes == start
+        assert chunk.compute is not None
+
+
+@pytest.mark.parametrize(
+    ("dim", "named"), [(0, r"by Concatenate\(dim=0\)"), (2, r"do not become \[32, 16\].*\[1, 16, 32\]")]
+)
+def test_concatenation_along_another_dimension_is_an_error(dim: int, named: str) -> None:
     tensors = in_files({f"{EXPERTS}.{e}.{part}": (16, 16) for e in range(4) for part in ("gate", "up")})
     operations = [MergeModulelist(dim=0), Concatenate(dim=dim)]
-    with pytest.raises(CheckpointError, match=rf"by Concatenate\(dim={dim}\)"):
+    with pytest.raises(CheckpointError, match=named):
         plan(tensors, [converter(["experts.*.gate", "experts.*.up"], operations)])
 
 

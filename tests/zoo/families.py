@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from tiny_models import spread_weights
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
@@ -66,6 +68,18 @@ PER_LAYER = {
     "mlp_layer_types": (0, -1, -1, -1),
 }
 
+# Of the encoders of images and sounds, in models that have some beside their language model.
+ENCODER_SIZES: dict[str, Any] = {
+    **dict.fromkeys(
+        ("hidden_size", "embed_dim", "d_model", "intermediate_size", "encoder_ffn_dim", "projector_input_dim"), 32
+    ),
+    **dict.fromkeys(("out_hidden_size", "output_dim", "vision_output_dim", "projector_output_dim"), 64),
+    **dict.fromkeys(("depth", "num_hidden_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"), 4),
+    "head_dim": 8,
+    "image_size": 32,
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -75,19 +89,33 @@ class Family:
         model_type: of the configuration; by default the family's text configuration, or its only one.
         model_class: by default the family's causal or sequence-to-sequence model, or the one text model.
         fields: of the configuration, over the table; `_DEFAULT`: the configuration's own.
+        whole: the family's language model inside a model that also takes images or sounds.
         takes_embeddings: the model is not called with token ids.
+        generates: whether the unmodified model can, given token ids only.
+        runs_in_bf16: whether the unmodified model does.
+        forecasts: whether its gates can say early what they will choose.
+        since: the version of Transformers whose form of it is served.
+        note: what a reader should know of it.
     """
 
     model_type: str | None = None
     model_class: str | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    whole: bool = False
     takes_embeddings: bool = False
+    generates: bool = True
+    runs_in_bf16: bool = True
+    forecasts: bool = True
+    since: str = "5.17"
+    note: str = ""
 
 
 _DEFAULT = object()
 _LINEAR_THEN_FULL = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 FAMILIES: dict[str, Family] = {
+    "aria": Family(since="5.18", note="from Transformers 5.18 on"),
     "dbrx": Family(
+        note="the matrices lie one below the other in flat parameters",
         fields={
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {
@@ -96,7 +124,7 @@ FAMILIES: dict[str, Family] = {
                 "moe_num_experts": NUM_EXPERTS,
                 "moe_top_k": TOP_K,
             },
-        }
+        },
     ),
     "deepseek_ocr2": Family(
         model_class="DeepseekOcr2TextModel", fields={"mlp_layer_types": ["dense"] + 3 * ["sparse"]}
@@ -124,10 +152,19 @@ FAMILIES: dict[str, Family] = {
     "glm5_next": Family(
         fields={
             "qk_rope_head_dim": 0,
-            "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
         }
     ),
     "granitemoehybrid": Family(fields={"layer_types": _LINEAR_THEN_FULL, "mamba_n_heads": 8}),
+    "inkling2": Family(runs_in_bf16=False, note="the unmodified model does not run in bf16 as a whole"),
+    "jetmoe": Family(
+        forecasts=False,
+        note="four projections per decoder layer are served, two of the attention; two share a gate, so that both are "
+        "announced before either could be foreseen",
+    ),
+    "llama4": Family(note="experts without a token are skipped; the stock layer multiplies zeros by them"),
+    "longcat_flash": Family(note="identity experts need no weights"),
+    "nllb_moe": Family(note="one module per expert; Transformers uses two of a layer's experts only"),
     "jamba": Family(fields={"attn_layer_period": 2, "attn_layer_offset": 1}),
     "kimi_linear": Family(fields={"layer_types": _LINEAR_THEN_FULL}),
     "lfm2_moe": Family(fields={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),
@@ -149,15 +186,34 @@ FAMILIES: dict[str, Family] = {
             "indexer_compress_ratio": 4,
         }
     ),
+    "switch_transformers": Family(fields={"num_decoder_layers": 2}, note="one module per expert"),
     "step3p7": Family(model_type="step3p5", model_class="Step3p7TextModel"),
     "unlimited_ocr": Family(model_class="UnlimitedOcrTextModel"),
     "zaya": Family(fields={"num_experts_per_tok": 1}),
+    "ernie4_5_vl_moe whole": Family("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration", whole=True),
+    "gemma4 whole": Family("gemma4", "Gemma4ForConditionalGeneration", whole=True),
+    "glm4v_moe whole": Family("glm4v_moe", "Glm4vMoeForConditionalGeneration", whole=True),
+    "glm5_next whole": Family("glm5_next", "Glm5NextForConditionalGeneration", whole=True),
+    "llama4 whole": Family("llama4", "Llama4ForConditionalGeneration", whole=True),
+    "minimax_m3_vl whole": Family("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration", whole=True),
+    "qwen3_5_moe whole": Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", whole=True),
+    "qwen3_omni_moe whole": Family(
+        "qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration", whole=True, generates=False
+    ),
+    "qwen3_vl_moe whole": Family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", whole=True),
+    "qwen4_exp whole": Family("qwen4_exp", "Qwen4ExpForConditionalGeneration", whole=True),
+    "step3p7 whole": Family("step3p7", "Step3p7ForConditionalGeneration", whole=True),
 }
+
+
+def family_of(name: str) -> Family:
+    """What is special about a tiny model."""
+    return FAMILIES.get(name, Family())
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A tiny random model, in eval mode, on the CPU. `name` is one of `names()`."""
-    entry, family = FAMILIES.get(name, Family()), name.split()[0]
+    entry, family = family_of(name), name.split()[0]
     config = make_config(family, entry)
     model = model_class(family, entry, config)._from_config(config, dtype=dtype)
     spread_weights(model, seed)
@@ -166,6 +222,23 @@ def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTr
 
 def make_config(family: str, entry: Family) -> Any:
     """The tiny configuration of a family."""
+    return _whole_config(family, entry) if entry.whole else _language_config(family, entry)
+
+
+def _whole_config(family: str, entry: Family) -> Any:
+    """A language model's configuration, and those of its encoders."""
+    config_class = CONFIG_MAPPING[entry.model_type]
+    parts = {}
+    for name, part_class in config_class.sub_configs.items():
+        if name == "text_config":
+            parts[name] = _language_config(family, family_of(family)).to_dict()
+        else:
+            defaults = part_class().to_dict()
+            parts[name] = {key: size for key, size in ENCODER_SIZES.items() if isinstance(defaults.get(key), int)}
+    return config_class(**parts)
+
+
+def _language_config(family: str, entry: Family) -> Any:
     config_class = CONFIG_MAPPING[entry.model_type or _model_type(family)]
     defaults = config_class().to_dict()
     fields = {name: size for name, size in SIZES.items() if name in defaults}
@@ -207,8 +280,18 @@ def _model_type(family: str) -> str:
 
 def names() -> list[str]:
     """Every family that the installed Transformers has, and second models of some ("family which")."""
-    families = experts_classes()
+    families = served_families()
     return [*families, *(name for name in FAMILIES if " " in name and name.split()[0] in families)]
+
+
+def served_families() -> list[str]:
+    """Those whose form in the installed version is served."""
+    return [family for family in experts_classes() if not came_later(family)]
+
+
+def came_later(family: str) -> bool:
+    """Whether the installed version has a family in a form that later ones gave up."""
+    return Version(transformers.__version__).release < Version(family_of(family).since).release
 
 
 def inputs(
@@ -217,7 +300,7 @@ def inputs(
     """Random tokens for a forward of any of these models."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 100, (batch, length), generator=generator)
-    if FAMILIES.get(name, Family()).takes_embeddings:
+    if family_of(name).takes_embeddings:
         embeddings = torch.randn(batch, length, model.config.hidden_size, generator=generator)
         return {"inputs_embeds": embeddings.to(model.dtype)}
     return (

@@ -13,9 +13,10 @@ import torch
 from untouched import assert_same, snapshot
 
 import promoe
+from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import IMPLEMENTATIONS, find_moe_layers
 from zoo.exactness import assert_equal, outputs, served
-from zoo.families import build, inputs, names
+from zoo.families import build, family_of, inputs, names, served_families
 from zoo.scan import experts_classes
 
 # Run for every token: no router chooses among them, and there is nothing to gain from leaving them in slow memory.
@@ -26,15 +27,11 @@ COMBINATIONS = [
     for dtype in (torch.float32, torch.bfloat16)
     for implementation in IMPLEMENTATIONS
 ]
-# Families of which the unmodified model does not run in bf16.
-NO_BF16 = {"inkling2"}
-# Two projections share a gate, so that both are announced before either could be foreseen.
-NO_FORECASTS = {"jetmoe"}
 # What a gate itself writes down about its latest call.
 WRITTEN_BY_GATES = "router.expert_capacity"
 
 
-@pytest.mark.parametrize("family", experts_classes())
+@pytest.mark.parametrize("family", served_families())
 def test_every_experts_class_is_found(family: str) -> None:
     """Each class that the scan finds is in a tiny model, and each of its modules is a layer that promoe describes."""
     built: set[str] = set()
@@ -49,11 +46,18 @@ def test_every_experts_class_is_found(family: str) -> None:
     assert set(experts_classes()[family]) <= built, "add a tiny model of the missing class to zoo.families.FAMILIES"
 
 
+@pytest.mark.parametrize("family", sorted(set(experts_classes()) - set(served_families())))
+def test_a_form_that_later_versions_gave_up_is_refused(family: str) -> None:
+    """By name, before anything is touched."""
+    with pytest.raises(UnsupportedModelError, match=experts_classes()[family][-1]):
+        find_moe_layers(build(family))
+
+
 @pytest.mark.parametrize(("dtype", "implementation"), COMBINATIONS)
 @pytest.mark.parametrize("name", names())
 def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementation: str) -> None:
     """A prompt and a token after it, with three slots for the experts of all layers; and all is undone afterwards."""
-    if dtype is torch.bfloat16 and name in NO_BF16:
+    if dtype is torch.bfloat16 and not family_of(name).runs_in_bf16:
         pytest.skip("the unmodified model does not run in bf16")
     model = build(name, dtype)
     if any(layer.implementation != implementation for layer in use(model, implementation)):
@@ -64,7 +68,7 @@ def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementat
     with served(model, SLOTS):
         watched = Watched(model)
         assert_equal(outputs(model, tokens), expected)
-        watched.check(forecasts=name not in NO_FORECASTS)
+        watched.check(forecasts=family_of(name).forecasts)
         assert model.promoe.stats().bytes_demand > 0
     assert_same(before, state_of(model))
     assert_equal(outputs(model, tokens), expected)

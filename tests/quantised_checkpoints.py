@@ -1,0 +1,68 @@
+"""Tiny checkpoints in the quantised formats that hubs have: written here, since Transformers writes them on a GPU only."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import build
+
+FP8_BLOCK = 32
+MXFP4_BLOCK = 32
+
+
+def write_fp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
+    """DeepSeek-V3's format: every projection in E4M3, with an fp32 scale for each 32 x 32 block."""
+    build(family, dtype=torch.bfloat16, **fields).save_pretrained(folder)
+    _rewrite(folder, _to_fp8)
+    config = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK] * 2, "activation_scheme": "dynamic"}
+    return _say(folder, config)
+
+
+def write_mxfp4(folder: Path, **fields: Any) -> Path:
+    """gpt-oss's format: random four-bit values, two in a byte, and an exponent for every 32 of them."""
+    build("gpt_oss", dtype=torch.bfloat16, **fields).save_pretrained(folder)
+    _rewrite(folder, _to_mxfp4)
+    return _say(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]})
+
+
+def _to_fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith("_proj.weight"):
+        return {name: tensor}
+    rows, columns = tensor.shape
+    blocks = tensor.float().reshape(rows // FP8_BLOCK, FP8_BLOCK, columns // FP8_BLOCK, FP8_BLOCK)
+    scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+    scaled = (blocks / scales[:, None, :, None]).reshape(rows, columns)
+    return {name: scaled.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
+def _to_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: tensor}
+    experts, inputs, outputs = tensor.shape
+    generator = torch.Generator().manual_seed(len(name))
+    shape = (experts, outputs, inputs // MXFP4_BLOCK)
+    # Exponents of 2**-7 to 2**-1 keep products near one.
+    return {
+        f"{name}_blocks": torch.randint(0, 256, (*shape, 16), generator=generator, dtype=torch.uint8),
+        f"{name}_scales": torch.randint(120, 127, shape, generator=generator, dtype=torch.uint8),
+    }
+
+
+def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch.Tensor]]) -> None:
+    for path in folder.glob("*.safetensors"):
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in load_file(path).items():
+            tensors |= change(name, tensor)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _say(folder: Path, quantisation: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": quantisation}))
+    return folder

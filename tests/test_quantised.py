@@ -1,0 +1,48 @@
+"""Checkpoints with quantised experts, end to end: the answers of the model that Transformers dequantises when it loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_checkpoints import write_fp8, write_mxfp4
+from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link, poison_free_slots
+
+import promoe
+from promoe.links import FileLink
+
+WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4}
+
+
+@pytest.mark.parametrize("mode", ["page_cache", "direct"])
+@pytest.mark.parametrize("method", WRITERS)
+def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: Any, tmp_path: Path) -> None:
+    """Experts stay quantised in the files; the model and its slots are bf16."""
+    folder = WRITERS[method](tmp_path, top_k=3)
+    expected = greedy(load_stock(folder), PROMPTS["one"])
+    link = LinkOver(lambda store: FileLink(store, mode))
+    model = promoe.from_pretrained(folder, cache="40%", link=link, config=config())
+    try:
+        assert model.dtype == torch.bfloat16
+        poison_free_slots(model.promoe.runtime.engine)
+        greedy(model, PROMPTS["one"]).assert_equals(expected)
+        stats = model.promoe.stats()
+        assert stats.evictions > 0
+        promoe.unpatch(model)
+        greedy(model, PROMPTS["one"]).assert_equals(expected)
+    finally:
+        if hasattr(model, "promoe"):
+            close(model)
+
+
+def test_another_dtype_is_what_the_experts_are_dequantised_to(tmp_path: Path) -> None:
+    """With MXFP4 only: of FP8 checkpoints Transformers leaves the other weights in bf16, and then cannot run them."""
+    folder = write_mxfp4(tmp_path, top_k=3)
+    expected = greedy(load_stock(folder, dtype=torch.float32), PROMPTS["short"])
+    model = promoe.from_pretrained(folder, dtype=torch.float32, cache="40%", link=LinkOver(plain_link), config=config())
+    try:
+        greedy(model, PROMPTS["short"]).assert_equals(expected)
+    finally:
+        close(model)
