@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from promoe import predictors, seam
 from promoe.config import PromoeConfig
@@ -25,6 +27,7 @@ from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
 from promoe.stores import Store
+from promoe.threads import when_gone
 
 PredictorChoice = str | Predictor | None
 LinkChoice = str | EmulatedLink
@@ -154,11 +157,29 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
         runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
+        undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
         for layer in layers:
             undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
-        undo.callback(passes.attach(model))
+        called = _called_model(model, layers)
+        undo.callback(passes.attach(called))
         undo.callback(seam.refuse_changes(model, layers))
-        model.promoe = handle  # type: ignore[assignment]
-        undo.callback(delattr, model, "promoe")
+        for owner in dict.fromkeys((called, model)):
+            owner.promoe = handle  # type: ignore[assignment]
+            undo.callback(delattr, owner, "promoe")
         handle.keep(undo.pop_all())
     return handle
+
+
+def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:
+    """The model of Transformers in `model`: with an adapter it has a wrapper, but generates without it."""
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if PreTrainedModel in type(module).__mro__ and all(layer.name.startswith(prefix) for layer in layers):
+            return module
+    return model
+
+
+def _close(engine: Engine, store: Store) -> None:
+    """What is left of a model that was let go while it was patched: its threads, the slots and open files."""
+    engine.close()
+    store.close()

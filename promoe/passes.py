@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
-from promoe.errors import PatchStateError
+from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.recorder import Recorder
 from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
 
 Phase = Literal["prefill", "decode"]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -75,13 +77,22 @@ class PassObserver:
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Hook a model. Returns the undo."""
+        self._begin_live = at_run_time(self._begin_pass)
+        self._end_live = uncompiled(self._end_pass)
         with ExitStack() as undo:
             undo.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             # Also after an exception, or the next pass would inherit this one's state.
             undo.callback(model.register_forward_hook(self._end, always_call=True).remove)
             return undo.pop_all().close
 
+    # The hooks stay methods of ours: a function would be copied with the model without a question.
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin_live(args, kwargs)
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._end_live(output)
+
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch, length = _shape(args, kwargs)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         real = _real_tokens(mask, batch, length)
@@ -94,7 +105,7 @@ class PassObserver:
             pass_idx = self._recorder.begin_pass(phase, num_tokens, batch)
         self._local.state = PassState(pass_idx, phase, batch, real, time.perf_counter())
 
-    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _end_pass(self, output: Any) -> None:
         state = self.current()
         duration_s = time.perf_counter() - state.start_s
         self._local.state = None
@@ -107,6 +118,33 @@ class PassObserver:
             self._on_end(state, duration_s)
 
 
+def uncompiled(function: Function) -> Function:
+    """`function` as torch.compile has to take it: called as it is, with all that it calls, between two graphs.
+
+    Locks, threads and experts that come and go fit into no graph; the compiler would trace into the scheduler.
+    """
+    marked: Function = torch.compiler.disable(
+        function,
+        reason="promoe serves this model's experts between the graphs of torch.compile: compile it without fullgraph=True",
+    )
+    return marked
+
+
+def at_run_time(function: Function) -> Function:
+    """An `uncompiled` function that refuses to be recorded: a traced forward would keep what was in the slots."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise UnsupportedModelError(
+                "A patched model cannot be traced or exported: the record would keep the experts that happened to be in "
+                "the slots. Unpatch it first (promoe.unpatch), or use torch.compile without fullgraph=True."
+            )
+        return function(*args, **kwargs)
+
+    return uncompiled(run)  # type: ignore[return-value]
+
+
 def _by_position(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """`[sequences * length, ...]`, one sequence after the other, to one position after the other."""
     by_sequence = tokens.reshape(num_sequences, -1, *tokens.shape[1:])
@@ -117,7 +155,11 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
     """(sequences, tokens per sequence) of a forward's inputs."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("decoder_input_ids"), *args):
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return value.shape[0], value.shape[1]
+            batch, length = value.shape[:2]
+            # Continuous batching lays its sequences end to end, and says where each begins and the last one ends.
+            bounds = kwargs.get("cu_seq_lens_q")
+            one_token_each = isinstance(bounds, torch.Tensor) and len(bounds) - 1 == batch * length
+            return (batch * length, 1) if one_token_each else (batch, length)
     return 1, 1
 
 

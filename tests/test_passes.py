@@ -83,6 +83,9 @@ def mask(*rows: str) -> torch.Tensor:
         ((), {"input_ids": None, "inputs_embeds": torch.zeros(2, 5, 64)}, "prefill", 2, 10),
         ((), {"decoder_input_ids": ids(2, 1)}, "decode", 2, 2),
         ((), {"labels": None}, "decode", 1, 1),
+        # Continuous batching lays sequences end to end: three of one token each; and one such beside one of two.
+        ((), {"input_ids": ids(1, 3), "cu_seq_lens_q": torch.tensor([0, 1, 2, 3])}, "decode", 3, 3),
+        ((), {"input_ids": ids(1, 3), "cu_seq_lens_q": torch.tensor([0, 1, 3])}, "prefill", 1, 3),
     ],
 )
 def test_phase_and_tokens(

@@ -22,32 +22,43 @@ from zoo.families import build, family_of, names
 
 HEAD = """# Supported families
 
-Every Mixture-of-Experts family of Transformers, found by reading the installed package: whatever has a class of routed
-experts has a row here. For each, a tiny random model with the family's own configuration is served from three slots and
-compared bit by bit with itself unpatched (`tests/zoo`): a prompt and a token after it, in fp32 and bf16, with every
-kernel its experts have; the gate announces exactly what the experts then use; unpatching leaves no trace; and a
-checkpoint saved in the layout that hub checkpoints have opens with its experts left in the files and answers and
-generates as the model that Transformers' `from_pretrained` gives. Versions: Transformers 5.17 and later.
+Every Mixture-of-Experts family of Transformers. Nobody keeps the list: whatever has a class of routed experts in the
+installed package gets a row, and a row has been checked. For each, a tiny random model with the family's own
+configuration is served from a few slots and compared with itself unpatched, bit by bit (`tests/zoo`):
 
-- **kernels**: `all` are {implementations}, whichever the model is set to; `own` is the loop of the family itself.
-- **foresight**: whether later gates can be asked early what they will choose (`predictor="gate"`).
-- **checkpoint**: `per expert`: one tensor per expert and projection; `stacked`: as the model holds them; either is read in place.
+- a prompt and a token after it, in fp32 and bf16, with every kernel that its experts have;
+- the gate announces exactly the experts that are then used, and unpatching leaves no trace;
+- a checkpoint in the layout that hub checkpoints have opens with its experts left in the files; the model answers and
+  generates as the one that Transformers' `from_pretrained` gives.
 
-| family | tested as | experts | an expert's tensors | gate | kernels | foresight | checkpoint | |
-|---|---|---|---|---|---|---|---|---|
+*Kernels*: "all" are {implementations}, whichever the model is set to; "own" is the family's own loop.
+*Foresight*: later gates can be asked early what they will choose (`predictor="gate"`). *Checkpoint*: "per expert" is one
+tensor per expert and projection, "stacked" is as the model holds them. Both are read in place; where a conversion of
+Transformers is named, it puts experts side by side, or is applied to each when it arrives. "whole" is a model that takes
+images or sounds, with the family's language model inside.
+
+| family | tested as | experts | gate | kernels | foresight | checkpoint | note |
+|---|---|---|---|---|---|---|---|
 """
 TAIL = """
+## Quantised checkpoints
+
+FP8 with scales per block (as DeepSeek-V3 on the hub) and MXFP4 (as gpt-oss): `promoe.from_pretrained` leaves the experts
+quantised in the files and moves them so; each is dequantised by Transformers' own code when it arrives, to the dtype that
+the model has. The model is the one that Transformers gives with `dequantize=True`. Bytes in reports are those in slots.
+
 ## Refused, with an error that says why
 
 | what | instead |
 |---|---|
-| experts split over processes (`enable_expert_parallel`, `tp_plan`), DTensor | load the model in one process |
-| tensor subclasses (torchao and the like), experts in 8 or 4 bits once loaded (FP8, MXFP4, bitsandbytes) | load it in bf16, fp16 or fp32 |
-| accelerate's `device_map` hooks on experts | load it without `device_map` |
+| checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, compressed-tensors, ...) | open one in FP8, MXFP4 or unquantised |
+| experts quantised in memory: FP8 kernels, swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`, or load it dequantised |
+| experts split over processes: expert parallelism, `tp_plan`, DTensor | load the model in one process |
+| accelerate's hooks (`device_map`, `cpu_offload`, ...) on experts | load the model without; or remove the hooks |
 | other experts kernels (`deepgemm`, `sonicmoe`, ...) | `model.set_experts_implementation("grouped_mm")` |
-| `VitPoseBackbone`: its experts are parts chosen by a data set's number, not by a gate | use the model as it is |
-| `doge`: its experts are rows of an embedding; no module of experts | use the model as it is |
-| models with code of their own (`trust_remote_code`), unless they follow the contract of Transformers' experts | – |
+| checkpoints with code of their own (`trust_remote_code`) | load it with Transformers and patch it |
+| `VitPoseBackbone`: its experts are chosen by a data set's number, not by a gate | use the model as it is |
+| `doge`: its experts are rows of an embedding | use the model as it is |
 """
 
 
@@ -66,7 +77,6 @@ def _row(name: str) -> str:
         name,
         f"`{type(model).__name__}`",
         f"`{type(layer.experts).__name__}`",
-        ", ".join(f"`{tensor.name}`" for tensor in layer.tensors),
         f"`{type(layer.gate).__name__}`",
         "all" if is_decorated(layer.experts) else "own",
         "yes" if family.forecasts else "no",
