@@ -25,8 +25,11 @@ $(STAMP) $(OLDEST) $(NEWEST): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/promoe demo
 
+# One process per core; a file's tests share the models that they make.
+PYTEST := -m pytest -n auto --dist loadfile
+
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -36,7 +39,7 @@ test-matrix: test-oldest test-newest
 
 test-oldest test-newest: test-%: $(VENV)-%/.installed
 	$(VENV)-$*/bin/python -m pip freeze | grep -E '^(transformers|torch|huggingface_hub)=='
-	$(VENV)-$*/bin/python -m pytest
+	$(VENV)-$*/bin/python $(PYTEST)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

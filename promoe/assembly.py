@@ -172,11 +172,9 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
 
 def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:
     """The model of Transformers in `model`: with an adapter it has a wrapper, but generates without it."""
-    for name, module in model.named_modules():
-        prefix = f"{name}." if name else ""
-        if PreTrainedModel in type(module).__mro__ and all(layer.name.startswith(prefix) for layer in layers):
-            return module
-    return model
+    names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    around = (name for name in names if all(layer.name.startswith(f"{name}." if name else "") for layer in layers))
+    return model.get_submodule(next(around, ""))
 
 
 def _close(engine: Engine, store: Store) -> None:

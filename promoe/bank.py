@@ -199,5 +199,6 @@ def view(module: nn.Module, overlay: Mapping[str, Any]) -> nn.Module:
     # An instance attribute hides the registered parameter: nn.Module looks into its registries last.
     attributes = stand_in.__dict__
     attributes.update(module.__dict__)
+    attributes.pop("forward", None)  # of its own: would be bound to the module
     attributes.update(overlay)
     return stand_in

@@ -27,13 +27,16 @@ class GuardedParameter(torch.nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Let questions about the form pass, refuse the rest."""
+        if func is torch.Tensor.detach:  # state_dict() does so, also for who reads nothing but names and shapes
+            return guard_parameter(args[0].promoe_name, args[0].shape, args[0].dtype)
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise PromoeError(
             f"The experts of {_name_in([args, kwargs])!r} are in files, not in memory: {_function_name(func)} cannot "
-            "use them. They are read only when the model's experts run (after promoe.patch). To use the weights "
-            "themselves (save, copy, convert, train), load the model with Transformers instead of promoe."
+            "use them. They are read only when the model's experts run. To use the weights themselves (save, copy, convert, "
+            "train), call promoe.unpatch(model), which reads all experts into memory, or load the model with "
+            "Transformers instead of promoe."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -98,3 +101,4 @@ _METHODS = (
 _ALLOWED: set[Any] = {torch.is_floating_point, torch.numel}
 _ALLOWED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)}
 _ALLOWED |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
+_ALLOWED.add(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # as who adds an adapter freezes the rest

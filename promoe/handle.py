@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
@@ -41,6 +42,7 @@ class Handle:
     ) -> None:
         self.config = config
         self.runtime = runtime
+        self._model = weakref.ref(model)
         self._model_name = type(model).__name__
         self._store = store
         self._pools = tuple(pools)
@@ -102,7 +104,8 @@ class Handle:
 
     def pass_ended(self, state: PassState, duration_s: float) -> None:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
-        self.runtime.check_entered(state)
+        if (model := self._model()) is not None:
+            self.runtime.check_entered(state, model)
         if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
@@ -136,6 +137,7 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
     for name, module, problem in unmet:
         shared = _always_active(module) and name.rpartition(".")[0] in blocks
         if not shared and name not in blocks:  # a block may be called "experts" too
+            _require_no_adapter(model, name, module)
             raise _unmet_error(model, name, module, problem)
     if not layers:
         raise UnsupportedModelError(
@@ -168,6 +170,7 @@ def _unmet_error(model: nn.Module, name: str, module: nn.Module, problem: str) -
 
 def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: int, allow_meta: bool) -> MoELayer:
     adapter = adapter_for(module)
+    _require_no_adapter(model, name, module)
     _require_local(model, name, module)
     tensors = adapter.tensors(module)
     for path in all_paths(tensors):
@@ -202,12 +205,41 @@ def _require_local(model: nn.Module, name: str, module: nn.Module) -> None:
             f"{name!r} is expert parallel: its experts are split over processes. Load the model without "
             "enable_expert_parallel / ep_size."
         )
-    if "forward" in module.__dict__:
-        raise UnsupportedModelError(
-            f"{name!r} has a forward of its own instance ({module.__dict__['forward']!r}): something wraps it, such as "
-            "accelerate's device_map hooks or tensor parallelism. Load the model without device_map and tp_plan, or remove "
-            "the hook (accelerate.hooks.remove_hook_from_module(model, recurse=True))."
-        )
+    for path, part in module.named_modules(prefix=name):
+        if not runs_its_class_forward(part):
+            wrapper = part.__dict__.get("_hf_hook", part.__dict__["forward"])
+            raise UnsupportedModelError(
+                f"{path!r} has a forward of its own instance ({type(wrapper).__name__}): something wraps it, such as "
+                "accelerate's device_map hooks or tensor parallelism. Load the model without device_map and tp_plan, or "
+                "remove the hook (accelerate.hooks.remove_hook_from_module(model, recurse=True))."
+            )
+
+
+def runs_its_class_forward(module: nn.Module) -> bool:
+    """Whether calling it runs the forward of its class, whatever hooks there were."""
+    own = module.__dict__.get("forward")
+    if own is None:
+        return True
+    # What accelerate leaves behind when it removes a hook: what it found, also where the module was patched then.
+    if not isinstance(own, MethodType) or own.__self__ is not module:
+        return False
+    return own.__func__ is type(module).forward or getattr(own.__func__, "_promoe_base", None) is type(module)
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether PEFT put it into the model."""
+    return type(module).__module__.partition(".")[0] == "peft"
+
+
+def _require_no_adapter(model: nn.Module, name: str, module: nn.Module) -> None:
+    # A wrapper around the whole module has become its parent.
+    for part in (model.get_submodule(name.rpartition(".")[0]), *module.modules()):
+        if is_adapter(part):
+            raise UnsupportedModelError(
+                f"{name!r} has an adapter on its experts ({type(part).__name__}): what that adds to their weights would not "
+                "reach the slots. Merge it (PeftModel.merge_and_unload()) and patch the model that this returns; "
+                "adapters on other modules can stay."
+            )
 
 
 def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
@@ -249,7 +281,7 @@ def _gate_of(block: nn.Module, block_name: str, experts_name: str) -> tuple[str,
             return f"{block_name}.{gate_name}" if block_name else gate_name, gate
     raise UnsupportedModelError(
         f"{experts_name!r} has no gate beside it: {type(block).__name__} ({block_name!r}) has no submodule called "
-        f"{' or '.join(_GATE_NAMES)}. If an adapter wraps the experts, merge and unload it first."
+        f"{' or '.join(_GATE_NAMES)}. If something wraps the experts, remove it first."
     )
 
 

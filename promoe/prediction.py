@@ -5,20 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
+from functools import partial
 
 import numpy as np
 
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
-from promoe.threads import ThreadBeside, has_spare_core
+from promoe.threads import ThreadBeside, has_spare_core, when_gone
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
 
 # Visits that may wait; older ones are dropped, because their forecasts would come too late.
 MAX_WAITING = 2
+# The scheduler's step of a layer visit, and the visit.
+Order = tuple[int, LayerVisit]
 
 
 class Forecaster:
@@ -34,7 +38,7 @@ class Forecaster:
         self._engine = engine
         # The oracle counts visits and must see each of them.
         self._in_order = in_order
-        self._waiting: deque[tuple[int, LayerVisit]] = deque(maxlen=None if in_order else MAX_WAITING)
+        self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
         self._condition = threading.Condition()
         self._one_at_a_time = threading.Lock()
         self._closed = False
@@ -43,8 +47,11 @@ class Forecaster:
         """The predictor raised, or answered what no forecast can be."""
         self._thread: ThreadBeside | None = None  # none: it predicts in the forward
         if in_order or not getattr(predictor, "quick", False) or has_spare_core():
-            self._thread = ThreadBeside(self._run, "promoe-predictor")
+            # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
+            run = partial(_run, weakref.ref(self), self._condition, self._waiting)
+            self._thread = ThreadBeside(run, "promoe-predictor")
             self._thread.start()
+            self._call_off_waking = when_gone(self, partial(_wake, self._condition))
 
     @property
     def of_use(self) -> bool:
@@ -81,22 +88,10 @@ class Forecaster:
             self._closed = True
             self._condition.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
+            self._call_off_waking()
             self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._busy = False
-                self._condition.notify_all()
-                while not self._waiting and not self._closed:
-                    self._condition.wait()
-                if self._closed:
-                    return
-                origin_step, visit = self._waiting.popleft()
-                self._busy = True
-            self._attempt(origin_step, visit)
 
     def _attempt(self, origin_step: int, visit: LayerVisit) -> None:
         try:
@@ -135,3 +130,33 @@ class Forecaster:
                 f"The predictor gave probabilities of shape {shape} for layer {forecast.layer_idx}, which has "
                 f"{expected[0]} experts. Give one probability per expert, {expected}."
             )
+
+
+def _run(found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]) -> None:
+    """What a forecaster's thread does until that is closed, or gone."""
+    while (work := _next(found, condition, waiting)) is not None:
+        forecaster, (origin_step, visit) = work
+        forecaster._attempt(origin_step, visit)
+        del work, forecaster, visit
+
+
+def _next(
+    found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]
+) -> tuple[Forecaster, Order] | None:
+    with condition:
+        while (forecaster := found()) is not None:
+            forecaster._busy = False
+            condition.notify_all()
+            if forecaster._closed:
+                break
+            if waiting:
+                forecaster._busy = True
+                return forecaster, waiting.popleft()
+            del forecaster
+            condition.wait()
+    return None
+
+
+def _wake(condition: threading.Condition) -> None:
+    with condition:
+        condition.notify_all()

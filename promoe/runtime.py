@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from promoe import seam
+from promoe.adapters.base import changed_since
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
@@ -56,6 +58,7 @@ class Runtime:
         self.predictor = predictor
         self.passes = passes
         self._min_group_bytes = min_group_bytes
+        self._block_forwards = [type(layer.block).forward for layer in layers]
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
@@ -71,8 +74,11 @@ class Runtime:
 
     def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         """The forward hook for a layer's gate. It returns None: a value would replace the gate's output."""
+        siblings, name = layer.block._modules, layer.name.rpartition(".")[2]
 
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if siblings.get(name) is not layer.experts:
+                raise changed_since(f"replaced {layer.name!r} by a {type(siblings.get(name)).__name__}")
             index = layer.chosen(output)
             if index is None:
                 return
@@ -181,20 +187,30 @@ class Runtime:
         if self.predictor is not None and visit.layer_idx == layer.layer_idx:
             self.predictor.visit(origin_step, visit)
 
-    def check_entered(self, state: PassState) -> None:
-        """Every layer whose gate fired in a pass must have run its experts through us.
+    def check_entered(self, state: PassState, model: nn.Module) -> None:
+        """Every layer whose gate fired in a pass of `model` must have run its experts through us; a layer that the pass left
+        out must still be there as it was patched.
 
         Raises:
-            PromoeError: the model's block was replaced behind our back (a fused kernel, for example).
+            PromoeError: a block or its experts were replaced behind our back (by a fused kernel, for example).
         """
-        if state.gated <= state.entered:
+        if len(state.entered) == len(self.layers):
             return
-        missed = sorted(state.gated - state.entered)
-        raise PromoeError(
-            f"The gates of MoE layers {missed} fired but their experts did not run through promoe: something replaced "
-            f"the forward of {self.layers[missed[0]].name!r} or of its block after patching (use_kernels, another patch). "
-            "The output of this pass may be wrong. Unpatch the model, and patch it after whatever changes its modules."
-        )
+        left_out = [layer for layer in self.layers if layer.layer_idx not in state.entered]
+        if missed := [layer for layer in left_out if layer.layer_idx in state.gated]:
+            raise _went_around(missed, "The gates of MoE layers {} fired but their experts")
+        block_forwards = self._block_forwards
+        if gone := [layer for layer in left_out if seam.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
+            raise _went_around(gone, "MoE layers {}")
+
+
+def _went_around(layers: Sequence[MoELayer], what: str) -> PromoeError:
+    return PromoeError(
+        f"{what.format([layer.layer_idx for layer in layers])} did not run through promoe: something replaced "
+        f"{layers[0].name!r}, its forward or that of its block after patching (use_kernels, another patch). The output of "
+        "this pass may be wrong. Unpatch the model, and patch it after whatever changes its modules (load it without "
+        "use_kernels)."
+    )
 
 
 Tokens = TypeVar("Tokens", list[list[int]], list[list[int]] | None)

@@ -7,17 +7,19 @@ forward hook. Names, parameters, state_dict and the module tree stay as they wer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from promoe.adapters import Run
-from promoe.adapters.base import owner_of
+from promoe.adapters.base import changed_since, owner_of
 from promoe.errors import PatchStateError, UnsupportedModelError
-from promoe.moe_layers import MoELayer
+from promoe.guard import is_guard
+from promoe.moe_layers import MoELayer, is_adapter, runs_its_class_forward
 
 RunExperts = Callable[..., torch.Tensor]
 GateTap = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
@@ -27,6 +29,10 @@ _NO_LOADING = (
     "A patched model cannot load a state_dict: slots hold copies of its experts' weights. "
     "Unpatch it, load, and patch it again."
 )
+_NO_SAVING = (
+    "This model's weights cannot be saved or copied: its experts are in files, not in memory. Nothing was written. Copy its "
+    "checkpoint's folder, or call promoe.unpatch(model) first, which reads all experts into memory."
+)
 
 
 @functools.cache
@@ -34,7 +40,12 @@ def patched_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an experts class that runs its experts through promoe; same name, module and qualname."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        run: RunExperts = self.__dict__[_RUN]
+        run: RunExperts | None = self.__dict__.get(_RUN)
+        if run is None:  # unpatched, and called by a wrapper that was put around this forward in the meantime
+            unpatched: torch.Tensor = base.forward(self, *args, **kwargs)
+            return unpatched
+        if type(self) is not swapped:
+            raise changed_since(f"changed the class of {base.__name__} to {type(self).__name__}")
         return run(*args, **kwargs)
 
     def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -48,10 +59,12 @@ def patched_class(base: type[nn.Module]) -> type[nn.Module]:
             "A patched model cannot be pickled: its experts are not in memory. Unpatch it, then save."
         )
 
-    def _load_from_state_dict(self: nn.Module, *args: Any) -> None:
-        raise PatchStateError(_NO_LOADING)
+    def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        _refuse_loading(self.__dict__[_BANKS], state_dict, prefix)
+        base._load_from_state_dict(self, state_dict, prefix, *args)
 
-    return type(
+    forward._promoe_base = base  # type: ignore[attr-defined]
+    swapped = type(
         base.__name__,
         (base,),
         {
@@ -65,6 +78,7 @@ def patched_class(base: type[nn.Module]) -> type[nn.Module]:
             "_promoe_base": base,
         },
     )
+    return swapped
 
 
 def is_patched(module: nn.Module) -> bool:
@@ -81,6 +95,7 @@ def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
         undo.callback(layer.gate.register_forward_hook(tap, with_kwargs=True).remove)
         undo.callback(lambda: setattr(experts, "__class__", base))
         experts.__class__ = patched_class(base)  # type: ignore[arg-type]
+        undo.callback(_show_forward(experts))
         undo.callback(experts.__dict__.pop, _RUN, None)
         experts.__dict__[_RUN] = layer.adapter.call(experts, run)
         undo.callback(experts.__dict__.pop, _BANKS, None)
@@ -88,21 +103,43 @@ def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
         return undo.pop_all().close
 
 
+def _show_forward(experts: nn.Module) -> Callable[[], None]:
+    """What a removed hook left on the instance hides the class's forward: let it be the one of the class of now."""
+    left = experts.__dict__.get("forward")
+    if left is None:
+        return lambda: None
+    shown = experts.__dict__["forward"] = MethodType(type(experts).forward, experts)
+
+    def undo() -> None:
+        if experts.__dict__.get("forward") is shown:  # else somebody has wrapped it since
+            experts.__dict__["forward"] = left
+
+    return undo
+
+
+def was_replaced(model: nn.Module, layer: MoELayer, block_forward: Callable[..., Any]) -> bool:
+    """Whether the layer's experts or its block are not what they were when they were patched, so that a pass may go
+    around the experts; `block_forward` is what the block's class had then."""
+    block, experts = layer.block, layer.experts
+    try:
+        there = model.get_submodule(layer.block_name) is block and model.get_submodule(layer.name) is experts
+    except AttributeError:
+        there = False
+    wrapped = "_hf_hook" in block.__dict__  # by accelerate, which goes on to the block's own forward
+    unchanged = type(block).forward is block_forward and (wrapped or runs_its_class_forward(block))
+    return not (there and unchanged and runs_its_class_forward(experts))
+
+
 def _apply_without_banks(
     base: type[nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
 ) -> nn.Module:
     """`module.to(...)` and its like leave the experts' weights where they are."""
     owners = [owner_of(module, path) for path in module.__dict__[_BANKS]]
+    _refuse_conversion(fn, {registry[name].dtype for registry, name in owners})
     before = [(registry, dict(registry)) for registry in {id(registry): registry for registry, _ in owners}.values()]
-    banks = [(registry, name, registry.pop(name)) for registry, name in owners]
+    for registry, name in owners:
+        del registry[name]
     try:
-        some = banks[0][2]
-        probe = torch.empty(0, dtype=some.dtype)
-        if fn(probe).dtype != probe.dtype:
-            raise UnsupportedModelError(
-                f"A patched model cannot change its dtype ({probe.dtype}): its slots and store have it. "
-                "Unpatch it first, or open it with the dtype you want."
-            )
         result: nn.Module = base._apply(module, fn, recurse)
         return result
     finally:
@@ -114,37 +151,107 @@ def _apply_without_banks(
 
 
 def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[], None]:
-    """Refuse another dtype and `load_state_dict` on whatever contains experts, before anything of it was changed.
+    """Refuse another dtype or device and new weights for experts, on whatever contains some, before anything of it was
+    changed; and to save a model whose experts are in files, before anything was written.
 
     Returns the undo.
     """
-    dtypes = sorted({spec.dtype for layer in layers for spec in layer.layout.tensors}, key=str)
+    dtypes = {spec.dtype for layer in layers for spec in layer.layout.tensors}
+    in_files = any(is_guard(parameter) for layer in layers for parameter in layer.parameters())
     with ExitStack() as undo:
-        for module in _containers(model, layers):
+        for module, paths in _containers(model, layers):
             undo.callback(module.__dict__.pop, "_apply", None)
-            module.__dict__["_apply"] = _same_dtype_only(module._apply, dtypes)
-            undo.callback(module.register_load_state_dict_pre_hook(_refuse_loading).remove)
+            module.__dict__["_apply"] = _same_form_only(module._apply, dtypes)
+            undo.callback(module.register_load_state_dict_pre_hook(_NoNewWeights(paths)).remove)
+            if in_files:
+                undo.callback(_refuse_saving(module))
+        for layer in layers if in_files else ():
+            undo.callback(_refuse_saving(layer.experts))
         return undo.pop_all().close
 
 
-def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[nn.Module]:
-    """Every module that contains one of the layers' experts modules: the model, its stack of layers, the blocks, ..."""
-    parts = [layer.name.split(".") for layer in layers]
-    names = dict.fromkeys(".".join(path[:depth]) for path in parts for depth in range(len(path)))
-    return [model.get_submodule(name) for name in names]
+def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[tuple[nn.Module, list[str]]]:
+    """Every module with experts' weights somewhere in it, and where: the model, its stack of layers, the blocks, ...; also
+    parts of an experts module, but not that itself, whose class takes care."""
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        for path in layer.paths:
+            parts = f"{layer.name}.{path}".split(".")
+            for depth in range(len(parts)):
+                found.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
+    for layer in layers:
+        del found[layer.name]
+    return [(model.get_submodule(name), paths) for name, paths in found.items()]
 
 
-def _same_dtype_only(apply: Callable[..., nn.Module], dtypes: Sequence[torch.dtype]) -> Callable[..., nn.Module]:
+def _same_form_only(apply: Callable[..., nn.Module], dtypes: Iterable[torch.dtype]) -> Callable[..., nn.Module]:
     def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if any(fn(torch.empty(0, dtype=dtype)).dtype != dtype for dtype in dtypes):
-            raise UnsupportedModelError(
-                f"A patched model cannot change its dtype ({', '.join(map(str, dtypes))}). Nothing was changed. "
-                "Unpatch it first, or open it with the dtype you want."
-            )
+        _refuse_conversion(fn, dtypes)
         return apply(fn, recurse)
 
     return _apply
 
 
-def _refuse_loading(*args: Any) -> None:
-    raise PatchStateError(f"{_NO_LOADING} Nothing was changed.")
+def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> None:
+    """Raise UnsupportedModelError if `fn`, which is about to be applied to all tensors, gives another dtype or device."""
+    for dtype in sorted(dtypes, key=str):
+        probe = torch.empty(0, dtype=dtype, device="cpu")
+        converted = fn(probe)
+        if converted.dtype != dtype:
+            raise UnsupportedModelError(
+                f"A patched model cannot change its dtype ({dtype} to {converted.dtype}): its slots and its store have "
+                "it. Nothing was changed. Unpatch it first, or open it with the dtype you want."
+            )
+        if converted.device != probe.device:
+            raise UnsupportedModelError(
+                f"A patched model cannot move to {converted.device}: this version serves models on the CPU. Nothing was "
+                "changed. Unpatch it first."
+            )
+
+
+class _NoNewWeights:
+    """A hook of `load_state_dict`. It also is what refuses to copy the module, whose hooks are ours."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+
+    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        _refuse_loading(self._paths, state_dict, prefix)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PatchStateError(
+            "No part of a patched model that holds experts can be copied or pickled. Unpatch it first (promoe.unpatch)."
+        )
+
+
+def _refuse_loading(paths: Iterable[str], state_dict: Mapping[str, Any], prefix: str) -> None:
+    """Weights of other modules may be loaded, as those of an adapter are."""
+    if any(prefix + path in state_dict for path in paths):
+        raise PatchStateError(_NO_LOADING)
+
+
+def _refuse_saving(module: nn.Module) -> Callable[[], None]:
+    """Before a folder is made or a file begun. An adapter's weights may be saved. Returns the undo."""
+    with ExitStack() as undo:
+        undo.callback(module.register_state_dict_pre_hook(_refuse_state_dict).remove)
+        for name in ("save_pretrained", "push_to_hub"):
+            if hasattr(module, name):
+                undo.callback(module.__dict__.pop, name, None)
+                module.__dict__[name] = _unless_in_files(module, getattr(module, name))
+        return undo.pop_all().close
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    # With `keep_vars`, and by what loads or saves an adapter (mostly through a wrapper), it is asked for names only.
+    if not keep_vars and not prefix and not any(map(is_adapter, module.modules())):
+        raise PatchStateError(_NO_SAVING)
+
+
+def _unless_in_files(module: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def saving(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None and not getattr(module, "_hf_peft_config_loaded", False):
+            raise PatchStateError(_NO_SAVING)
+        return save(*args, **kwargs)
+
+    return saving

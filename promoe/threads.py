@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -45,3 +46,13 @@ def has_spare_core() -> bool:
     """Whether this process may use more cores than torch computes on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores > torch.get_num_threads()
+
+
+def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:
+    """Call `close` once `owner` was collected; when the process ends not at all. Returns what calls it off.
+
+    A thread calls it: objects are collected in the midst of anything, also where a lock is held that `close` takes.
+    """
+    finalizer = weakref.finalize(owner, threading.Thread(target=close, name="promoe-close", daemon=True).start)
+    finalizer.atexit = False
+    return finalizer.detach

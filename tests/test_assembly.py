@@ -80,7 +80,7 @@ def test_what_predictors_know_of_a_model(model: PreTrainedModel) -> None:
     assert (list(context.num_experts), list(context.top_k)) == ([8] * 3, [3] * 3)
 
 
-@pytest.mark.parametrize("predictor", [None, *KINDS, OwnPredictor()], ids=str)
+@pytest.mark.parametrize("predictor", [None, *KINDS, pytest.param(OwnPredictor(), id="own")])
 @pytest.mark.parametrize(
     ("link", "stores"), [("auto", [True, False]), ("file", [True]), ("host", [False]), (LINK, [True, False])]
 )
@@ -89,7 +89,9 @@ def test_choices_that_can_work(predictor: Any, link: Any, stores: list[bool]) ->
         check_choices(predictor, link, on_disk)
 
 
-@pytest.mark.parametrize("predictor", ["", "Gate", "oracle", OwnPredictor, object(), 3, b"gate"], ids=repr)
+@pytest.mark.parametrize(
+    "predictor", ["", "Gate", "oracle", OwnPredictor, pytest.param(object(), id="object"), 3, b"gate"]
+)
 def test_predictors_that_cannot_work(predictor: Any) -> None:
     with pytest.raises(ConfigError, match="'predictor' argument must be None"):
         check_choices(predictor, "auto", on_disk=True)

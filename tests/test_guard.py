@@ -58,7 +58,6 @@ def test_questions_about_the_form_are_answered(guard: torch.nn.Parameter) -> Non
         lambda p: p + 1,
         lambda p: p == p,
         bool,
-        lambda p: p.detach(),
         lambda p: p.data,
         lambda p: setattr(p, "data", torch.zeros(8, 4, 4)),
         lambda p: p.copy_(torch.zeros(8, 4, 4)),
@@ -86,6 +85,14 @@ def test_everything_else_raises_and_names_the_parameter(
 ) -> None:
     with pytest.raises(PromoeError, match=rf"experts of '{NAME}' are in files"):
         use(guard)
+
+
+def test_what_is_detached_is_guarded_too(guard: torch.nn.Parameter) -> None:
+    """As state_dict() does it, also for those who want to know names and shapes only."""
+    detached = guard.detach()
+    assert (detached.shape, detached.dtype) == (guard.shape, guard.dtype)
+    with pytest.raises(PromoeError, match=rf"experts of '{NAME}' are in files"):
+        _ = detached + 1
 
 
 def test_the_message_names_the_function(guard: torch.nn.Parameter) -> None:

@@ -183,7 +183,6 @@ class TestGuards:
         "use",
         [
             lambda model: model.generate(token_ids(), max_new_tokens=2),
-            lambda model: model.state_dict(),
             lambda model: model.to("cpu"),
             lambda model: model.to(torch.bfloat16),
             lambda model: model.float(),
@@ -194,6 +193,13 @@ class TestGuards:
     def test_uses_raise(self, opened: OpenedModel, use: Callable[[Any], object]) -> None:
         with pytest.raises((PromoeError, RuntimeError), match=r"experts of 'model\.layers\.\d\.mlp\.experts\.\w+'"):
             use(opened.model)
+
+    def test_a_state_dict_has_names_and_shapes_and_no_weights(self, opened: OpenedModel) -> None:
+        (name, *_) = [name for name in opened.model.state_dict() if ".experts." in name]
+        found = opened.model.state_dict()[name]
+        assert found.shape == opened.model.get_parameter(name).shape
+        with pytest.raises(PromoeError, match="are in files, not in memory"):
+            _ = found + 1
 
     @pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
     def test_forwards_raise(self, tmp_path: Path, family: str) -> None:

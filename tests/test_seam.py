@@ -229,7 +229,7 @@ def test_loading_a_state_dict_is_refused_before_anything_was_loaded(model: PreTr
 
 @pytest.mark.parametrize("part", ["", "model.layers.1", "model.layers.1.mlp", "model.layers.1.mlp.experts"])
 def test_copying_is_refused(model: PreTrainedModel, part: str) -> None:
-    with pytest.raises(PatchStateError, match=r"cannot be copied.*[Uu]npatch"):
+    with pytest.raises(PatchStateError, match=r"can(not)? be copied.*[Uu]npatch"):
         copy.deepcopy(model.get_submodule(part))
     assert_unharmed(model)
 

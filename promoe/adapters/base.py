@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from promoe.bank import view
+from promoe.errors import PatchStateError
 from promoe.gate_output import gate_indices
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -138,6 +139,25 @@ def set_tensor(experts: nn.Module, path: str, tensor: torch.Tensor) -> None:
     """Replace a parameter or buffer of the module; nothing else of it changes."""
     registry, name = owner_of(experts, path)
     registry[name] = tensor
+
+
+def part_with(part: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
+    """A stand-in for a part of an experts module, with these in place of its own parameters.
+
+    Raises:
+        PatchStateError: it does not have them itself any more, so that it would compute with others.
+    """
+    if not part._parameters.keys() >= tensors.keys():
+        raise changed_since(f"put a {type(part).__name__} into a module of experts")
+    return view(part, tensors)
+
+
+def changed_since(how: str) -> PatchStateError:
+    """What to raise where experts are not any more what was patched."""
+    return PatchStateError(
+        f"After patching, something {how}, as an adapter does: what it adds to the experts would not reach the slots. "
+        "Unpatch the model, merge the adapter (PeftModel.merge_and_unload()), and patch it again."
+    )
 
 
 def all_paths(tensors: tuple[ExpertTensor, ...]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from promoe.bank import view
 
-from .base import Adapter, ExpertTensor, Run, get_tensor, stock_forward
+from .base import Adapter, ExpertTensor, Run, get_tensor, part_with, stock_forward
 
 _NAMES = ("w1", "v1", "w2")
 
@@ -33,7 +33,7 @@ class DbrxAdapter(Adapter):
 
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
         """The submodule's parameters are what has to be replaced."""
-        mlp = view(experts.get_submodule("mlp"), {name: banks[f"mlp.{name}"] for name in _NAMES})
+        mlp = part_with(experts.get_submodule("mlp"), {name: banks[f"mlp.{name}"] for name in _NAMES})
         return view(experts, {"mlp": mlp})
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from promoe.bank import view
 
-from .base import Adapter, ExpertTensor
+from .base import Adapter, ExpertTensor, part_with
 
 
 class ExpertModulesAdapter(Adapter):
@@ -68,12 +68,12 @@ class _Experts(Mapping[str, nn.Module | None]):
 
 def _with_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
     """A stand-in for `module` with these parameters, by path, in place of its own."""
-    own = {name: tensor for name, tensor in tensors.items() if "." not in name}
+    stand_in = part_with(module, {name: tensor for name, tensor in tensors.items() if "." not in name})
     children: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in tensors.items():
         child, dot, rest = path.partition(".")
         if dot:
             children.setdefault(child, {})[rest] = tensor
-    return view(
-        module, {**own, **{name: _with_parameters(module.get_submodule(name), of) for name, of in children.items()}}
-    )
+    for name, of in children.items():
+        stand_in.__dict__[name] = _with_parameters(module.get_submodule(name), of)
+    return stand_in

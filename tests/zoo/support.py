@@ -52,7 +52,7 @@ the model has. The model is the one that Transformers gives with `dequantize=Tru
 | what | instead |
 |---|---|
 | checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, compressed-tensors, ...) | open one in FP8, MXFP4 or unquantised |
-| experts quantised in memory: FP8 kernels, swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`, or load it dequantised |
+| experts quantised in memory: FP8 kernels, swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`; or dequantise |
 | experts split over processes: expert parallelism, `tp_plan`, DTensor | load the model in one process |
 | accelerate's hooks (`device_map`, `cpu_offload`, ...) on experts | load the model without; or remove the hooks |
 | other experts kernels (`deepgemm`, `sonicmoe`, ...) | `model.set_experts_implementation("grouped_mm")` |
