@@ -23,6 +23,7 @@ from promoe.prediction import Forecaster
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
 from promoe.recorder import Recorder
+from promoe.refusals import refuse_changes
 from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
@@ -162,7 +163,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
         called = _called_model(model, layers)
         undo.callback(passes.attach(called))
-        undo.callback(seam.refuse_changes(model, layers))
+        undo.callback(refuse_changes(model, layers))
         for owner in dict.fromkeys((called, model)):
             owner.promoe = handle  # type: ignore[assignment]
             undo.callback(delattr, owner, "promoe")

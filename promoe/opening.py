@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from promoe.moe_layers import MoELayer
 
 Progress = Callable[[int, int], None]
+# Transformers replaces functions of its own while it loads (those that tie and initialise weights). Two loads at once can
+# put each other's replacements back for good, and later models would come out untied.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ def open_without_experts(
     try:
         auto_class = auto_class or class_to_open(path_or_id, options)
         auto = opening.auto_class(auto_class)
-        return opening.finish(auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options))
+        with _ONE_AT_A_TIME:
+            model = auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options)
+        return opening.finish(model)
     except BaseException as error:
         opening.close()
         if isinstance(error, OSError):

@@ -7,7 +7,7 @@ forward hook. Names, parameters, state_dict and the module tree stay as they wer
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MethodType
 from typing import Any
@@ -17,22 +17,14 @@ from torch import nn
 
 from promoe.adapters import Run
 from promoe.adapters.base import changed_since, owner_of
-from promoe.errors import PatchStateError, UnsupportedModelError
-from promoe.guard import is_guard
-from promoe.moe_layers import MoELayer, is_adapter, runs_its_class_forward
+from promoe.errors import PatchStateError
+from promoe.moe_layers import MoELayer, runs_its_class_forward
+from promoe.refusals import refuse_conversion, refuse_loading
 
 RunExperts = Callable[..., torch.Tensor]
 GateTap = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 _RUN = "_promoe_run"
 _BANKS = "_promoe_banks"
-_NO_LOADING = (
-    "A patched model cannot load a state_dict: slots hold copies of its experts' weights. "
-    "Unpatch it, load, and patch it again."
-)
-_NO_SAVING = (
-    "This model's weights cannot be saved or copied: its experts are in files, not in memory. Nothing was written. Copy its "
-    "checkpoint's folder, or call promoe.unpatch(model) first, which reads all experts into memory."
-)
 
 
 @functools.cache
@@ -60,7 +52,7 @@ def patched_class(base: type[nn.Module]) -> type[nn.Module]:
         )
 
     def _load_from_state_dict(self: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        _refuse_loading(self.__dict__[_BANKS], state_dict, prefix)
+        refuse_loading(self.__dict__[_BANKS], state_dict, prefix)
         base._load_from_state_dict(self, state_dict, prefix, *args)
 
     forward._promoe_base = base  # type: ignore[attr-defined]
@@ -135,7 +127,7 @@ def _apply_without_banks(
 ) -> nn.Module:
     """`module.to(...)` and its like leave the experts' weights where they are."""
     owners = [owner_of(module, path) for path in module.__dict__[_BANKS]]
-    _refuse_conversion(fn, {registry[name].dtype for registry, name in owners})
+    refuse_conversion(fn, {registry[name].dtype for registry, name in owners})
     before = [(registry, dict(registry)) for registry in {id(registry): registry for registry, _ in owners}.values()]
     for registry, name in owners:
         del registry[name]
@@ -148,110 +140,3 @@ def _apply_without_banks(
             moved = dict(registry)
             registry.clear()
             registry.update({name: moved.get(name, names[name]) for name in names})
-
-
-def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[], None]:
-    """Refuse another dtype or device and new weights for experts, on whatever contains some, before anything of it was
-    changed; and to save a model whose experts are in files, before anything was written.
-
-    Returns the undo.
-    """
-    dtypes = {spec.dtype for layer in layers for spec in layer.layout.tensors}
-    in_files = any(is_guard(parameter) for layer in layers for parameter in layer.parameters())
-    with ExitStack() as undo:
-        for module, paths in _containers(model, layers):
-            undo.callback(module.__dict__.pop, "_apply", None)
-            module.__dict__["_apply"] = _same_form_only(module._apply, dtypes)
-            undo.callback(module.register_load_state_dict_pre_hook(_NoNewWeights(paths)).remove)
-            if in_files:
-                undo.callback(_refuse_saving(module))
-        for layer in layers if in_files else ():
-            undo.callback(_refuse_saving(layer.experts))
-        return undo.pop_all().close
-
-
-def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[tuple[nn.Module, list[str]]]:
-    """Every module with experts' weights somewhere in it, and where: the model, its stack of layers, the blocks, ...; also
-    parts of an experts module, but not that itself, whose class takes care."""
-    found: dict[str, list[str]] = {}
-    for layer in layers:
-        for path in layer.paths:
-            parts = f"{layer.name}.{path}".split(".")
-            for depth in range(len(parts)):
-                found.setdefault(".".join(parts[:depth]), []).append(".".join(parts[depth:]))
-    for layer in layers:
-        del found[layer.name]
-    return [(model.get_submodule(name), paths) for name, paths in found.items()]
-
-
-def _same_form_only(apply: Callable[..., nn.Module], dtypes: Iterable[torch.dtype]) -> Callable[..., nn.Module]:
-    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        _refuse_conversion(fn, dtypes)
-        return apply(fn, recurse)
-
-    return _apply
-
-
-def _refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> None:
-    """Raise UnsupportedModelError if `fn`, which is about to be applied to all tensors, gives another dtype or device."""
-    for dtype in sorted(dtypes, key=str):
-        probe = torch.empty(0, dtype=dtype, device="cpu")
-        converted = fn(probe)
-        if converted.dtype != dtype:
-            raise UnsupportedModelError(
-                f"A patched model cannot change its dtype ({dtype} to {converted.dtype}): its slots and its store have "
-                "it. Nothing was changed. Unpatch it first, or open it with the dtype you want."
-            )
-        if converted.device != probe.device:
-            raise UnsupportedModelError(
-                f"A patched model cannot move to {converted.device}: this version serves models on the CPU. Nothing was "
-                "changed. Unpatch it first."
-            )
-
-
-class _NoNewWeights:
-    """A hook of `load_state_dict`. It also is what refuses to copy the module, whose hooks are ours."""
-
-    def __init__(self, paths: Sequence[str]) -> None:
-        self._paths = paths
-
-    def __call__(self, module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        _refuse_loading(self._paths, state_dict, prefix)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise PatchStateError(
-            "No part of a patched model that holds experts can be copied or pickled. Unpatch it first (promoe.unpatch)."
-        )
-
-
-def _refuse_loading(paths: Iterable[str], state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Weights of other modules may be loaded, as those of an adapter are."""
-    if any(prefix + path in state_dict for path in paths):
-        raise PatchStateError(_NO_LOADING)
-
-
-def _refuse_saving(module: nn.Module) -> Callable[[], None]:
-    """Before a folder is made or a file begun. An adapter's weights may be saved. Returns the undo."""
-    with ExitStack() as undo:
-        undo.callback(module.register_state_dict_pre_hook(_refuse_state_dict).remove)
-        for name in ("save_pretrained", "push_to_hub"):
-            if hasattr(module, name):
-                undo.callback(module.__dict__.pop, name, None)
-                module.__dict__[name] = _unless_in_files(module, getattr(module, name))
-        return undo.pop_all().close
-
-
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    # With `keep_vars`, and by what loads or saves an adapter (mostly through a wrapper), it is asked for names only.
-    if not keep_vars and not prefix and not any(map(is_adapter, module.modules())):
-        raise PatchStateError(_NO_SAVING)
-
-
-def _unless_in_files(module: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def saving(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is None and not getattr(module, "_hf_peft_config_loaded", False):
-            raise PatchStateError(_NO_SAVING)
-        return save(*args, **kwargs)
-
-    return saving

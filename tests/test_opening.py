@@ -16,7 +16,7 @@ import torch
 import transformers
 from stores.checkpoints import expert_tensors, plain_tensors, rewrite, save, shards
 from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, token_ids
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2MoeForCausalLM
 
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.guard import is_guard
@@ -165,6 +165,8 @@ class TestNothingGlobalChanges:
         assert model() is None
 
     def test_several_threads_open_at_once(self, folder: Path) -> None:
+        """Nor do they leave Transformers without a function that it replaces while it loads."""
+        replaced_while_loading = PreTrainedModel.tie_weights
         found: list[OpenedModel] = []
         threads = [threading.Thread(target=lambda: found.append(open_without_experts(folder))) for _ in range(3)]
         for thread in threads:
@@ -172,6 +174,7 @@ class TestNothingGlobalChanges:
         for thread in threads:
             thread.join()
         assert [type(opened.model) for opened in found] == [Qwen2MoeForCausalLM] * 3
+        assert PreTrainedModel.tie_weights is replaced_while_loading
         for opened in found:
             opened.store.close()
 

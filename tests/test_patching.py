@@ -389,7 +389,7 @@ POINTS: list[tuple[Any, str, int]] = [
     *((seam, "attach", call) for call in (1, 2, 3)),
     *((nn.Module, "register_forward_hook", call) for call in (1, 2, 3, 4)),  # three gates, and the model
     (nn.Module, "register_forward_pre_hook", 1),
-    (seam, "refuse_changes", 1),
+    (assembly, "refuse_changes", 1),
     *((nn.Module, "register_load_state_dict_pre_hook", call) for call in (1, 3, 8)),
 ]
 

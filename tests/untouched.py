@@ -46,7 +46,7 @@ def leaving_untouched(*models: nn.Module) -> Iterator[None]:
     yield
     for model, earlier in zip(models, before, strict=True):
         assert_same(earlier, snapshot(model))
-    assert open_files() == files
+    assert open_files() <= files  # those of earlier tests may have been closed in between
 
 
 def open_files() -> int:

@@ -11,7 +11,8 @@ from promoe.layout import ExpertLayout
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk
 from promoe.stores.checkpoint_names import BankSpec
-from promoe.stores.checkpoint_plan import CheckpointPlan, LayerPlan, plan_experts
+from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
+from promoe.stores.expert_pieces import LayerPlan
 from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
 
 if TYPE_CHECKING:

@@ -59,7 +59,7 @@ def differs(found: Answer, other: Answer) -> bool:
     return any(not torch.equal(one, two) for one, two in zip(found, other, strict=True))
 
 
-def with_families(cases: Iterable[str], with_all: Collection[str]) -> list[Any]:
+def with_families(cases: Iterable[str], with_all: Collection[str] = ()) -> list[Any]:
     """Parameters `(family, case)`: every case with some families, those of `with_all` with every family."""
     return [
         pytest.param(family, case, id=f"{family}-{case}")

@@ -14,8 +14,8 @@ from torch import nn
 from untouched import leaving_untouched, open_files
 
 import promoe
-from life.models import FAMILIES, ask, assert_unharmed, build, differs, open_tiny, opened, patch, patched
-from promoe import EmulatedLink, assembly, seam
+from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, differs, open_tiny, opened, patch, patched
+from promoe import EmulatedLink, assembly, prediction, seam
 from promoe.moe_layers import find_moe_layers
 from promoe.predictors import LayerVisit
 
@@ -31,7 +31,7 @@ class Beside:
 # -- two models -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_two_models_of_one_configuration(family: str) -> None:
     """One of them patched: of the other nothing is changed, and both answer right."""
     model = build(family)
@@ -87,7 +87,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME_FAMILIES)
 def test_patched_again_with_other_settings(family: str) -> None:
     """Each time as if it were the first."""
     model = build(family)
@@ -155,7 +155,7 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
 
 def end_of(threads: set[threading.Thread]) -> None:
     """Wait until all our threads but `threads` have ended."""
-    for _ in range(600):
+    for _ in range(300):
         gc.collect()  # a thread may have held it a moment ago
         ours = [one for one in set(threading.enumerate()) - threads if one.name.startswith("promoe-")]
         if not ours:
@@ -258,6 +258,7 @@ def test_what_ends_a_forgotten_model_is_called_off_by_unpatching(monkeypatch: py
     """Else a thread would start for nothing, some time."""
     ended: list[object] = []
     monkeypatch.setattr(assembly, "_close", lambda *parts: ended.append(parts))
+    monkeypatch.setattr(prediction, "_wake", ended.append)
     threads = set(threading.enumerate())
     model = build("qwen2_moe")
     with patched(model, predictor=Beside()):
