@@ -256,7 +256,7 @@ WRONG_STATES: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "training": (lambda model: model.train(), r"in training mode.*model\.eval\(\)"),
     "another implementation": (
         lambda model: setattr(model.config, "_experts_implementation", "deepgemm"),
-        r"experts_implementation='deepgemm'. Supported: eager",
+        r"experts_implementation='deepgemm'. Supported for them: eager",
     ),
     "wrapped by a hook": (
         lambda model: setattr(model.model.layers[0].mlp.experts, "forward", lambda *args: None),
@@ -406,7 +406,7 @@ def test_a_failure_while_patching_leaves_nothing_half_patched(
             patching.setattr(owner, name, failing_at(call, getattr(owner, name), error))
             with pytest.raises(error, match="injected"):
                 promoe.patch(model, cache="25%", predictor=Beside(), link=LinkOver(plain_link), config=config())
-        assert set(threading.enumerate()) == threads
+        assert set(threading.enumerate()) <= threads
         answer(model).assert_equals(wanted)
     with patched(model):
         answer(model).assert_equals(wanted)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
@@ -46,12 +47,23 @@ def leaving_untouched(*models: nn.Module) -> Iterator[None]:
     yield
     for model, earlier in zip(models, before, strict=True):
         assert_same(earlier, snapshot(model))
-    assert open_files() <= files  # those of earlier tests may have been closed in between
+    assert not opened_since(files)
 
 
-def open_files() -> int:
-    """File descriptors of this process; 0 where the system does not tell."""
-    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+def open_files() -> Counter[tuple[int, int]]:
+    """How often this process has each file open, by its device and number; nothing where the system does not tell."""
+    found: Counter[tuple[int, int]] = Counter()
+    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # that of the folder itself, closed by now
+            status = os.fstat(int(descriptor))
+            found[status.st_dev, status.st_ino] += 1
+    return found
+
+
+def opened_since(before: Counter[tuple[int, int]]) -> list[str]:
+    """What is open now and was not then. Files of earlier tests that were closed in between do not count."""
+    left = open_files() - before
+    return [f"device {device}, file {number}: {count} more" for (device, number), count in left.items()]
 
 
 class _Same:

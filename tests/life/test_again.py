@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from served import config
 from torch import nn
-from untouched import leaving_untouched, open_files
+from untouched import leaving_untouched, open_files, opened_since
 
 import promoe
 from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, differs, open_tiny, opened, patch, patched
@@ -99,7 +99,7 @@ def test_patched_again_with_other_settings(family: str) -> None:
                 assert model.promoe.stats().layer_visits == 0
                 assert_unharmed(model, expected)
                 assert model.promoe.stats().layer_visits > 0
-            assert set(threading.enumerate()) == threads
+            assert set(threading.enumerate()) <= threads
     assert_unharmed(model, expected)
 
 
@@ -218,7 +218,7 @@ def test_a_patched_model_that_nobody_holds_any_more(in_files: bool, predictor: A
     end_of(threads)
     gc.collect()  # what poisons free slots refers to them
     assert alive(parts) == []
-    assert open_files() == files
+    assert not opened_since(files)
 
 
 @pytest.mark.usefixtures("quick_collection")
