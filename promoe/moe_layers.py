@@ -10,7 +10,7 @@ Knows nothing of slots, caches or files.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cached_property
 from types import MethodType
@@ -26,9 +26,7 @@ from promoe.errors import UnsupportedModelError
 from promoe.guard import is_guard
 from promoe.layout import ExpertLayout
 
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 _GATE_NAMES = ("gate", "router")
-_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SUPPORTED = (
     "Supported: every MoE family of Transformers that docs/support.md lists, and others with the same contract."
 )
@@ -97,7 +95,7 @@ class MoELayer:
         """The experts implementation in force now: `generate` and the user may switch it between calls.
 
         Raises:
-            UnsupportedModelError: it is not one of "eager", "batched_mm", "grouped_mm".
+            UnsupportedModelError: it is not one of those that the adapter can run over slots.
         """
         return _implementation(self.name, self.adapter, self.experts)
 
@@ -174,7 +172,7 @@ def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: i
     _require_local(model, name, module)
     tensors = adapter.tensors(module)
     for path in all_paths(tensors):
-        _require_plain(f"{name}.{path}", get_tensor(module, path), allow_meta)
+        _require_plain(f"{name}.{path}", get_tensor(module, path), adapter.dtypes, allow_meta)
     _implementation(name, adapter, module)
     block_name = name.rpartition(".")[0]
     block = model.get_submodule(block_name)
@@ -242,7 +240,7 @@ def _require_no_adapter(model: nn.Module, name: str, module: nn.Module) -> None:
             )
 
 
-def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
+def _require_plain(name: str, tensor: torch.Tensor, dtypes: Container[torch.dtype], allow_meta: bool) -> None:
     if is_guard(tensor):  # in files: the layer is described as it will run, and a guard computes nothing by itself
         return
     # A subclass (DTensor, torchao, ...) keeps its bytes elsewhere; copying rows of it would not copy the weights.
@@ -256,7 +254,7 @@ def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
             f"{name!r} is on the meta device: it has no weights to serve. Load the model's weights into memory (no "
             "device_map offload), or open it with promoe.from_pretrained."
         )
-    if tensor.dtype not in _ROW_DTYPES:
+    if tensor.dtype not in dtypes:
         raise UnsupportedModelError(
             f"{name!r} is {tensor.dtype}: quantised experts are not supported yet. Load the model with "
             "dtype=torch.bfloat16, float16 or float32 (for gpt_oss: Mxfp4Config(dequantize=True))."
@@ -264,12 +262,12 @@ def _require_plain(name: str, tensor: torch.Tensor, allow_meta: bool) -> None:
 
 
 def _implementation(name: str, adapter: Adapter, module: nn.Module) -> str:
-    implementation = adapter.implementation(module)
-    if implementation not in IMPLEMENTATIONS:
+    implementation, supported = adapter.implementation(module), adapter.implementations
+    if implementation not in supported:
         raise UnsupportedModelError(
-            f"{name!r} runs its experts with experts_implementation={implementation!r}. Supported: "
-            f"{', '.join(IMPLEMENTATIONS)}. Call model.set_experts_implementation('grouped_mm'), or load with "
-            "experts_implementation='grouped_mm'."
+            f"{name!r} ({type(module).__name__}) runs its experts with experts_implementation={implementation!r}. Supported "
+            f"for them: {', '.join(supported)}. Call model.set_experts_implementation({supported[-1]!r}), or load with "
+            f"experts_implementation={supported[-1]!r}."
         )
     return implementation
 

@@ -67,6 +67,12 @@ class Adapter:
     """Whether a token's rows are added up in the experts' forward. Else every row of its input has one expert and one
     row of its output."""
 
+    implementations: ClassVar[tuple[str, ...]] = ("eager", "batched_mm", "grouped_mm")
+    """The kernels that can run over slots, as Transformers calls them; the best one last."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    """That the experts' tensors may have."""
+
     def problem(self, experts: nn.Module) -> str | None:
         """Why a module of this kind cannot be served; None: it can. "" is for what is no module of experts at all."""
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 class StackedAdapter(Adapter):
     """Experts in stacked parameters, called with hidden states, ids and weights."""
+
+    dimensions: ClassVar[tuple[int, ...]] = (2, 3)
+    """That a stack may have, the experts' own included."""
 
     def problem(self, experts: nn.Module) -> str | None:
         """None: the module meets the contract. "": nothing like experts. Else: what is missing."""
@@ -37,8 +40,9 @@ class StackedAdapter(Adapter):
         if not any(len(shape) == 3 for shape in shapes.values()):
             return f"it has no stacked weights [num_experts, ., .]; its tensors: {shapes}"
         for name, shape in shapes.items():
-            if len(shape) not in (2, 3) or shape[0] != experts.num_experts:
-                return f"{name} has shape {shape} where [{experts.num_experts}, ...] with 2 or 3 dimensions is expected"
+            if len(shape) not in self.dimensions or shape[0] != experts.num_experts:
+                dimensions = " or ".join(map(str, self.dimensions))
+                return f"{name} has shape {shape} where [{experts.num_experts}, ...] with {dimensions} dimensions is expected"
         return None
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:

@@ -59,6 +59,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
 
 def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     """All bits are the same, and none of them is NaN."""
-    assert len(found) == len(expected) > 0
+    assert len(found) == len(expected) > 0, f"{len(found)} tensors, expected {len(expected)}"
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"output {number}: {(one.float() - other.float()).abs().max():.3g} off"

@@ -16,7 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from tiny_models import spread_weights
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 from zoo.scan import experts_classes
@@ -233,7 +233,9 @@ def _whole_config(family: str, entry: Family) -> Any:
         if name == "text_config":
             parts[name] = _language_config(family, family_of(family)).to_dict()
         else:
-            defaults = part_class().to_dict()
+            # `AutoConfig`: any encoder's configuration may be there. The one that is there by default.
+            part = getattr(config_class(), name) if part_class is AutoConfig else part_class()
+            defaults = part.to_dict()
             parts[name] = {key: size for key, size in ENCODER_SIZES.items() if isinstance(defaults.get(key), int)}
     return config_class(**parts)
 

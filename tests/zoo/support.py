@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
+from promoe.adapters import Adapter
 from promoe.adapters.stacked import is_decorated
-from promoe.moe_layers import IMPLEMENTATIONS, MoELayer, find_moe_layers
+from promoe.moe_layers import MoELayer, find_moe_layers
 from zoo.families import build, family_of, names
 
 HEAD = """# Supported families
@@ -47,12 +48,18 @@ FP8 with scales per block (as DeepSeek-V3 on the hub) and MXFP4 (as gpt-oss): `p
 quantised in the files and moves them so; each is dequantised by Transformers' own code when it arrives, to the dtype that
 the model has. The model is the one that Transformers gives with `dequantize=True`. Bytes in reports are those in slots.
 
+## FP8 in memory
+
+Models that Transformers loads with FP8 kernels (`FP8Experts`, which need a GPU) are served with their weights and scales as
+they are, FP4 and static scales too, when set to `eager`, which computes one expert at a time. Tested: what is moved, and
+that the loop sees it, with the kernels' arithmetic replaced by torch's. Not tested: those kernels themselves.
+
 ## Refused, with an error that says why
 
 | what | instead |
 |---|---|
 | checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, compressed-tensors, ...) | open one in FP8, MXFP4 or unquantised |
-| experts quantised in memory: FP8 kernels, swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`; or dequantise |
+| experts quantised in memory otherwise: swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`; or dequantise |
 | experts split over processes: expert parallelism, `tp_plan`, DTensor | load the model in one process |
 | accelerate's hooks (`device_map`, `cpu_offload`, ...) on experts | load the model without; or remove the hooks |
 | other experts kernels (`deepgemm`, `sonicmoe`, ...) | `model.set_experts_implementation("grouped_mm")` |
@@ -66,7 +73,10 @@ def support() -> str:
     """The whole document."""
     rows = [_row(name) for name in sorted(names())]
     return (
-        HEAD.format(implementations=", ".join(f"`{name}`" for name in IMPLEMENTATIONS)) + "\n".join(rows) + "\n" + TAIL
+        HEAD.format(implementations=", ".join(f"`{name}`" for name in Adapter.implementations))
+        + "\n".join(rows)
+        + "\n"
+        + TAIL
     )
 
 

@@ -24,6 +24,7 @@ def test_opens_and_answers_as_from_pretrained_does(name: str, tmp_path: Path) ->
     model.save_pretrained(tmp_path, max_shard_size="400KB")
     stock = aligned(type(model).from_pretrained(tmp_path).eval())
     expected, generated = outputs(stock, tokens), generate(name, stock, tokens)
+    expected_after = outputs(stock, tokens)  # some models keep something of what they generated (`rope_deltas`)
     settings = {"cache": "40%", "link": LinkOver(plain_link), "config": config()}
     if family_of(name).whole:  # some of these could also be opened as their language model alone
         settings["auto_class"] = type(model)
@@ -36,7 +37,7 @@ def test_opens_and_answers_as_from_pretrained_does(name: str, tmp_path: Path) ->
         assert opened.promoe.stats().bytes_demand > 0
         assert not opened.promoe.runtime.predictor_failed
         promoe.unpatch(opened)  # reads all experts into memory
-        assert_equal(outputs(opened, tokens), expected)
+        assert_equal(outputs(opened, tokens), expected_after)
     finally:
         if hasattr(opened, "promoe"):
             close(opened)

@@ -13,8 +13,9 @@ import torch
 from untouched import assert_same, snapshot
 
 import promoe
+from promoe.adapters import Adapter
 from promoe.errors import UnsupportedModelError
-from promoe.moe_layers import IMPLEMENTATIONS, find_moe_layers
+from promoe.moe_layers import find_moe_layers
 from zoo.exactness import assert_equal, outputs, served
 from zoo.families import build, family_of, inputs, names, served_families
 from zoo.scan import experts_classes
@@ -25,7 +26,7 @@ SLOTS = 3
 COMBINATIONS = [
     pytest.param(dtype, implementation, id=f"{dtype}-{implementation}".removeprefix("torch."))
     for dtype in (torch.float32, torch.bfloat16)
-    for implementation in IMPLEMENTATIONS
+    for implementation in Adapter.implementations
 ]
 # What a gate itself writes down about its latest call.
 WRITTEN_BY_GATES = "router.expert_capacity"
