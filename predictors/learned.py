@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from promoe.errors import ConfigError
+from promoe.scheduler.reuse import LearnedReuse
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token
 from .trained import TrainedConfig, TrainedPredictor
@@ -38,6 +39,8 @@ class LearnedPredictor:
     def __init__(self, trained: TrainedPredictor, context: PredictorContext, lookahead: int) -> None:
         config = trained.config
         check_fits(config, context)
+        self.reuse: LearnedReuse | None = trained.learned_reuse()
+        """What the model's reuse prior starts from; None: it was not fitted."""
         self._config = config
         self._hard = config.kind == "promoe-paper"
         farthest = config.lookahead if self._hard else min(lookahead, config.lookahead)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from promoe.errors import ConfigError
+from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 
 from .network import MlpNetwork, Network, ResidualNetwork
 
@@ -131,6 +132,32 @@ class TrainedPredictor(
         # Log odds = slope * (score - threshold) + offset, per layer and distance.
         self.slope = nn.Buffer(torch.ones(config.num_layers, config.lookahead))
         self.offset = nn.Buffer(torch.zeros(config.num_layers, config.lookahead))
+        # What the reuse prior has learned of the model; all zero: nothing.
+        self.reuse_weights = nn.Buffer(torch.zeros(len(START_WEIGHTS)))
+        self.reuse_associations = nn.Buffer(torch.zeros(config.num_layers, config.num_experts, config.num_experts))
+
+    def learned_reuse(self) -> LearnedReuse | None:
+        """What the model's reuse prior may start from; None: it was not fitted.
+
+        Raises:
+            ConfigError: it holds what no fit can be.
+        """
+        if not self.reuse_weights.any():
+            return None
+        if not (self.reuse_weights.isfinite().all() and self.reuse_associations.isfinite().all()):
+            raise ConfigError("The reuse prior of the trained predictor is damaged: not all of its numbers are finite.")
+        return LearnedReuse(self.reuse_weights.float().numpy(), self.reuse_associations.float().numpy())
+
+    def keep_reuse(self, learned: LearnedReuse) -> None:
+        """Keep what a reuse prior has learned of the model."""
+        self.reuse_weights.copy_(torch.from_numpy(learned.weights))
+        self.reuse_associations.copy_(torch.from_numpy(learned.associations))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # Predictors that were trained before there was a reuse prior to fit have none.
+        for name in ("reuse_weights", "reuse_associations"):
+            state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def scores(self, gate_inputs: torch.Tensor) -> torch.Tensor:
         """Scores `[L, K, n, E]` from gate inputs `[n, L, H]`, see `Network.forward`."""

@@ -147,7 +147,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         pools = [SlotPool(plan.layout, plan.spec.num_slots) for plan in parts.plans]
         settings = scheduler_config(parts)
         recorder = Recorder(settings.num_experts, settings.expert_bytes)
-        scheduler = Scheduler(settings, recorder)
+        scheduler = Scheduler(settings, recorder, getattr(parts.predictor, "reuse", None))
         engine = Engine(scheduler, parts.store, link, pools, recorder, config.stall_timeout_s)
         undo.callback(engine.close)
         engine.start()

@@ -8,6 +8,10 @@ from typing import Literal, get_args
 from promoe.errors import ConfigError
 from promoe.scheduler.config import EvictionName
 
+# A predictor is asked about passes of up to this many tokens.
+MAX_PREDICTED_TOKENS = 8
+# Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
+STREAMED_SHARE = 0.7
 ReadMode = Literal["auto", "page_cache", "direct"]
 
 

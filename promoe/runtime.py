@@ -15,6 +15,7 @@ from torch import nn
 
 from promoe import seam
 from promoe.adapters.base import changed_since
+from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
@@ -26,10 +27,6 @@ from promoe.tracing import COMPUTE
 
 # Up to here ids are handled as Python lists, which is faster than tensor operations.
 MAX_LISTED_IDS = 256
-# A predictor is asked about passes of up to this many tokens.
-MAX_PREDICTED_TOKENS = 8
-# Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
-STREAMED_SHARE = 0.7
 # A product of so many rows takes as long as reading the weights.
 ROWS_FOR_THE_PRICE_OF_ONE = 6
 

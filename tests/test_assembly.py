@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from served import checkpoint, config
@@ -27,9 +28,11 @@ from promoe.links import FileLink, HostLink
 from promoe.opening import OpenedModel, open_without_experts
 from promoe.predictors import KINDS
 from promoe.predictors.gate import GatePredictor
+from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 from promoe.sizes import plan_pools
 from promoe.stores import HostStore
 
+START = np.array(START_WEIGHTS, dtype=np.float32)
 LINK = EmulatedLink(bandwidth_bytes_per_s=1e12)
 
 
@@ -224,3 +227,17 @@ def test_restore_runs_before_anything_is_detached(model: PreTrainedModel) -> Non
     promoe.unpatch(model)
     assert calls == [True, True]
     assert not hasattr(model, "promoe")
+
+
+def test_the_reuse_prior_starts_from_what_came_with_the_predictor(model: PreTrainedModel) -> None:
+    layers = promoe.find_moe_layers(model)
+    shape = (len(layers), layers[0].num_experts, layers[0].num_experts)
+    learned = LearnedReuse(np.array([0.1, 0.2, 0.3, 0.4], dtype=np.float32), np.full(shape, 0.5, dtype=np.float32))
+    predictor = OwnPredictor()
+    predictor.reuse = learned  # type: ignore[attr-defined]
+    for chosen, expected in ((predictor, learned), (OwnPredictor(), None)):
+        promoe.patch(model, cache="40%", predictor=chosen, link=LINK, config=config())
+        found = model.promoe.runtime.engine.scheduler._prior.learned()
+        np.testing.assert_array_equal(found.weights, START if expected is None else expected.weights)
+        np.testing.assert_array_equal(found.associations, 0.0 if expected is None else expected.associations)
+        promoe.unpatch(model)

@@ -22,6 +22,7 @@ from promoe.prediction import MAX_WAITING, Forecaster
 from promoe.predictors import Forecast, LayerVisit
 from promoe.recorder import Recorder
 from promoe.runtime import MAX_PREDICTED_TOKENS
+from promoe.scheduler import calibration
 from promoe.tracing import PREDICTOR, Tracer
 
 FAMILY, LAYERS = "qwen2_moe", 3
@@ -487,8 +488,9 @@ def in_time(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def test_what_an_oracle_names_is_resident_when_the_gate_chooses() -> None:
-    """The point of it all, on into the next token."""
+def test_what_an_oracle_names_is_resident_when_the_gate_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point of it all, on into the next token. Believed at once: it has only three tokens to prove itself."""
+    monkeypatch.setattr(calibration, "START_COEFFICIENTS", (1.0, 0.0, 0.0, 0.0))
     _, visits = record(FAMILY, torch.float32, "grouped_mm", "short")
     oracle = predictor_of("oracle", stock(FAMILY), visits, lookahead=1)
     with served(FAMILY, cache="50%", predictor=oracle, lookahead=1) as model:

@@ -1,4 +1,4 @@
-"""What `promoe-train fit` does: train, stop early, calibrate, keep; go on where an interrupted run stopped."""
+"""What `promoe-train fit` does: train, stop early, calibrate, fit the reuse prior, keep; go on where a run was interrupted."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predi
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
 from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.reuse_fit import fit_reuse
 from promoe.training.tables import spread
 from promoe.training.trace_folder import require_same_settings
 from promoe.training.trainer_options import TrainerOptions
@@ -81,6 +82,7 @@ def run_fit(task: Fit, out: TextIO) -> None:
     if not trainer.is_global_zero:
         return  # one of several processes
     calibrate(predictor, data.validation)
+    predictor.keep_reuse(fit_reuse(trace.routing.split()[0]))
     folder = task.out / PREDICTOR_FOLDER
     predictor.to(torch.bfloat16).save_pretrained(folder)
     size = sum(parameter.numel() for parameter in predictor.parameters())

@@ -94,6 +94,11 @@ class RoutingTrace:
         lengths = np.diff(ends, prepend=0)
         return self._tokens(slice(num_tokens), lengths[lengths > 0])
 
+    def tokens(self, rows: slice) -> RoutingTrace:
+        """Some tokens in a row, as one prompt: for looking at them, not for splitting."""
+        count = len(range(*rows.indices(self.num_tokens)))
+        return self._tokens(rows, np.array([count]))
+
     def _tokens(self, tokens: slice, prompt_lengths: npt.NDArray[np.integer[Any]]) -> RoutingTrace:
         return replace(
             self,

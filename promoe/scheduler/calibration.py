@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .correlation import Correlation
+from .newton import NewtonSteps
 from .reuse import P_MAX, P_MIN, Floats
 
 # Weight of the starting coefficients, in outcomes (one per expert and visit), and memory of the fit, in visits.
@@ -27,8 +28,8 @@ MEMORY_VISITS = 500.0
 # common is settled by then: two fits that correct the same error at once overshoot.
 BATCH_VISITS = 8
 LAYER_BATCH_VISITS = 32
-# Of forecast, prior, correlation, and the constant.
-START_COEFFICIENTS = (0.5, 0.5, 0.0, 0.0)
+# Of forecast, prior, correlation, and the constant. The prior is calibrated; a forecast has to earn its weight.
+START_COEFFICIENTS = (0.3, 1.0, 0.0, 0.0)
 # Bound of the coefficients: keeps a freak stretch of outcomes from turning into certainty.
 MAX_COEFFICIENT = 4.0
 # Farther ahead, what followed what says little, and every lookahead costs a table per layer.
@@ -60,7 +61,7 @@ def _features(forecast: Floats, prior: Floats, correlated: npt.ArrayLike) -> Flo
 
 
 class _Fit:
-    """Coefficients that are learned in batches of visits, and the decayed information matrix behind them.
+    """Coefficients that are learned in batches of visits.
 
     Args:
         coefficients: to start from.
@@ -72,7 +73,7 @@ class _Fit:
         self._own = np.array(coefficients)
         self._base = base
         self._batch_visits = batch_visits
-        self._information = np.eye(len(coefficients)) * START_WEIGHT
+        self._steps = NewtonSteps(len(coefficients), START_WEIGHT, MEMORY_VISITS, ridge=1.0)
         self._batch: list[tuple[Floats, Sequence[int]]] = []
 
     @property
@@ -94,15 +95,13 @@ class _Fit:
 
     def _refit(self) -> None:
         features = np.concatenate([visit for visit, _ in self._batch], axis=1)
-        error = -self.probability(features)
-        weights = -error * (1.0 + error)
+        expected = self.probability(features)
+        error = -expected
         start = 0
         for visit, ids in self._batch:
             error[[start + expert_idx for expert_idx in ids]] += 1.0
             start += visit.shape[1]
-        self._information *= (1.0 - 1.0 / MEMORY_VISITS) ** len(self._batch)
-        self._information += (features * weights) @ features.T
-        step = np.linalg.solve(self._information + np.eye(len(self._own)), features @ error)
+        step = self._steps.step(features, expected, error, len(self._batch))
         self._own = np.clip(self._own + step, -MAX_COEFFICIENT, MAX_COEFFICIENT)
 
 

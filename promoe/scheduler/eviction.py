@@ -24,6 +24,9 @@ class Eviction(Protocol):
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
         """A layer is being visited with these experts; its next visit is expected to have `num_next` tokens."""
 
+    def announced(self, layer_idx: int) -> None:
+        """The layer's gate has chosen; the reuse prior knows what."""
+
     def loading(self, layer_idx: int, expert_idx: int) -> None:
         """An expert is given a slot."""
 
@@ -49,6 +52,9 @@ class Lru:
         for expert_idx in sorted(ids):
             self._clock += 1
             row[expert_idx] = self._clock
+
+    def announced(self, layer_idx: int) -> None:
+        """Ignored: a use is a visit."""
 
     def loading(self, layer_idx: int, expert_idx: int) -> None:
         """Stamp the loaded expert."""
@@ -99,6 +105,9 @@ class Static:
         if not self._fixed:
             self._popularity[layer_idx, ids] += 1
 
+    def announced(self, layer_idx: int) -> None:
+        """Ignored: a use is a visit."""
+
     def loading(self, layer_idx: int, expert_idx: int) -> None:
         """Ignored."""
 
@@ -137,6 +146,10 @@ class NextUse:
         if num_next != self._num_next:
             self._num_next = num_next
             self._outdated.update(range(self._num_layers))
+
+    def announced(self, layer_idx: int) -> None:
+        """What follows the announced experts is likelier from now on."""
+        self._outdated.add(layer_idx)
 
     def loading(self, layer_idx: int, expert_idx: int) -> None:
         """Ignored."""

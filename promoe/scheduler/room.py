@@ -14,9 +14,6 @@ from .speculation import Speculation
 # What stands behind a request for a slot, or behind an expert that has one; the higher may displace the lower.
 NOBODY, SPECULATION, HINT, PIN = range(4)
 
-# Candidates taken from the scores per look: more than a decode step of one layer evicts.
-SHORTLIST = 16
-
 
 class Room:
     """Empties slots of one pool. Scores of residents are computed at most once per layer event, as arrays.
@@ -45,8 +42,8 @@ class Room:
         self._hinted = hinted
         self._speculation = speculation
         self._ledger = ledger
-        self._shortlist: list[int] = []  # best victim last
         self._scores = np.zeros(0)
+        self._expendable = np.zeros(0)  # scores of those that may go, as of the last look; the others -inf
         self._fresh = False
 
     def invalidate(self) -> None:
@@ -132,39 +129,37 @@ class Room:
 
     def _victim(self, code: int, level: int, current_layer: int) -> int | None:
         """The resident with the highest score that is neither pinned nor hinted, if it may go for this expert."""
-        # A shortlist that served the layer event so far may be used up: then look once more.
+        # What served the layer event so far may be used up: then look once more.
         for look in (False, True) if self._fresh else (True,):
             if look:
                 self._look(current_layer)
-            victim = self._first_usable()
+            victim = self._most_expendable()
             if victim is not None:
                 if level == SPECULATION and not self._worth(code, victim):
                     return None
-                self._shortlist.pop()
+                self._expendable[victim] = -np.inf
                 return victim
         return None
 
-    def _first_usable(self) -> int | None:
-        cache, shortlist = self._cache, self._shortlist
-        while shortlist:
-            code = shortlist[-1]
+    def _most_expendable(self) -> int | None:
+        cache, expendable = self._cache, self._expendable
+        while True:
+            code = int(expendable.argmax())
+            if expendable[code] == -np.inf:
+                return None
             if cache.state[code] == RESIDENT and not cache.pins[code] and self._claim(code) != HINT:
                 return code
-            shortlist.pop()
-        return None
+            expendable[code] = -np.inf
 
     def _worth(self, code: int, victim: int) -> bool:
         return not self._eviction.comparable or bool(self._scores[code] < self._scores[victim])
 
     def _look(self, current_layer: int) -> None:
-        # On the path of every hint, so in few array operations; `_first_usable` has the last word on each candidate.
+        # On the path of every hint, so in few array operations; `_most_expendable` has the last word on each candidate.
         self._scores = self._eviction.scores(current_layer).ravel()
-        masked = np.where(self._cache.states == RESIDENT, self._scores, -np.inf)
+        self._expendable = np.where(self._cache.states == RESIDENT, self._scores, -np.inf)
         for codes in self._hinted.values():
-            masked[list(codes)] = -np.inf
+            self._expendable[list(codes)] = -np.inf
         if self._cache.num_pinned:
-            masked[self._cache.pin_counts > 0] = -np.inf
-        best = np.argpartition(masked, -SHORTLIST)[-SHORTLIST:] if len(masked) > SHORTLIST else np.arange(len(masked))
-        best.sort()  # ties go by code
-        self._shortlist = best[np.argsort(masked[best], kind="stable")].tolist()
+            self._expendable[self._cache.pin_counts > 0] = -np.inf
         self._fresh = True

@@ -19,7 +19,7 @@ from .calibration import Calibration
 from .config import Cause, NullObserver, Observer, SchedulerConfig
 from .keys import ExpertKey
 from .ledger import Ledger
-from .reuse import Floats, ReusePrior
+from .reuse import Floats, LearnedReuse, ReusePrior
 from .room import HINT, PIN, SPECULATION, Room
 from .speculation import Speculation
 from .visit import Visit
@@ -37,9 +37,17 @@ class Lease(NamedTuple):
 
 
 class Scheduler:
-    """Pure state machine over pools of slots. See `SchedulerConfig` for sizes and switches."""
+    """Pure state machine over pools of slots.
 
-    def __init__(self, config: SchedulerConfig, observer: Observer | None = None) -> None:
+    Args:
+        config: sizes and switches.
+        observer: is told what happens.
+        reuse: what a reuse prior has learned of this model before; None: this one starts from what holds for any model.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, observer: Observer | None = None, reuse: LearnedReuse | None = None
+    ) -> None:
         self.config = config
         self.observer: Observer = observer or NullObserver()
         self.max_experts = max(config.num_experts)
@@ -50,7 +58,8 @@ class Scheduler:
         num_codes = config.num_layers * self.max_experts
         self._keys = [ExpertKey(*divmod(code, self.max_experts)) for code in range(num_codes)]
         self._num_chunks = [len(chunks) for chunks in config.chunk_bytes]
-        self._prior = ReusePrior(config.num_layers, self.max_experts)
+        self._prior = ReusePrior(config.num_layers, self.max_experts, learned=reuse)
+        self._prior_is_asked = config.eviction == "next_use" or config.prefetch
         self._num_next = 1  # tokens that the next visits are expected to have
         self.eviction = eviction.create(config.eviction, config.num_layers, self.max_experts, self._prior)
         self.calibration = Calibration(config.num_experts)
@@ -113,6 +122,8 @@ class Scheduler:
             self._speculation.drop(layer_idx)
             self.current_layer = layer_idx
             self._chosen[layer_idx] = ids
+            self._prior.announce(layer_idx, ids)
+            self.eviction.announced(layer_idx)
             self._invalidate()
         return len(codes) - len(missing)
 
@@ -146,7 +157,7 @@ class Scheduler:
             # A prompt in place of the expected decode step says nothing about the forecasts' worth.
             self.calibration.observe(layer_idx, ids if len(tokens) <= self._num_next else None)
         self._num_next = num_sequences
-        if tokens:
+        if tokens and self._prior_is_asked and not self.everything_resident:
             self._prior.observe(layer_idx, tokens)
         self.eviction.visited(layer_idx, ids, tokens, num_sequences)
         self._speculation.drop(layer_idx)

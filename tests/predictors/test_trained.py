@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from predictors.trained_predictors import HIDDEN, LAYERS, LOOKAHEAD, make
 from promoe.errors import ConfigError
 from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
+from promoe.scheduler.reuse import LearnedReuse
 
 
 @pytest.mark.parametrize("kind", TRAINED_KINDS)
@@ -38,6 +40,37 @@ def test_the_config_says_which_model_it_is_for(tmp_path: Path) -> None:
         16,
         3,
     ]
+
+
+def learned() -> LearnedReuse:
+    rng = np.random.default_rng(0)
+    weights = np.array([0.25, 0.5, 0.75, 1.0], dtype=np.float32)
+    return LearnedReuse(weights, rng.normal(size=(LAYERS, 8, 8)).astype(np.float32))
+
+
+def test_a_reuse_prior_is_kept_with_it(tmp_path: Path) -> None:
+    predictor = make()
+    assert predictor.learned_reuse() is None
+    predictor.keep_reuse(learned())
+    predictor.save_pretrained(tmp_path)
+    found = TrainedPredictor.load(str(tmp_path)).learned_reuse()
+    assert found is not None
+    np.testing.assert_array_equal(found.weights, learned().weights)
+    np.testing.assert_array_equal(found.associations, learned().associations)
+
+
+def test_a_predictor_from_before_there_was_a_reuse_prior_opens_without(tmp_path: Path) -> None:
+    make().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if not name.startswith("reuse_")}, path)
+    assert TrainedPredictor.load(str(tmp_path)).learned_reuse() is None
+
+
+def test_a_damaged_reuse_prior_is_refused() -> None:
+    predictor = make()
+    predictor.keep_reuse(learned()._replace(associations=np.full((LAYERS, 8, 8), np.nan, dtype=np.float32)))
+    with pytest.raises(ConfigError, match="not all of its numbers are finite"):
+        predictor.learned_reuse()
 
 
 def test_which_pairs_are_predicted() -> None:

@@ -10,13 +10,11 @@ from promoe.scheduler.calibration import (
     CORRELATED_STEPS,
     LAYER_BATCH_VISITS,
     MAX_COEFFICIENT,
+    START_COEFFICIENTS,
     Calibration,
 )
 
 NUM_EXPERTS = 16
-
-
-START = (0.5, 0.5, 0.0, 0.0)
 
 
 def calibration_of(num_layers: int = 3) -> Calibration:
@@ -49,13 +47,15 @@ def taught(kind: str, num_visits: int = 400, steps_ahead: int = 1) -> tuple[Cali
 
 def test_certainties_stay_finite() -> None:
     certain = np.array([0.0, 0.5, 1.0])
-    p = calibration_of().calibrate(0, 1, certain, certain)  # half the log odds of each, which are clamped
-    np.testing.assert_allclose(p, [0.001, 0.5, 0.999])
+    p = calibration_of().calibrate(0, 1, certain, certain)  # log odds are clamped, and 1.3 times as large in sum
+    odds = 999.0**1.3
+    np.testing.assert_allclose(p, [1 / (1 + odds), 0.5, odds / (1 + odds)])
 
 
-def test_at_first_forecast_and_prior_weigh_the_same() -> None:
-    p = calibration_of().calibrate(0, 1, np.array([0.9, 0.2]), np.array([0.1, 0.2]))
-    np.testing.assert_allclose(p, [0.5, 0.2])
+def test_at_first_the_prior_is_believed_and_a_forecast_a_little() -> None:
+    p = calibration_of().calibrate(0, 1, np.array([0.9, 0.5]), np.array([0.1, 0.2]))
+    odds = 9.0**0.3 / 9.0
+    np.testing.assert_allclose(p, [odds / (1 + odds), 0.2])
 
 
 def test_noise_is_learned_to_be_worthless() -> None:
@@ -92,8 +92,8 @@ def test_a_forecast_that_is_always_wrong_is_read_backwards() -> None:
 
 def test_lookaheads_are_learned_apart() -> None:
     calibration, _, _ = taught("noise", steps_ahead=2)
-    assert calibration.coefficients(0, 1) == START
-    assert calibration.coefficients(0, 2) != START
+    assert calibration.coefficients(0, 1) == START_COEFFICIENTS
+    assert calibration.coefficients(0, 2) != START_COEFFICIENTS
 
 
 def test_layers_are_learned_apart() -> None:
@@ -114,7 +114,7 @@ def test_layers_are_learned_apart() -> None:
 
 def test_a_layer_seen_for_the_first_time_starts_from_what_the_others_taught() -> None:
     calibration, _, _ = taught("noise")
-    assert calibration.coefficients(1, 1) != START
+    assert calibration.coefficients(1, 1) != START_COEFFICIENTS
     assert abs(calibration.coefficients(1, 1)[0]) < 0.1
 
 
@@ -162,10 +162,10 @@ def test_outcomes_count_in_batches() -> None:
     calibration = calibration_of()
     p = np.full(NUM_EXPERTS, 0.9)
     for visit in range(BATCH_VISITS):
-        assert calibration.coefficients(0, 1) == START, visit
+        assert calibration.coefficients(0, 1) == START_COEFFICIENTS, visit
         calibration.calibrate(0, 1, p, p)
         calibration.observe(0, [])
-    assert calibration.coefficients(0, 1) != START
+    assert calibration.coefficients(0, 1) != START_COEFFICIENTS
 
 
 def test_only_the_latest_forecast_of_a_lookahead_is_scored_and_only_once() -> None:
@@ -176,7 +176,7 @@ def test_only_the_latest_forecast_of_a_lookahead_is_scored_and_only_once() -> No
     calibration.observe(0, [1])
     for _ in range(3 * BATCH_VISITS):
         calibration.observe(0, [1])
-    assert calibration.coefficients(0, 1) == START
+    assert calibration.coefficients(0, 1) == START_COEFFICIENTS
 
 
 def test_a_visit_that_says_nothing_drops_its_forecasts() -> None:
@@ -186,7 +186,7 @@ def test_a_visit_that_says_nothing_drops_its_forecasts() -> None:
         calibration.calibrate(0, 1, p, p)
         calibration.observe(0, None)
         calibration.observe(0, [])
-    assert calibration.coefficients(0, 1) == START
+    assert calibration.coefficients(0, 1) == START_COEFFICIENTS
 
 
 @pytest.mark.parametrize("used", [[], list(range(NUM_EXPERTS))])

@@ -92,10 +92,12 @@ def next_use(num_layers: int, num_experts: int) -> tuple[NextUse, ReusePrior]:
 
 
 def test_next_use_is_the_formula() -> None:
-    policy, _ = next_use(4, 2)
+    policy, prior = next_use(4, 2)
     policy.forecast(2, np.array([0.8, 0.0]))
-    # d = 3, 4, 1, 2 after layer 1; then (1 - p) * 4 / 0.1, the prior being 0.1.
-    expected = np.array([[39.0, 39.0], [40.0, 40.0], [1 + 0.2 * 40, 1 + 0.999 * 40], [38.0, 38.0]])
+    p = prior.probability(0)[0]  # of all: nothing was used yet
+    # d = 3, 4, 1, 2 after layer 1; then (1 - p_f) * 4 / p.
+    wait, long, short = (1 - p) * 4 / p, 0.999 * 4 / p, 0.2 * 4 / p
+    expected = np.array([[3 + wait] * 2, [4 + wait] * 2, [1 + short, 1 + long], [2 + wait] * 2])
     np.testing.assert_allclose(policy.scores(1), expected)
 
 
@@ -151,9 +153,10 @@ def test_more_tokens_at_the_next_visits_bring_every_use_nearer() -> None:
 
 
 def test_a_forecast_of_a_layer_with_fewer_experts_fills_up_with_the_least() -> None:
-    policy, _ = next_use(1, 3)
+    policy, prior = next_use(1, 3)
     policy.forecast(0, np.array([0.5]))
-    np.testing.assert_allclose(policy.scores(0), [[1 + 0.5 * 10, 1 + 0.999 * 10, 1 + 0.999 * 10]])
+    pass_steps = 1 / prior.probability(0)[0]
+    np.testing.assert_allclose(policy.scores(0), [[1 + 0.5 * pass_steps] + [1 + 0.999 * pass_steps] * 2])
 
 
 @pytest.mark.parametrize(("name", "kind"), [("lru", Lru), ("lfru", Lfru), ("static", Static), ("next_use", NextUse)])

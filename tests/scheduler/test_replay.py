@@ -49,10 +49,13 @@ every_run = pytest.mark.parametrize(("name", "cache_rate"), [(n, r) for n in ROU
 # -- predictions ----------------------------------------------------------------------------------------------------
 
 
+SEEDS = (1, 2, 3)
+
+
 @cache
-def moved_by_token(wrong: str | None, cache_rate: float) -> tuple[Replay, list[int]]:
+def moved_by_token(seed: int, wrong: str | None, cache_rate: float) -> tuple[Replay, list[int]]:
     """A long run, and the bytes moved up to each of its tokens."""
-    long = markov_routing(1, 600, num_layers=4)
+    long = markov_routing(seed, 600, num_layers=4)
     forecaster = {
         None: None,
         "noise": noise(long, 5),
@@ -67,16 +70,24 @@ def moved_by_token(wrong: str | None, cache_rate: float) -> tuple[Replay, list[i
     return run, moved
 
 
+def total_after(wrong: str | None, cache_rate: float, token: int) -> int:
+    """Bytes moved after a token, in all of the long runs."""
+    moved = [moved_by_token(seed, wrong, cache_rate)[1] for seed in SEEDS]
+    return sum(run[-1] - run[token] for run in moved)
+
+
 @pytest.mark.parametrize("cache_rate", RATES)
 @pytest.mark.parametrize("wrong", ["noise", "certain noise", "hostile"])
 def test_wrong_predictions_cost_at_most_five_percent_and_only_at_first(wrong: str, cache_rate: float) -> None:
-    run, moved = moved_by_token(wrong, cache_rate)
-    plain, plain_moved = moved_by_token(None, cache_rate)
-    assert run.tally.moved["prefetch"] > 0  # the predictor was heard before it was found out
-    assert moved[-1] <= 1.05 * plain_moved[-1]
-    assert moved[-1] - moved[50] <= 1.005 * (plain_moved[-1] - plain_moved[50])
-    assert run.hit_rate >= plain.hit_rate - 0.001
-    assert run.waited <= 1.01 * plain.waited
+    for seed in SEEDS:
+        run, moved = moved_by_token(seed, wrong, cache_rate)
+        plain, plain_moved = moved_by_token(seed, None, cache_rate)
+        assert run.tally.moved["prefetch"] > 0  # the predictor was heard before it was found out
+        assert moved[-1] <= 1.05 * plain_moved[-1]
+        assert run.hit_rate >= plain.hit_rate - 0.001
+        assert run.waited <= 1.01 * plain.waited
+    # Which of two victims goes is a coin toss then, so one run alone may be some tenths of a percent better or worse.
+    assert total_after(wrong, cache_rate, 50) <= 1.005 * total_after(None, cache_rate, 50)
 
 
 def test_taken_at_their_word_wrong_predictions_cost_a_lot() -> None:

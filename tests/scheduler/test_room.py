@@ -7,7 +7,7 @@ import numpy as np
 from promoe.scheduler.cache import DRAINING, LOADING, RESIDENT, ExpertCache, Load
 from promoe.scheduler.eviction import Static
 from promoe.scheduler.ledger import Ledger
-from promoe.scheduler.room import HINT, PIN, SHORTLIST, SPECULATION, Room
+from promoe.scheduler.room import HINT, PIN, SPECULATION, Room
 from promoe.scheduler.speculation import Speculation
 
 from .replay import Tally
@@ -204,8 +204,8 @@ def test_the_order_of_victims_is_kept_until_a_layer_event() -> None:
     assert pool.here == {2, 6}
 
 
-def test_victims_beyond_the_shortlist_are_found_in_order() -> None:
-    num_slots = SHORTLIST + 4
+def test_many_victims_of_one_event_go_in_order_of_their_scores() -> None:
+    num_slots = 20
     pool = Pool(num_slots).resident(*range(num_slots))
     gone = []
     for code in range(num_slots, 2 * num_slots):

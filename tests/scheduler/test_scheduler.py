@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from promoe.scheduler import ExpertKey, Lease, PoolSpec, SchedulerConfig
+from promoe.scheduler.calibration import START_COEFFICIENTS
 
 from .driven import Driven
 
@@ -377,7 +378,7 @@ def test_a_prompt_says_nothing_about_the_worth_of_forecasts() -> None:
             ids = sorted({e for chosen in tokens for e in chosen})
             run.admit(run.begin(0, ids, tokens))
             run.end_all()
-        learned.append(run.scheduler.calibration.coefficients(0, 1) != (0.5, 0.5, 0.0, 0.0))
+        learned.append(run.scheduler.calibration.coefficients(0, 1) != START_COEFFICIENTS)
     assert learned == [False, True]
 
 
@@ -642,3 +643,22 @@ def test_integrity_finds_a_pinned_expert_that_nobody_will_fetch() -> None:
     run.scheduler._demand.clear()
     with pytest.raises(AssertionError, match="is pinned; resident, failed, coming"):
         run.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fields", "learns"),
+    [
+        ({}, True),
+        ({"prefetch": False}, True),
+        ({"eviction": "lru"}, True),  # forecasts are weighed against it
+        ({"eviction": "lru", "prefetch": False}, False),
+        ({"num_slots": 16}, False),  # once every expert has a slot, no victim is ever sought
+    ],
+)
+def test_the_prior_learns_where_it_can_be_asked(fields: dict[str, object], learns: bool) -> None:
+    run = driven(**fields)
+    fetch(run, *((layer_idx, expert_idx) for layer_idx in (0, 1) for expert_idx in range(8)))
+    before = run.scheduler._prior._frequency.copy()
+    for _ in range(3):
+        fetch(run, (0, 1), (1, 2))
+    assert (run.scheduler._prior._frequency != before).any() == learns

@@ -20,6 +20,7 @@ from promoe.training.fit import TraceData, new_predictor
 from promoe.training.fit_command import calibrate, default_width, run_fit
 from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.reuse_fit import fit_reuse
 from promoe.training.routing_traces import TraceError
 from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, make_fit, settings_of, write_trace
 
@@ -55,6 +56,16 @@ def test_what_is_fitted_predicts_better_than_it_began(kind: str, trace: Path, tm
             accuracy(predictor, recorded, layer_idx, steps_ahead)
             > accuracy(new, recorded, layer_idx, steps_ahead) + 0.05
         )
+
+
+def test_the_reuse_prior_learns_from_the_prompts_that_are_fitted_on(trace: Path, tmp_path: Path) -> None:
+    run_fit(make_fit(trace, tmp_path, max_epochs=1), io.StringIO())
+    found = TrainedPredictor.load(str(tmp_path / "predictor")).learned_reuse()
+    assert found is not None
+    expected = fit_reuse(RecordedTrace(trace).routing.split()[0])
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=0.01)  # kept in bf16
+    np.testing.assert_allclose(found.associations, expected.associations, rtol=0.01)
+    assert found.associations.any()
 
 
 @pytest.mark.parametrize("loss", LOSSES)

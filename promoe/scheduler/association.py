@@ -1,0 +1,66 @@
+"""What the use of an expert says about the next uses of the others in its layer, learned while running.
+
+A logistic model: to the log odds that an expert has by itself, each expert that was just used adds a number of its own.
+The numbers start at zero, where nothing changes, and are corrected with each outcome by normalised least mean squares.
+(Conditional frequencies, as in `correlation`, cannot be added up like this: experts that are used together say the same
+thing twice.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+LogOdds = npt.NDArray[np.float32]
+
+# Share of an error that is corrected at once: of the first visits, and of all after many; and how many are many.
+FIRST_RATE, LAST_RATE, MANY_VISITS = 0.3, 0.1, 400
+
+
+class Association:
+    """The weights `[num_experts, num_experts]` of one layer: row j is what expert j's use adds to everyone's log odds."""
+
+    __slots__ = ("_num_visits", "_rows", "_weights")
+
+    def __init__(self, num_experts: int) -> None:
+        self._weights: LogOdds = np.zeros((num_experts, num_experts), dtype=np.float32)
+        self._num_visits = 0
+        self._rows: list[LogOdds] = list(self._weights)  # for a few rows, quicker than an index array
+
+    @property
+    def weights(self) -> LogOdds:
+        """What was learned; live."""
+        return self._weights
+
+    def start_from(self, weights: LogOdds) -> None:
+        """Take over what was learned elsewhere, as after many visits."""
+        self._weights[...] = weights
+        self._num_visits = MANY_VISITS * round(FIRST_RATE / LAST_RATE)
+
+    def log_odds(self, own: LogOdds, chosen: Sequence[int]) -> LogOdds:
+        """Of every expert `[num_experts]`, given its own and the experts just used."""
+        total: LogOdds = own.copy()
+        for expert_idx in chosen:
+            np.add(total, self._rows[expert_idx], out=total)
+        return total
+
+    def log_odds_of(self, own: LogOdds, chosen: Sequence[Sequence[int]]) -> LogOdds:
+        """The same of several visits at once `[num_visits, num_experts]`, each with at least one expert."""
+        starts = np.cumsum([0, *(len(ids) for ids in chosen[:-1])])
+        rows = self._weights.take(list(chain.from_iterable(chosen)), axis=0)
+        total: LogOdds = np.add.reduceat(rows, starts, axis=0)
+        total += own
+        return total
+
+    def correct(self, errors: LogOdds, chosen: Sequence[Sequence[int]]) -> None:
+        """Learn from some visits: what came less what was expected `[num_visits, num_experts]`."""
+        rate = max(LAST_RATE, FIRST_RATE / (1.0 + self._num_visits / MANY_VISITS))
+        self._num_visits += len(chosen)
+        for error, ids in zip(errors, chosen, strict=True):
+            step = error * np.float32(rate / (1 + len(ids)))
+            for expert_idx in ids:
+                row = self._rows[expert_idx]
+                np.add(row, step, out=row)
