@@ -103,7 +103,60 @@ def demo(
     return 0 if run_demo(options) else EXIT_DIFFERENT_TOKENS
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run}
+def simulate(
+    *,
+    trace: str,
+    cache: str = "50%",
+    policy: Literal["default", "next_use", "lru", "lfu", "lfru", "static", "belady"] = "default",
+    max_tokens: int | None = None,
+    predictor: str | None = None,
+    lookahead: int = 1,
+    hardware: str = "rtx-4090",
+    model: str = "auto",
+    fit: str | None = None,
+    json: str | None = None,
+) -> int:
+    """Say what a cache, a policy and a predictor would do on a machine, from recorded routing alone.
+
+    The real scheduler runs under a virtual clock; the same input gives the same output to the byte. The cache is empty at
+    first. Tokens that the trace does not know to be a prompt's are decoded one by one.
+
+    Args:
+        trace: routing: an .npz of expert ids, or a folder of `promoe-train collect`
+        cache: slots as a share of the routed experts, rounded down per layer, such as 25%
+        policy: which expert makes room. default shares all slots between the layers; lru, lfu, lfru, static (most popular)
+            and belady (knows the future, the least possible) give each layer its own
+        max_tokens: simulate the first so many tokens only
+        predictor: what is prefetched: token, previous, popularity, correlation, or oracle; none by default
+        lookahead: layers ahead that are predicted, 1 to this
+        hardware: rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd
+        model: sizes of the model, such as deepseek-v2-lite or gpt-oss-20b; auto: by the trace's layers and experts
+        fit: another trace of the model, to fit the predictor, the static popularity or the default's reuse prior on
+        json: file to write the figures to
+    """
+    from pathlib import Path
+
+    from promoe.simulation.command import Task, run_simulation
+
+    run_simulation(
+        Task(
+            trace=trace,
+            cache=cache,
+            policy=policy,
+            max_tokens=max_tokens,
+            predictor=None if predictor in (None, "none") else predictor,
+            lookahead=lookahead,
+            hardware=hardware,
+            model=model,
+            fit=fit,
+            json=None if json is None else Path(json),
+        ),
+        sys.stdout,
+    )
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run, "simulate": simulate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.scheduler.cache import RESIDENT
+from promoe.scheduler.reuse import LearnedReuse
 
 
 class Replay:
@@ -17,11 +18,13 @@ class Replay:
 
     Args:
         config: the scheduler configuration of the system that is replayed.
+        reuse: what its reuse prior started from.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, reuse: LearnedReuse | None = None) -> None:
         self._config = config
-        self._scheduler = Scheduler(dataclasses.replace(config, hints=False, prefetch=False, reorder=True))
+        on_demand = dataclasses.replace(config, hints=False, prefetch=False, reorder=True)
+        self._scheduler = Scheduler(on_demand, reuse=reuse)
 
     def residency(self, layer_idx: int) -> npt.NDArray[np.bool_]:
         """Whether each expert of a layer is in a slot, `[num_experts]`."""

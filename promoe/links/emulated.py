@@ -1,9 +1,4 @@
-"""A link of set speed, for tests and for showing another machine's ratio of transfer to compute.
-
-The model is a copy engine behind a bus, as with PCIe: a transfer first has a latency (its set-up), then the wire to
-itself for `nbytes / bandwidth`. Two transfers are in flight at once: the latency of one passes while another is on the
-wire, so a busy link loses nothing to it. A third waits until the first has arrived.
-"""
+"""A link of set speed (`promoe.wire`), for tests and for showing another machine's ratio of transfer to compute."""
 
 from __future__ import annotations
 
@@ -20,8 +15,8 @@ from promoe.links.base import Link
 from promoe.links.host import HostLink
 from promoe.stores.base import Chunk, Store
 from promoe.units import format_seconds
+from promoe.wire import IN_FLIGHT, Wire
 
-IN_FLIGHT = 2
 # time.sleep wakes up about this much late; the rest of a wait is spent yielding.
 SLEEP_ERROR_S = 50e-6
 
@@ -74,22 +69,6 @@ class EmulatedLink:
         return BoundEmulatedLink(self, over or HostLink(store), clock, sleep)
 
 
-class Wire:
-    """The timetable of an emulated link: when a transfer that starts now will have arrived. Not thread-safe."""
-
-    def __init__(self, spec: EmulatedLink) -> None:
-        self._spec = spec
-        self._arrivals_s = (-math.inf,) * IN_FLIGHT  # of the latest transfers, oldest first
-
-    def reserve(self, now_s: float, nbytes: int) -> float:
-        """Put a transfer of `nbytes` on the timetable; returns the time at which it has arrived."""
-        issued_s = max(now_s, self._arrivals_s[0])
-        on_wire_s = max(issued_s + self._spec.latency_s, self._arrivals_s[-1])
-        arrival_s = on_wire_s + nbytes / self._spec.bandwidth_bytes_per_s
-        self._arrivals_s = (*self._arrivals_s[1:], arrival_s)
-        return arrival_s
-
-
 class BoundEmulatedLink:
     """An emulated link over a real one. Made by `EmulatedLink.bind`.
 
@@ -108,7 +87,7 @@ class BoundEmulatedLink:
         self._link = link
         self._clock = clock
         self._sleep = sleep
-        self._wire = Wire(spec)
+        self._wire = Wire(spec.bandwidth_bytes_per_s, spec.latency_s)
         self._lock = threading.Lock()
         # There is one copy engine: two copies at once would take a second core from computing.
         self._engine: AbstractContextManager[object] = threading.Lock() if link.copies_from_ram else nullcontext()

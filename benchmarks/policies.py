@@ -1,0 +1,86 @@
+"""What each eviction policy misses on recorded routing, and how much of the way from LRU to Belady it closes.
+
+    python benchmarks/policies.py TRACE ... [--rates 12.5 25 37.5 50 75] [--report 30] [--max-tokens N] [--json FILE]
+
+The last `--report` per cent of each trace's prompts are replayed (the rest is what the start of the reuse prior was fitted
+on, and what `static` knows). LRU, LFU, LFRU, static and Belady have int(E x rate) slots per layer, the default as many in
+one pool that all layers share; "default, fitted" has learned from the prompts before, as `promoe-train fit` lets it. A
+layer's experts are one event; caches are empty at first; every token is decoded by itself. A predictor by name (as in
+"default, token") is fitted on the prompts before, too, and forecasts one layer ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from promoe.simulation.machine import MACHINES, geometry_of
+from promoe.simulation.run import Scenario, simulate
+from promoe.training.evaluate_command import open_trace
+from promoe.training.reuse_fit import fit_reuse
+from promoe.units import aligned, format_ms
+
+FITTED = "default, fitted"
+POLICIES = ("lru", "lfu", "lfru", "static", "default", FITTED, "belady")
+
+
+def run(path: str, policy: str, rate: float, report: float, max_tokens: int | None) -> dict[str, Any]:
+    trace = replace(open_trace(path), generated=None)
+    fit, held_out = trace.split(1 - report)
+    held_out = held_out if max_tokens is None else held_out.first(max_tokens)
+    geometry = geometry_of("auto", trace.num_layers, trace.num_experts, trace.top_k)
+    name, _, more = policy.partition(", ")
+    reuse = fit_reuse(fit, geometry.num_experts) if policy == FITTED else None
+    predictor = more if more and policy != FITTED else None
+    fit = replace(fit, num_experts=geometry.num_experts)
+    return simulate(Scenario(MACHINES["rtx-4090"], geometry, rate, name, predictor), held_out, fit, reuse)  # type: ignore[arg-type]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", nargs="+")
+    parser.add_argument("--rates", nargs="*", type=float, default=[12.5, 25, 37.5, 50, 75], help="cache, per cent")
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--report", type=float, default=30, help="per cent of the prompts")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/policies.json"))
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with ProcessPoolExecutor(os.cpu_count()) as workers:
+        for path in options.traces:
+            jobs = {
+                (policy, rate): workers.submit(run, path, policy, rate / 100, options.report / 100, options.max_tokens)
+                for rate in options.rates
+                for policy in dict.fromkeys((*options.policies, "lru", "belady"))
+            }
+            found = {key: job.result() for key, job in jobs.items()}
+            results[path] = {f"{policy} {rate:g}%": result for (policy, rate), result in found.items()}
+            some = next(iter(found.values()))
+            print(f"\n{Path(path).name}: {some['model']}, {some['tokens']:,} tokens of {some['prompts']:,} prompts")
+            print("misses per token (and per cent of the way from LRU to Belady)")
+            rows = [("policy", *(f"{rate:g}%" for rate in options.rates))]
+            for policy in options.policies:
+                cells = []
+                for rate in options.rates:
+                    lru, least, here = (found[name, rate]["misses_per_token"] for name in ("lru", "belady", policy))
+                    cells.append(f"{here:.2f} ({100 * (lru - here) / (lru - least):.0f}%)")
+                rows.append((policy, *cells))
+            print("\n".join(aligned(rows)))
+            print(f"TPOT, ms, on {some['hardware']} (and its bound)")
+            times = [rows[0]]
+            for policy in options.policies:
+                here = [found[policy, rate] for rate in options.rates]
+                times.append((policy, *(f"{format_ms(one['tpot_s'])} ({format_ms(one['bound_s'])})" for one in here)))
+            print("\n".join(aligned(times)), flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(results, indent=1))
+    print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

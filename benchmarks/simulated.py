@@ -1,0 +1,194 @@
+"""Simulated beside real: is a virtual clock to be believed? The widened demo model, on the real disk or behind a link.
+
+    python benchmarks/simulated.py [--caches 12.5% 25% 50%] [--emulated 25%] [--pairs 3] [--new-tokens 24] [--json FILE]
+
+Per cache rate every system answers the same held-out prompts, interleaved, as in `benchmarks/decode.py`; then the routing of
+these answers runs through the simulator with each system's own scheduler configuration. It is told what was measured in the
+same run on the unmodified model and the link alone: time of a layer's experts, time of everything else, and, for a disk, how
+much either loses to the other when the cores both compute and read. Wanted: TPOT within 15%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from decode import SlowedFiles
+from transformers import PreTrainedModel
+
+from promoe.bound import RoutedPass
+from promoe.demo.command import DTYPE, Demo
+from promoe.demo.comparison import Reference, Task, compare, record
+from promoe.demo.options import Options
+from promoe.demo.systems import SYSTEMS, OnDisk, System
+from promoe.links import FileLink
+from promoe.links.probe import probe_read_bandwidth
+from promoe.moe_layers import MoELayer
+from promoe.scheduler import SchedulerConfig
+from promoe.simulation.simulator import Simulator
+from promoe.units import aligned, format_ms, format_share
+from promoe.wire import Wire
+
+WITHOUT_PREFETCH = SYSTEMS[:3]
+PROBE_S, MIB = 3.0, 2**20
+
+
+def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]) -> float:
+    """The part of a decode step that the experts' forwards take."""
+    spent_s, started_s = 0.0, 0.0
+
+    def begin(*_: Any) -> None:
+        nonlocal started_s
+        started_s = time.perf_counter()
+
+    def end(*_: Any) -> None:
+        nonlocal spent_s
+        spent_s += time.perf_counter() - started_s
+
+    ids = task.prompts[0]["input_ids"]
+    with torch.inference_mode():
+        cache = model(ids).past_key_values
+        hooks = [layer.experts.register_forward_pre_hook(begin) for layer in layers]
+        hooks += [layer.experts.register_forward_hook(end) for layer in layers]
+        shares = []
+        for _ in range(2 * task.new_tokens):
+            spent_s, from_s = 0.0, time.perf_counter()
+            cache = model(ids[:, -1:], past_key_values=cache).past_key_values
+            shares.append(spent_s / (time.perf_counter() - from_s))
+        for hook in hooks:
+            hook.remove()
+    return median(shares)
+
+
+def simulated_tpot_s(
+    config: SchedulerConfig,
+    routing: Sequence[Sequence[RoutedPass]],
+    wire: Wire,
+    layer_s: float,
+    expert_s: float,
+    slowdown: float,
+) -> float:
+    """Median over the measured generations, the warm-up having been simulated first."""
+    simulator, per_generation = Simulator(config, wire, slowdown=slowdown), []
+    for passes in routing:
+        steps = []
+        for routed in passes:
+            start_s = simulator.now_s
+            simulator.recorder.begin_pass(routed.phase, 1, 1)
+            for layer_idx, tokens in routed.visits:
+                simulator.visit(layer_idx, tokens, layer_s, expert_s)
+            simulator.recorder.end_pass(simulator.now_s - start_s)
+            if routed.phase == "decode":
+                steps.append(simulator.now_s - start_s)
+        per_generation.append(sum(steps) / len(steps))
+    return median(per_generation[1:])
+
+
+def beside_each_other(model: PreTrainedModel, task: Task, link: FileLink, store: Any) -> tuple[float, float]:
+    """Bandwidth while the model computes, and times as long that a decode step takes then."""
+    ids, steps, done = task.prompts[0]["input_ids"], {True: [], False: []}, threading.Event()
+    reading = False
+
+    def decode() -> None:
+        with torch.inference_mode():
+            cache = model(ids).past_key_values
+            while not done.is_set():
+                before, start_s = reading, time.perf_counter()
+                cache = model(ids[:, -1:], past_key_values=cache).past_key_values
+                if before == reading:
+                    steps[before].append(time.perf_counter() - start_s)
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    time.sleep(PROBE_S)
+    reading = True
+    found = probe_read_bandwidth(store, 4 * MIB, link.workers, link.mode, PROBE_S)
+    reading = False
+    time.sleep(PROBE_S)
+    done.set()
+    thread.join()
+    return found.bytes_per_s, median(steps[True]) / median(steps[False])
+
+
+def config_of(source: Any, system: System, cache: str) -> SchedulerConfig:
+    model = source.patched(system, cache)
+    config: SchedulerConfig = model.promoe.runtime.engine.scheduler.config
+    model.promoe.close()
+    return config
+
+
+def measure(
+    demo: Demo, source: Any, resident: Any, reference: Reference, cache: str, title: str
+) -> list[dict[str, Any]]:
+    result = compare(
+        source, resident, reference, demo.task, cache, demo.out / "simulated-timeline.json", WITHOUT_PREFETCH
+    )
+    assert result.compute_s is not None
+    share = experts_share(resident, demo.task, reference.layers)
+    visits = sum(len(tokens[0]) for _, tokens in reference.routing[-1][-1].visits)
+    expert_s = result.compute_s * share / visits
+    layer_s = result.compute_s * (1 - share) / len(reference.layers)
+    bandwidth, slowdown = result.bandwidth_bytes_per_s, 1.0
+    probed = source.patched(WITHOUT_PREFETCH[0], cache)
+    engine = probed.promoe.runtime.engine
+    if isinstance(engine.link, FileLink):
+        bandwidth, slowdown = beside_each_other(resident, demo.task, engine.link, engine.store)
+    probed.promoe.close()
+    print(
+        f"\n{title}, cache {cache}: C {format_ms(result.compute_s)} ms, {format_share(share)} of it experts, "
+        f"W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s at best, {bandwidth / 1e9:.2f} while computing, which takes "
+        f"{slowdown:.2f} times as long then"
+    )
+    found = []
+    for system in WITHOUT_PREFETCH:
+        real_s = next(run.tpot_s for run in result.runs if run.name == system.name)
+        config = config_of(source, system, cache)
+        wire = Wire(bandwidth, 0.0)
+        tpot_s = simulated_tpot_s(config, reference.routing, wire, layer_s, expert_s, slowdown)
+        found.append({"setting": title, "cache": cache, "system": system.name, "real_s": real_s, "simulated_s": tpot_s})
+    rows = [("", "real", "simulated", "simulated / real")]
+    for row in found:
+        ratio = row["simulated_s"] / row["real_s"]
+        rows.append((row["system"], format_ms(row["real_s"]), format_ms(row["simulated_s"]), f"{ratio:.2f}"))
+    print("\n".join(aligned(rows)), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--caches", nargs="*", default=["12.5%", "25%", "50%"], help="real disk")
+    parser.add_argument("--emulated", nargs="*", default=["25%"], help="emulated link, transfer = compute")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/simulated.json"))
+    options = parser.parse_args()
+    demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
+    checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
+    disk, found = OnDisk(checkpoint, DTYPE), []
+    resident = disk.resident()
+    if options.caches:
+        reference = record(resident, demo.task)
+        for cache in options.caches:
+            found += measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT")
+    if options.emulated:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+        reference = record(resident, demo.task)
+        for cache in options.emulated:
+            link = SlowedFiles(checkpoint, DTYPE)
+            link.equalise(reference, cache)
+            found += measure(demo, link, resident, reference, cache, "emulated link, transfer = compute")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(found, indent=1))
+    print(f"\nwritten to {options.json}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""The real scheduler under a virtual clock: layers that compute for so long, a link that moves so many bytes per second.
+
+What `promoe.engine` does with threads happens here in order of time; the scheduler cannot tell the difference.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from promoe.recorder import Recorder
+from promoe.scheduler import Lease, Scheduler, SchedulerConfig
+from promoe.scheduler.eviction import Static
+from promoe.scheduler.reuse import LearnedReuse
+from promoe.wire import IN_FLIGHT, Wire
+
+Forecasts = Callable[[int], "Sequence[tuple[int, int, npt.ArrayLike]]"]
+"""What is forecast while a layer computes: `layer_idx -> [(steps_ahead, layer_idx, probabilities)]`."""
+
+
+class Simulator:
+    """One machine serving one model. Feed it passes; read `recorder` and the clock.
+
+    Args:
+        config: of the scheduler.
+        wire: the link.
+        reuse: what the reuse prior starts from.
+        slowdown: times as long that computing takes while something is on its way (1: a copy engine moves the bytes; more:
+            the cores that compute do).
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, wire: Wire, reuse: LearnedReuse | None = None, slowdown: float = 1.0
+    ) -> None:
+        self.config = config
+        self.recorder = Recorder(config.num_experts, config.expert_bytes)
+        self.now_s = 0.0
+        self._scheduler = Scheduler(config, self.recorder, reuse)
+        self._wire = wire
+        self._slowdown = slowdown
+        self._in_flight: deque[tuple[float, Lease]] = deque()
+        self.recorder.prefetch_switched(config.prefetch)
+
+    def fix_popularity(self, popularity: npt.NDArray[np.float64]) -> None:
+        """For `static`: keep the most popular experts by these counts `[num_layers, num_experts]`."""
+        eviction = self._scheduler.eviction
+        assert isinstance(eviction, Static), f"{self.config.eviction} learns by itself"
+        eviction.fix(popularity)
+
+    def visit(
+        self,
+        layer_idx: int,
+        tokens: Sequence[Sequence[int]],
+        layer_s: float,
+        expert_s: float,
+        forecasts: Forecasts | None = None,
+        stream_next: bool = False,
+    ) -> None:
+        """One MoE layer of a pass, and what lies before its gate.
+
+        Args:
+            layer_idx: the layer.
+            tokens: experts of each token `[num_tokens][top_k]`.
+            layer_s: computing up to the gate.
+            expert_s: computing one of its experts.
+            forecasts: asked once the gate has chosen.
+            stream_next: a long prompt, which will use nearly all experts of the next layer.
+        """
+        scheduler, ids = self._scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
+        self._compute(layer_s)
+        hits = scheduler.hint(layer_idx, ids)
+        if stream_next and layer_idx + 1 < self.config.num_layers:
+            scheduler.stream(2, layer_idx + 1)
+        self._send()
+        stall_s, waited_for, waiting = 0.0, 0, False
+        visit = scheduler.begin_visit(layer_idx, ids, tokens)
+        visit.admit()
+        if forecasts is not None:
+            for steps_ahead, target_idx, probabilities in forecasts(layer_idx):
+                scheduler.forecast(steps_ahead, target_idx, probabilities)
+        self._send()
+        while not visit.finished:
+            group = visit.ready()
+            if group:
+                waited_for += len(group) if waiting else 0
+                waiting = False
+                self._compute(len(group) * expert_s)
+                visit.release(group)
+                visit.admit()
+                self._send()
+            else:
+                arrival_s = self._in_flight[0][0]
+                stall_s += arrival_s - self.now_s
+                waiting = True
+                self._advance(arrival_s)
+        visit.close()
+        self.recorder.visit(layer_idx, ids, hits, len(ids) - waited_for, stall_s)
+
+    def _compute(self, work_s: float) -> None:
+        """So much work, while chunks arrive and others are sent."""
+        while self._in_flight:
+            end_s, arrival_s = self.now_s + self._slowdown * work_s, self._in_flight[0][0]
+            if arrival_s > end_s:
+                self.now_s = end_s
+                return
+            work_s -= (arrival_s - self.now_s) / self._slowdown
+            self._advance(arrival_s)
+        self.now_s += max(work_s, 0.0)
+
+    def _send(self) -> None:
+        scheduler, in_flight = self._scheduler, self._in_flight
+        while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
+            leases = scheduler.next_chunks(1)
+            if not leases:
+                return
+            lease = leases[0]
+            nbytes = self.config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
+            in_flight.append((self._wire.reserve(self.now_s, nbytes), lease))
+
+    def _advance(self, until_s: float) -> None:
+        in_flight = self._in_flight
+        while in_flight and in_flight[0][0] <= until_s:
+            self.now_s, lease = in_flight.popleft()
+            self._scheduler.chunk_done(lease)
+            self._send()
+        self.now_s = until_s

@@ -1,0 +1,119 @@
+"""`promoe simulate`, as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from promoe.cli import main
+
+from .traces import EXPERTS, save, topics
+
+KEYS = (
+    *("policy", "cache_rate", "tokens", "misses_per_token", "hit_rate", "ready_rate"),
+    *("bytes_per_token", "wasted_bytes_per_token", "tpot_s", "bound_s"),
+)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(topics(), tmp_path_factory.mktemp("trace") / "trace.npz")
+
+
+def simulate(trace: Path, tmp_path: Path, *more: str) -> dict[str, Any]:
+    out = tmp_path / "out.json"
+    assert main(["simulate", "--trace", str(trace), "--cache", "25%", "--json", str(out), *more]) == 0
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "next_use", "belady", "default"])
+def test_every_policy_writes_every_figure(policy: str, trace: Path, tmp_path: Path) -> None:
+    found = simulate(trace, tmp_path, "--policy", policy)
+    assert [key for key in KEYS if found.get(key) is None] == []
+    assert (found["policy"], found["cache_rate"], found["tokens"]) == (policy, 0.25, 480)
+
+
+def test_what_is_printed_says_on_what_and_how_far_from_the_bound(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulate(trace, tmp_path, "--hardware", "laptop-ssd")
+    printed = capsys.readouterr().out
+    assert "unknown, with experts of 16 MiB on laptop CPU, NVMe SSD; 480 tokens of 12 prompts" in printed
+    assert "16 slots of 16.8 MB, shared by all layers" in printed
+    assert f"{found['tpot_s'] / found['bound_s']:.2f}x that" in printed
+
+
+def test_the_same_command_writes_the_same_bytes(trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    assert simulate(trace, tmp_path, "--predictor", "oracle") == simulate(
+        trace, tmp_path / "b", "--predictor", "oracle"
+    )
+
+
+def test_a_predictor_is_fitted_on_other_prompts(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = simulate(trace, tmp_path, "--predictor", "token", "--max-tokens", "100")
+    assert found["tokens"] == 100
+    assert found["prefetched_bytes_per_token"] > 0
+    assert "fitted on the first 70% of the prompts" in capsys.readouterr().out
+    other = save(topics(seed=3), tmp_path / "other.npz")
+    assert simulate(trace, tmp_path, "--predictor", "token", "--fit", str(other))["tokens"] == 480
+
+
+def test_static_says_that_it_knows_what_comes(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    simulate(trace, tmp_path, "--policy", "static")
+    assert "--fit FILE for an honest one" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--cache", "6GiB"], "--cache must be a share of the routed experts, such as 25%. Got '6GiB'"),
+        (["--cache", "1%"], "less than one slot"),
+        (["--hardware", "abacus"], "no hardware preset 'abacus'"),
+        (["--model", "mixtral-8x7b"], "expected 32 MoE layers of 8 experts, top 2; found 4 of 16, top 3"),
+        (["--predictor", "gate"], "needs hidden states"),
+        (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+    ],
+)
+def test_mistakes_are_answered(more: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", str(trace), *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_fit_of_another_model_is_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two = topics()
+    path = save(two, tmp_path / "two.npz", experts=two.experts[:, :2] % EXPERTS)
+    assert main(["simulate", "--trace", str(trace), "--policy", "static", "--fit", str(path)]) == 2
+    assert "is of another model: 2 MoE layers, top 3, but the trace has 4, top 3" in capsys.readouterr().err
+    path = save(two, tmp_path / "more.npz", experts=two.experts + 5)
+    assert main(["simulate", "--trace", str(trace), "--policy", "static", "--fit", str(path)]) == 2
+    assert "experts up to 21 where it has 16" in capsys.readouterr().err
+
+
+def test_a_missing_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", str(tmp_path / "none.npz")]) == 2
+    assert "none.npz" in capsys.readouterr().err
+
+
+def test_experts_that_were_never_used_still_have_slots_by_the_models_sizes(tmp_path: Path) -> None:
+    """A trace of a model whose last experts nobody chose: slots go by the model, not by the largest id."""
+    rng = np.random.default_rng(0)
+    rows = np.stack([[rng.permutation(31)[:4] for _ in range(24)] for _ in range(5)])
+    path = save(topics(), tmp_path / "trace.npz", experts=rows, prompt_lengths=np.array([5]), token_index=np.arange(5))
+    found = simulate(path, tmp_path)
+    assert found["model"] == "gpt-oss-20b"
+    assert found["slots"] == 24 * 8
+
+
+def test_the_default_can_be_told_what_follows_what(trace: Path, tmp_path: Path) -> None:
+    other = save(topics(prompts=60), tmp_path / "other.npz")
+    half = ("--cache", "50%")
+    told = simulate(trace, tmp_path, "--fit", str(other), *half)["misses_per_token"]
+    assert told < 0.95 * simulate(trace, tmp_path, *half)["misses_per_token"]
