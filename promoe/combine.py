@@ -43,8 +43,7 @@ class WeightedSum:
         kernel: the layer's kernel.
         row_kernel: what to compute the rows of few pairs by instead, once it has proved to give the same bits.
         row_dtype: dtype in which the kernel computes a row before it is weighted.
-        pad_single: give the kernel a lone pair twice. (torch.bmm in fp32 takes another path for a batch of one,
-            which the whole call does not take.)
+        fewest_rows: give the kernel at least as many rows, as far as the whole call has them; pairs are repeated.
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -55,14 +54,14 @@ class WeightedSum:
         kernel: StockKernel,
         row_kernel: RowKernel | None,
         row_dtype: torch.dtype,
-        pad_single: bool,
+        fewest_rows: int,
         hidden: torch.Tensor,
         weights: torch.Tensor,
         pairs: Pairs,
     ) -> None:
         self._kernel = kernel
         self._row_kernel = row_kernel
-        self._pad_single = pad_single and pairs.count > 1
+        self._fewest_rows = min(fewest_rows, pairs.count)
         self._weights = weights
         self._pairs = pairs
         self._dtype = hidden.dtype
@@ -96,8 +95,10 @@ class WeightedSum:
     def _stock_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         hidden, index, ids = selection.gather(self._hidden), selection.index, selection.ids
         count = len(index)
-        if count == 1 and self._pad_single:
-            hidden, index, ids = hidden.expand(2, -1), index.expand(2, 1), selection.experts * 2
+        if (lacking := self._fewest_rows - count) > 0:
+            hidden = torch.cat([hidden, hidden[-1:].expand(lacking, -1)])
+            index = torch.cat([index, index[-1:].expand(lacking, 1)])
+            ids = None if ids is None else [*ids, *(ids[-1:] * lacking)]
         ones = torch.ones((len(index), 1), dtype=self._row_dtype, device=hidden.device)
         # The kernel sorts the pairs by expert, which they are already; only a stable sort leaves them as they are.
         with _StableSort() if count > len(selection.experts) else nullcontext():

@@ -12,6 +12,7 @@ Knows nothing of policies, files or what makes an expert ready.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -24,6 +25,9 @@ from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS, Pairs
 from promoe.row_kernel import RowKernel
+
+# `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
+BMM_ONEDNN_ELEMENTS = 16**3
 
 Combine = EagerSum | WeightedSum | PlacedRows
 
@@ -141,7 +145,18 @@ def _combine_for(
     if implementation == "eager":
         return EagerSum(kernel, layer.eager_forward, hidden, weights, pairs)
     row_dtype = _row_dtype(layer, implementation, hidden)
-    return WeightedSum(kernel, row_kernel, row_dtype, implementation == "batched_mm", hidden, weights, pairs)
+    fewest_rows = _fewest_rows(layer) if implementation == "batched_mm" else 1
+    return WeightedSum(kernel, row_kernel, row_dtype, fewest_rows, hidden, weights, pairs)
+
+
+def _fewest_rows(layer: MoELayer) -> int:
+    """From how many pairs on torch.bmm takes the path that it takes for any larger number of them.
+
+    A batch of one is a product of two matrices, and oneDNN takes over from `BMM_ONEDNN_ELEMENTS` multiplications on: two
+    ways of adding, hence different bits.
+    """
+    smallest = min(math.prod(shape[1:]) for _, shape, _ in layer.stacked_shapes if len(shape) > 2)
+    return max(2, BMM_ONEDNN_ELEMENTS // smallest + 1)
 
 
 def _row_kernel(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> RowKernel | None:
