@@ -156,7 +156,70 @@ def simulate(
     return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run, "simulate": simulate}
+def bench(
+    model: str | None = None,
+    *,
+    cache: list[str] = ["12.5%", "25%", "50%"],  # noqa: B006 - only read
+    systems: list[str] = ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"],  # noqa: B006
+    pairs: int = 5,
+    max_new_tokens: int = 20,
+    prompt_tokens: list[int] = [],  # noqa: B006 - only read
+    prompts: str | None = None,
+    link: str = "disk",
+    workspace: str = "128MiB",
+    seconds_per_answer: float = 30.0,
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16",
+    out: str = "promoe-out/bench",
+    json: str | None = None,
+) -> int:
+    """Measure this library beside the unmodified model and what people use today, at equal memory, on this machine.
+
+    Each system runs in a process of its own, whose memory, page cache included, a control group limits where the system
+    lets us (root, or a group of one's own). They take turns at the same prompts, and all tokens are compared with the
+    unmodified model's. Writes a table (Markdown), plots and JSON.
+
+    Args:
+        model: folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size
+            (4 GB, written once)
+        cache: slots, as shares of the routed experts or sizes
+        systems: resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), random, oracle,
+            page-cache, disk-offload, airllm, or folders of trained predictors
+        pairs: prompts that every system answers, after one to warm up
+        max_new_tokens: tokens generated for each
+        prompt_tokens: also read prompts of so many tokens
+        prompts: JSON list of texts; by default held-out ShareGPT prompts of the repository
+        link: disk, or emulated:R for one over which all of a token's experts take R times as long as computing the token
+        workspace: memory that each system gets beside the slots and the model's other weights
+        seconds_per_answer: cut an answer short after so long
+        dtype: of the weights
+        out: folder for tables, plots and the other systems' files
+        json: file to write the figures to; by default bench.json in that folder
+    """
+    from pathlib import Path
+
+    from promoe.bench.command import run_bench
+    from promoe.bench.options import Options
+
+    options = Options(
+        model=model,
+        cache=cache,
+        pairs=pairs,
+        max_new_tokens=max_new_tokens,
+        prompt_tokens=prompt_tokens,
+        prompts=prompts,
+        link=link,
+        workspace=workspace,
+        seconds_per_answer=seconds_per_answer,
+        dtype=dtype,
+        out=Path(out),
+        json=None if json is None else Path(json),
+        systems=systems,
+    )
+    run_bench(options, sys.stdout)
+    return 0
+
+
+COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run, "bench": bench, "simulate": simulate}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

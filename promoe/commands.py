@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
@@ -15,13 +17,35 @@ EXIT_INTERRUPTED = 130
 
 
 class _Parser(ArgumentParser):
-    """Options as shells have them: hyphens for underscores, and a flag for what is False by default."""
+    """Options as shells have them: hyphens for underscores, and a flag for what is False by default.
+
+    Attributes:
+        optional: parameters that are given by position, or left out.
+        several: type of the values of each option that takes several of them, `--cache 25% 50%`.
+    """
+
+    optional: Collection[str] = ()
+    several: Mapping[str, type] = MappingProxyType({})
 
     def add_argument(self, *args: Any, **kwargs: Any) -> Any:
         names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in args)
+        parameter = args[0].removeprefix("--")
+        shown: dict[str, Any] = {"help": kwargs.get("help"), "default": kwargs.get("default")}
+        # Groups of options call this too, and are no parsers.
+        several, optional = getattr(self, "several", {}), getattr(self, "optional", ())
         if kwargs.get("default") is False and kwargs.get("type") is bool:
             kwargs = {"help": kwargs.get("help"), "action": "store_true"}
+        elif parameter in several:
+            names, kwargs = names[:1], {**shown, "type": several[parameter], "nargs": "+"}
+        elif parameter in optional:
+            names, kwargs = (parameter,), {**shown, "nargs": "?"}
         return super().add_argument(*names, **kwargs)
+
+    def read_signature(self, command: Callable[..., int]) -> None:
+        """Learn from a command what is optional, and what takes several values."""
+        parameters = inspect.signature(command, eval_str=True).parameters.values()
+        self.optional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
+        self.several = {p.name: get_args(p.annotation)[0] for p in parameters if get_origin(p.annotation) is list}
 
 
 def _with_hyphens(argument: str) -> str:
@@ -40,6 +64,7 @@ def _make_parser(program: str, description: str, version: str, commands: Command
     for name, command in commands.items():
         text = (command.__doc__ or "").partition("\n    Args:")[0].strip()
         subparser = _Parser(description=text)
+        subparser.read_signature(command)
         subparser.add_function_arguments(command, as_group=False, as_positional=True)
         subcommands.add_subcommand(name, subparser, help=text.partition("\n")[0])
     return parser

@@ -83,6 +83,18 @@ def check_cache(cache: CacheSize) -> None:
         _share(cache, 1)
 
 
+def fixed_bytes(size: str) -> int:
+    """Bytes of a size that is no share.
+
+    Raises:
+        ConfigError: it is one, or no size at all.
+    """
+    check_cache(size)
+    if size == "auto" or "%" in size:
+        raise ConfigError(f'A size such as "128MiB" is needed. Got {size!r} instead.')
+    return round(_share(size, UNIT_BYTES["TIB"]) * UNIT_BYTES["TIB"])
+
+
 def _auto_bytes(free_bytes: int | None) -> int:
     if free_bytes is None:
         raise ConfigError(

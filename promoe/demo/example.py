@@ -49,6 +49,14 @@ class Example:
         Raises:
             ConfigError: there are fewer, or the file is not a list of texts.
         """
+        return self.all_prompts(count)[:count]
+
+    def all_prompts(self, count: int) -> list[str]:
+        """All held-out prompts, at least `count`.
+
+        Raises:
+            ConfigError: there are fewer, or the file is not a list of texts.
+        """
         path = self.folder / PROMPTS
         try:
             texts = json.loads(path.read_text(encoding="utf-8"))
@@ -58,7 +66,7 @@ class Example:
             raise ConfigError(f"'{path}' must hold a JSON list of texts. Got {type(texts).__name__} instead.")
         if len(texts) < count:
             raise ConfigError(f"'{path}' holds {len(texts)} prompts; {count} are needed. Ask for fewer with --prompts.")
-        return texts[:count]
+        return texts
 
     def heldout_loss(self) -> float | None:
         """Held-out loss in nats per token, as the checkpoint's model card states it; None where it does not."""

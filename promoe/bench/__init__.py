@@ -1,0 +1,1 @@
+"""`promoe bench`: this library, the unmodified model and what people use today, side by side at equal memory."""

@@ -1,0 +1,72 @@
+"""What `promoe bench` was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from promoe.errors import ConfigError
+from promoe.sizes import check_cache
+
+DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Options:
+    """See the help of `promoe bench`.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    cache: Sequence[str]
+    systems: Sequence[str]
+    model: str | None = None
+    pairs: int = 5
+    max_new_tokens: int = 20
+    prompt_tokens: Sequence[int] = ()
+    prompts: str | None = None
+    link: str = DISK
+    workspace: str = "128MiB"
+    seconds_per_answer: float = 30.0
+    repeat: int = 128
+    dtype: str = "bfloat16"
+    out: Path = Path("promoe-out/bench")
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("pairs", 1), ("max_new_tokens", 1), ("repeat", 1)):
+            value = getattr(self, name)
+            if value < least:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")
+        if any(length < 1 for length in self.prompt_tokens):
+            raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
+        if not self.seconds_per_answer > 0:
+            raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
+        for cache in (*self.cache, self.workspace):
+            check_cache(cache)
+        if not self.cache:
+            raise ConfigError("--cache needs at least one size, such as 25%.")
+        self.ratio  # noqa: B018 - checks --link
+
+    @property
+    def ratio(self) -> float | None:
+        """Time to move a token's experts / time to compute it, of an emulated link; None: the disk.
+
+        Raises:
+            ConfigError: --link is neither.
+        """
+        if self.link == DISK:
+            return None
+        kind, _, number = self.link.partition(":")
+        try:
+            ratio = float(number)
+        except ValueError:
+            ratio = 0.0
+        if kind != "emulated" or not 0 < ratio < float("inf"):
+            raise ConfigError(
+                f"--link must be {DISK!r}, or 'emulated:R' for a link over which all of a token's experts take R times as "
+                f"long as computing the token. Got {self.link!r} instead."
+            )
+        return ratio

@@ -1,0 +1,189 @@
+"""One cache size of `promoe bench`: all systems in processes of their own, taking turns prompt by prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from promoe.bench.process import Worker, WorkerError
+from promoe.bench.results import Row, Table, median_bound
+from promoe.bench.systems import ORACLE, RESIDENT, System
+from promoe.bench.tasks import Task
+from promoe.bench.worker import Answer, Facts, Sizes
+from promoe.bound import missed_bytes
+from promoe.demo.comparison import TokensDifferError, verify
+from promoe.links import EmulatedLink
+from promoe.measure import Generation, tpots_s, ttfts_s
+from promoe.scheduler import SchedulerConfig
+from promoe.units import ratio
+
+if TYPE_CHECKING:
+    from promoe.bench.run import Bench
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The unmodified model's answers to one task, warm-up first, with their routing."""
+
+    task: Task
+    answers: Sequence[Answer]
+
+
+@dataclass
+class _Measured:
+    """What one task gave, by system."""
+
+    answers: dict[str, list[Generation]] = field(default_factory=dict)
+    facts: dict[str, Facts] = field(default_factory=dict)
+    peaks: dict[str, int | None] = field(default_factory=dict)
+
+
+class Round:
+    """All systems at one cache size.
+
+    Args:
+        bench: opens them.
+        resident: the unmodified model, already open.
+        sizes: of the model.
+        references: of each task.
+        cache: slots.
+        limit_bytes: memory of each system; None: no limit.
+        link: for this library's systems; None: the disk.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        resident: Worker,
+        sizes: Sizes,
+        references: Sequence[Reference],
+        cache: str,
+        limit_bytes: int | None,
+        link: EmulatedLink | None,
+    ) -> None:
+        self._bench = bench
+        self._resident = resident
+        self._sizes = sizes
+        self._references = references
+        self._cache = cache
+        self._limit_bytes = limit_bytes
+        self._link = link
+        self._errors: dict[str, str] = {}
+
+    def measure(self) -> list[Table]:
+        """A table per task.
+
+        Raises:
+            TokensDifferError: a system's tokens are not the unmodified model's.
+        """
+        with ExitStack() as stack:
+            workers = self._open_all(stack)
+            ours = [system.name for system in self._bench.systems if system.kind == "promoe" and system.name in workers]
+            bandwidth = workers[ours[0]].probe()
+            found = [self._measure_task(reference, workers) for reference in self._references]
+            # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
+            still = next((name for name in ours if name not in self._errors), None)
+            bandwidth = max(bandwidth, workers[still].probe()) if still is not None else bandwidth
+        return [self._table(number, found[number], bandwidth) for number in range(len(found))]
+
+    def _open_all(self, stack: ExitStack) -> dict[str, Worker]:
+        workers: dict[str, Worker] = {}
+        for system in self._bench.systems:
+            try:
+                workers[system.name] = self._resident if system.name == RESIDENT else self._open(stack, system)
+            except WorkerError as error:
+                self._errors[system.name] = str(error)
+        if not any(system.kind == "promoe" and system.name in workers for system in self._bench.systems):
+            raise WorkerError("None of this library's systems could be opened. " + " ".join(self._errors.values()))
+        return workers
+
+    def _open(self, stack: ExitStack, system: System) -> Worker:
+        answers = [answer for reference in self._references for answer in reference.answers]
+        return self._bench.start(
+            stack,
+            system,
+            self._cache,
+            self._limit_bytes,
+            link=self._link if system.kind == "promoe" else None,
+            num_experts=self._sizes.num_experts,
+            decode_visits=_decode_visits(answers) if system.predictor == ORACLE else (),
+        )
+
+    def _measure_task(self, reference: Reference, workers: dict[str, Worker]) -> _Measured:
+        found = _Measured({name: [] for name in workers})
+        prompts = reference.task.prompts
+        with tqdm(total=len(workers) * len(prompts), unit="answer", disable=None, leave=False) as bar:
+            bar.set_description(f"cache {self._cache}, {reference.task.name}")
+            for number, (prompt, expected) in enumerate(zip(prompts, reference.answers, strict=True)):
+                for name, worker in workers.items():
+                    bar.set_postfix_str(name)
+                    try:
+                        if name not in self._errors:
+                            answer = worker.answer(prompt).generation
+                            _check(name, number, answer, expected.generation)
+                            if number > 0:
+                                found.answers[name].append(answer)
+                            else:
+                                worker.reset()
+                    except WorkerError as error:
+                        self._errors[name] = str(error)
+                    bar.update()
+        for name, worker in workers.items():
+            if name not in self._errors:
+                found.facts[name], found.peaks[name] = worker.facts(), worker.peak_limited_bytes
+        return found
+
+    def _table(self, number: int, found: _Measured, bandwidth: float) -> Table:
+        rows = []
+        for system in self._bench.systems:
+            name = system.name
+            row = Row(system, found.answers.get(name, []), error=self._errors.get(name))
+            if (facts := found.facts.get(name)) is not None:
+                row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, found.peaks[name]
+                if facts.stats is not None and facts.scheduler is not None:
+                    row.prefill, row.decode = facts.stats.prefill, facts.stats.decode
+                    compute = found.answers.get(RESIDENT) or [
+                        a.generation for a in self._references[number].answers[1:]
+                    ]
+                    missed = self._missed(facts.scheduler)[number]
+                    row.ttft_bound_s = median_bound(ttfts_s(compute), [prompt / bandwidth for prompt, _ in missed])
+                    row.tpot_bound_s = median_bound(tpots_s(compute), [token / bandwidth for _, token in missed])
+            rows.append(row)
+        return Table(self._cache, self._references[number].task.name, self._limit_bytes, bandwidth, rows)
+
+    def _missed(self, config: SchedulerConfig) -> list[list[tuple[float, float]]]:
+        """Per task and measured prompt: bytes that reading it misses, and each token after it, on demand only."""
+        passes = [routed for reference in self._references for answer in reference.answers for routed in answer.routing]
+        missed = iter(zip(passes, missed_bytes(config, passes), strict=True))
+        found = []
+        for reference in self._references:
+            of_task = []
+            for answer in reference.answers:
+                own = [next(missed) for _ in answer.routing]
+                decode = [nbytes for routed, nbytes in own[1:]]
+                of_task.append((float(own[0][1]), ratio(sum(decode), len(decode))))
+            found.append(of_task[1:])
+        return found
+
+
+def _check(name: str, number: int, answer: Generation, expected: Generation) -> None:
+    """An answer that was cut short is compared as far as it goes."""
+    kept = len(answer.tokens)
+    if kept == 0:
+        raise TokensDifferError(f"“{name}” generated nothing.")
+    verify(name, number, answer, Generation(expected.tokens[:kept], expected.ttft_s, expected.gaps_s[: kept - 1]))
+
+
+def _decode_visits(answers: Sequence[Answer]) -> list[tuple[int, list[int]]]:
+    """(layer, experts) of the layer visits of one token."""
+    return [
+        (layer_idx, sorted(set(tokens[0])))
+        for answer in answers
+        for routed in answer.routing
+        for layer_idx, tokens in routed.visits
+        if len(tokens) == 1
+    ]

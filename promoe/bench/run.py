@@ -1,0 +1,136 @@
+"""Runs `promoe bench`: opens the unmodified model, lets it answer, and measures each cache size against it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from promoe.bench.options import Options
+from promoe.bench.process import Worker
+from promoe.bench.results import Report
+from promoe.bench.round import Reference, Round
+from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
+from promoe.bench.tasks import Task, make_tasks
+from promoe.bench.worker import Opening, Preparing, Sizes
+from promoe.control_groups import MemoryGroup, NoControlGroupError, memory_groups
+from promoe.demo.example import find_example
+from promoe.errors import ConfigError
+from promoe.links import EmulatedLink
+from promoe.links.free_ram import free_ram_bytes
+from promoe.measure import tpots_s
+from promoe.sizes import fixed_bytes
+from promoe.units import format_memory, format_number
+
+SPARE_RAM_BYTES = 2 * 2**30
+
+
+class Bench:
+    """One run; what it needs is checked before anything slow begins.
+
+    Raises:
+        ConfigError: a system, prompts or the model cannot be had.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.systems = find_systems(options.systems)
+        self._check_link()
+        # One core less computes where a link is emulated: on the machines that it stands for, copies need no core.
+        self.threads = max(1, torch.get_num_threads() - (options.ratio is not None))
+        example = find_example() if options.model is None or options.prompts is None else None
+        if options.model is None:
+            assert example is not None
+            name = f"widened-x{options.repeat}-{options.dtype}"
+            dtype = getattr(torch, options.dtype)
+            self.checkpoint = example.widen(options.out.parent / name, options.repeat, dtype)
+        else:
+            self.checkpoint = Path(options.model)
+        self.tasks = make_tasks(options, self.checkpoint, example)
+        self.workspace_bytes = fixed_bytes(options.workspace)
+        groups = memory_groups()
+        self._around: MemoryGroup | None = groups[0] if groups else None
+        self.not_limited = self._why_not_limited()
+        """Why memory is not limited; None: it is."""
+
+    def run(self) -> Report:
+        """Measure everything, and close everything.
+
+        Raises:
+            WorkerError: the unmodified model cannot be opened.
+            TokensDifferError: a system's tokens are not the unmodified model's; nothing is reported of such a run.
+        """
+        with ExitStack() as stack:
+            resident = self.start(stack, KNOWN[RESIDENT], self.options.cache[0], None)
+            sizes = resident.sizes()
+            slots = {cache: resident.slots_bytes(cache) for cache in self.options.cache}
+            self._check_ram(max(slots.values()))
+            references = [self._refer(resident, task) for task in self.tasks]
+            link = self._emulated(sizes, references[0])
+            for system in self.systems:
+                if system.kind not in ("promoe", "resident"):
+                    resident.prepare(Preparing(system.kind, self.checkpoint, self._folder(system)))
+            tables = []
+            for cache in self.options.cache:
+                limit_bytes = None if self.not_limited else sizes.other_bytes + slots[cache] + self.workspace_bytes
+                tables += Round(self, resident, sizes, references, cache, limit_bytes, link).measure()
+        words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
+        return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
+
+    def start(self, stack: ExitStack, system: System, cache: str, limit_bytes: int | None, **more: Any) -> Worker:
+        """Open a system in a process, which the stack closes.
+
+        Raises:
+            WorkerError: it cannot be opened.
+        """
+        opening = Opening(system, self.checkpoint, self.options.dtype, cache, self._folder(system), None, self.threads)
+        worker = Worker(replace(opening, **more), limit_bytes, self._around)
+        stack.callback(worker.close)
+        return worker
+
+    def _refer(self, resident: Worker, task: Task) -> Reference:
+        bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)
+        return Reference(task, [resident.answer(replace(prompt, record=True)) for prompt in bar])
+
+    def _emulated(self, sizes: Sizes, reference: Reference) -> EmulatedLink | None:
+        if self.options.ratio is None:
+            return None
+        compute_s = median(tpots_s([answer.generation for answer in reference.answers[1:]]))
+        return EmulatedLink(sizes.token_bytes / (self.options.ratio * compute_s))
+
+    def _folder(self, system: System) -> Path:
+        return self.options.out / "peers" / f"{self.checkpoint.name}-{system.kind}"
+
+    def _check_link(self) -> None:
+        peers = [system.name for system in self.systems if system.kind not in ("promoe", "resident")]
+        if self.options.ratio is not None and peers:
+            raise ConfigError(
+                f"An emulated link is for this library's systems; {', '.join(peers)} read the disk. Leave them out of "
+                "--systems, or use --link disk."
+            )
+
+    def _check_ram(self, slots_bytes: int) -> None:
+        limited = [system for system in self.systems if system.name != RESIDENT]
+        needed_bytes = len(limited) * (slots_bytes + self.workspace_bytes) + SPARE_RAM_BYTES
+        free_bytes = free_ram_bytes()
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise ConfigError(
+                f"{len(limited)} systems at once take up to {format_memory(needed_bytes)} beside the unmodified model; "
+                f"{format_memory(free_bytes)} are free. Name fewer with --systems, or smaller ones with --cache."
+            )
+
+    def _why_not_limited(self) -> str | None:
+        if self.options.ratio is not None:
+            return "an emulated link copies from the page cache, which therefore holds all experts"
+        if self._around is None:
+            return "this system has no control groups for memory"
+        try:
+            self._around.new_inside(self.workspace_bytes).remove()
+        except NoControlGroupError as error:
+            return str(error)
+        return None

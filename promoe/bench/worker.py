@@ -1,0 +1,276 @@
+"""One system in a process of its own, so that its memory can be limited and measured: answers what it is asked."""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import StoppingCriteria
+
+from promoe.bench.peers import open_peer, prepare
+from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
+from promoe.bound import RoutedPass, RoutingRecorder, link_bandwidth
+from promoe.demo.systems import load_stock
+from promoe.links import EmulatedLink
+from promoe.loading import from_pretrained
+from promoe.measure import Generation, generate
+from promoe.moe_layers import find_moe_layers
+from promoe.predictors import PredictorContext
+from promoe.predictors.reference import OraclePredictor
+from promoe.scheduler import SchedulerConfig
+from promoe.sizes import plan_pools
+from promoe.stats import Stats
+
+# Small models fall into loops when they are greedy, and loops need the same experts again and again.
+REPETITION_PENALTY = 1.15
+# Of a system that takes seconds per token, a few tokens tell enough.
+FEWEST_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a process opens.
+
+    Attributes:
+        system: which.
+        checkpoint: the model's folder.
+        dtype: of its weights, such as "bfloat16".
+        cache: slots of this library's systems.
+        folder: a peer's own files.
+        link: an emulated link for this library's systems; None: the disk.
+        threads: that compute.
+        num_experts: of each MoE layer, for the oracle.
+        decode_visits: (layer, experts) of every layer visit of short passes, in order, for the oracle.
+    """
+
+    system: System
+    checkpoint: Path
+    dtype: str
+    cache: str
+    folder: Path
+    link: EmulatedLink | None
+    threads: int
+    num_experts: Sequence[int] = ()
+    decode_visits: Sequence[tuple[int, Sequence[int]]] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What to answer.
+
+    Attributes:
+        ids: of the prompt's tokens.
+        new_tokens: to generate; the end of text is suppressed, so that all answers have the same length.
+        seconds: stop after so long, from a few tokens on.
+        pad_token_id: for `model.generate`.
+        record: also return the routing; such an answer is slower.
+    """
+
+    ids: Sequence[int]
+    new_tokens: int
+    seconds: float
+    pad_token_id: int | None
+    record: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it."""
+
+    generation: Generation
+    routing: list[RoutedPass]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a process knows at its end.
+
+    Attributes:
+        stats: of a system of this library.
+        scheduler: its sizes and policy.
+        peak_rss_bytes: most memory that the process had in use, mapped files included.
+    """
+
+    stats: Stats | None
+    scheduler: SchedulerConfig | None
+    peak_rss_bytes: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model takes: bytes of one expert and number of experts per MoE layer, bytes of everything else."""
+
+    num_experts: tuple[int, ...]
+    expert_bytes: tuple[int, ...]
+    top_k: tuple[int, ...]
+    other_bytes: int
+
+    @property
+    def experts_bytes(self) -> int:
+        """All routed experts."""
+        return sum(count * nbytes for count, nbytes in zip(self.num_experts, self.expert_bytes, strict=True))
+
+    @property
+    def token_bytes(self) -> int:
+        """The routed experts that one token needs."""
+        return sum(count * nbytes for count, nbytes in zip(self.top_k, self.expert_bytes, strict=True))
+
+
+@dataclass(frozen=True)
+class Preparing:
+    """A peer's files, to be written by the process that holds the unmodified model."""
+
+    kind: Kind
+    checkpoint: Path
+    folder: Path
+
+
+def serve(connection: Connection) -> None:
+    """Answer requests until the other end closes. What a request raises is sent back, and ends the process."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    server = _Server()
+    answers: dict[str, Callable[[Any], Any]] = {
+        "open": server.open,
+        "answer": server.answer,
+        "sizes": server.sizes,
+        "slots": server.slots_bytes,
+        "prepare": server.prepare,
+        "reset": server.reset,
+        "probe": server.probe,
+        "facts": server.facts,
+    }
+    connection.send(None)  # ready: from here on memory is the system's own
+    while True:
+        try:
+            request, argument = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send((True, answers[request](argument)))
+        except Exception as error:
+            connection.send((False, f"{type(error).__name__}: {error}"))
+            break
+    server.close()
+
+
+class _Server:
+    """The system of one process."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._handle: Any = None
+
+    def open(self, opening: Opening) -> None:
+        torch.set_num_threads(opening.threads)
+        dtype = getattr(torch, opening.dtype)
+        system = opening.system
+        with _silent() if system.kind == "airllm" else nullcontext():
+            if system.kind == "resident":
+                self._model = load_stock(opening.checkpoint, dtype)
+            elif system.kind == "promoe":
+                self._model = _open_ours(opening, dtype)
+                self._handle = self._model.promoe
+            else:
+                self._model = open_peer(system.kind, opening.checkpoint, dtype, opening.folder)
+
+    def answer(self, prompt: Prompt) -> Answer:
+        ids = torch.tensor([list(prompt.ids)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with RoutingRecorder(self._model, self._layers()) if prompt.record else nullcontext() as recorder:
+            generation = generate(
+                self._model,
+                inputs,
+                prompt.new_tokens,
+                min_new_tokens=prompt.new_tokens,
+                repetition_penalty=REPETITION_PENALTY,
+                pad_token_id=prompt.pad_token_id,
+                stopping_criteria=[_TimeIsUp(prompt.seconds, ids.shape[1])],
+            )
+            return Answer(generation, [] if recorder is None else recorder.take())
+
+    def sizes(self, _: None) -> Sizes:
+        layers = self._layers()
+        experts = {id(tensor) for layer in layers for tensor in layer.experts.parameters()}
+        others = (*self._model.parameters(), *self._model.buffers())
+        return Sizes(
+            tuple(layer.num_experts for layer in layers),
+            tuple(layer.layout.payload_bytes for layer in layers),
+            tuple(layer.top_k or 1 for layer in layers),
+            sum(tensor.nbytes for tensor in others if id(tensor) not in experts),
+        )
+
+    def slots_bytes(self, cache: str) -> int:
+        layers = self._layers()
+        plans = plan_pools(cache, [layer.layout for layer in layers], [layer.num_experts for layer in layers])
+        return sum(plan.nbytes for plan in plans)
+
+    def prepare(self, what: Preparing) -> None:
+        with _silent():
+            prepare(what.kind, self._model, what.checkpoint, what.folder)
+
+    def reset(self, _: None) -> None:
+        if self._handle is not None:
+            self._handle.reset_stats()
+
+    def probe(self, _: None) -> float:
+        engine = self._handle.runtime.engine
+        return link_bandwidth(engine.link, engine.store)
+
+    def facts(self, _: None) -> Facts:
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if self._handle is None:
+            return Facts(None, None, peak_bytes)
+        return Facts(self._handle.stats(), self._handle.runtime.engine.scheduler.config, peak_bytes)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+
+    def _layers(self) -> Any:
+        return find_moe_layers(self._model) if self._handle is None else self._handle.runtime.layers
+
+
+def _open_ours(opening: Opening, dtype: torch.dtype) -> Any:
+    system = opening.system
+    config = system.config if opening.link is None else replace(system.config, read_mode="page_cache")
+    predictor: Any = system.predictor
+    if predictor == ORACLE:
+        count = len(opening.num_experts)
+        context = PredictorContext(gates=(), num_experts=opening.num_experts, top_k=[1] * count)
+        predictor = OraclePredictor(context, ORACLE_LOOKAHEAD, opening.decode_visits)
+    return from_pretrained(
+        opening.checkpoint,
+        cache=opening.cache,
+        predictor=predictor,
+        dtype=dtype,
+        link="auto" if opening.link is None else opening.link,
+        config=config,
+    )
+
+
+class _TimeIsUp(StoppingCriteria):  # type: ignore[misc]
+    """Stops an answer that takes too long, after a few tokens."""
+
+    def __init__(self, seconds: float, prompt_tokens: int) -> None:
+        self._end_s = time.monotonic() + seconds
+        self._fewest = prompt_tokens + FEWEST_TOKENS
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        stop = input_ids.shape[1] >= self._fewest and time.monotonic() > self._end_s
+        return torch.full((len(input_ids),), stop, dtype=torch.bool)
+
+
+def _silent() -> Any:
+    """AirLLM prints what it does, and draws a bar per layer."""
+    return redirect_stdout(io.StringIO())
