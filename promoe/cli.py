@@ -182,13 +182,15 @@ def bench(
         model: folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size
             (4 GB, written once)
         cache: slots, as shares of the routed experts or sizes
-        systems: resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), random, oracle,
-            page-cache, disk-offload, airllm, or folders of trained predictors
+        systems: resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch,
+            paper-preempt, paper (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm,
+            folders of trained predictors, or NAME@FOLDER
         pairs: prompts that every system answers, after one to warm up
         max_new_tokens: tokens generated for each
         prompt_tokens: also read prompts of so many tokens
         prompts: JSON list of texts; by default held-out ShareGPT prompts of the repository
-        link: disk, or emulated:R for one over which all of a token's experts take R times as long as computing the token
+        link: disk, emulated:R for one over which all of a token's experts take R times as long as computing the token, or
+            emulated:1.5GB/s
         workspace: memory that each system gets beside the slots and the model's other weights
         seconds_per_answer: cut an answer short after so long
         dtype: of the weights

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from promoe.errors import ConfigError
-from promoe.sizes import check_cache
+from promoe.sizes import check_cache, fixed_bytes
 
 DISK = "disk"
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A link to emulate: its bandwidth, or the time to move all of a token's experts / the time to compute the token."""
+
+    bytes_per_s: float | None = None
+    ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,25 +58,26 @@ class Options:
             check_cache(cache)
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
-        self.ratio  # noqa: B018 - checks --link
+        self.emulated()
 
-    @property
-    def ratio(self) -> float | None:
-        """Time to move a token's experts / time to compute it, of an emulated link; None: the disk.
+    def emulated(self) -> Emulated | None:
+        """The link to emulate; None: the disk.
 
         Raises:
             ConfigError: --link is neither.
         """
         if self.link == DISK:
             return None
-        kind, _, number = self.link.partition(":")
+        kind, _, value = self.link.partition(":")
+        speed = re.fullmatch(r"(.+[KMGT]i?B)/s", value)
         try:
-            ratio = float(number)
+            if kind == "emulated":
+                found = Emulated(bytes_per_s=fixed_bytes(speed[1])) if speed else Emulated(ratio=float(value))
+                if 0 < (found.bytes_per_s or found.ratio or 0) < math.inf:
+                    return found
         except ValueError:
-            ratio = 0.0
-        if kind != "emulated" or not 0 < ratio < float("inf"):
-            raise ConfigError(
-                f"--link must be {DISK!r}, or 'emulated:R' for a link over which all of a token's experts take R times as "
-                f"long as computing the token. Got {self.link!r} instead."
-            )
-        return ratio
+            pass
+        raise ConfigError(
+            f"--link must be {DISK!r}, 'emulated:R' for a link over which all of a token's experts take R times as long as "
+            f"computing the token, or 'emulated:1.5GB/s'. Got {self.link!r} instead."
+        )

@@ -42,7 +42,7 @@ class Bench:
         self.systems = find_systems(options.systems)
         self._check_link()
         # One core less computes where a link is emulated: on the machines that it stands for, copies need no core.
-        self.threads = max(1, torch.get_num_threads() - (options.ratio is not None))
+        self.threads = max(1, torch.get_num_threads() - (options.emulated() is not None))
         example = find_example() if options.model is None or options.prompts is None else None
         if options.model is None:
             assert example is not None
@@ -98,17 +98,21 @@ class Bench:
         return Reference(task, [resident.answer(replace(prompt, record=True)) for prompt in bar])
 
     def _emulated(self, sizes: Sizes, reference: Reference) -> EmulatedLink | None:
-        if self.options.ratio is None:
+        emulated = self.options.emulated()
+        if emulated is None:
             return None
+        if emulated.bytes_per_s is not None:
+            return EmulatedLink(emulated.bytes_per_s)
+        assert emulated.ratio is not None
         compute_s = median(tpots_s([answer.generation for answer in reference.answers[1:]]))
-        return EmulatedLink(sizes.token_bytes / (self.options.ratio * compute_s))
+        return EmulatedLink(sizes.token_bytes / (emulated.ratio * compute_s))
 
     def _folder(self, system: System) -> Path:
         return self.options.out / "peers" / f"{self.checkpoint.name}-{system.kind}"
 
     def _check_link(self) -> None:
         peers = [system.name for system in self.systems if system.kind not in ("promoe", "resident")]
-        if self.options.ratio is not None and peers:
+        if self.options.emulated() is not None and peers:
             raise ConfigError(
                 f"An emulated link is for this library's systems; {', '.join(peers)} read the disk. Leave them out of "
                 "--systems, or use --link disk."
@@ -125,7 +129,7 @@ class Bench:
             )
 
     def _why_not_limited(self) -> str | None:
-        if self.options.ratio is not None:
+        if self.options.emulated() is not None:
             return "an emulated link copies from the page cache, which therefore holds all experts"
         if self._around is None:
             return "this system has no control groups for memory"

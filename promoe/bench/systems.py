@@ -61,6 +61,27 @@ KNOWN = {
             _BASE,
             "gate",
         ),
+        System(
+            "paper-prefetch",
+            "promoe",
+            "on-demand, and the gates' predictions prefetched, LRU, never switched off",
+            replace(_ON_DEMAND, governor=False),
+            "gate",
+        ),
+        System(
+            "paper-preempt",
+            "promoe",
+            "the same, and missing experts requested at the gate, before what is speculative",
+            replace(_ON_DEMAND, governor=False, early_preemption=True),
+            "gate",
+        ),
+        System(
+            "paper",
+            "promoe",
+            "the same, and experts at hand run first: ProMoE as published",
+            replace(_ON_DEMAND, governor=False, early_preemption=True, reorder=True),
+            "gate",
+        ),
         System("random", "promoe", "the default with useless predictions", _BASE, "random"),
         System(
             ORACLE,
@@ -77,7 +98,10 @@ KNOWN = {
 
 
 def find_systems(names: Sequence[str]) -> list[System]:
-    """The systems of these names, in their order; the folder of a trained predictor is a system too.
+    """The systems of these names, in their order.
+
+    Args:
+        names: of `KNOWN`; or NAME@FOLDER for one of this library's with a trained predictor; or FOLDER, for gate@FOLDER.
 
     Raises:
         ConfigError: a name is unknown or given twice, or needs a package that is not installed.
@@ -87,9 +111,12 @@ def find_systems(names: Sequence[str]) -> list[System]:
     if again:
         raise ConfigError(f"--systems names {', '.join(again)} twice. Name each system once.")
     if not any(system.kind == "promoe" for system in found):
-        ours = [name for name, system in KNOWN.items() if system.kind == "promoe"]
-        raise ConfigError(f"--systems needs at least one of this library's: {', '.join(ours)}.")
+        raise ConfigError(f"--systems needs at least one of this library's: {', '.join(_ours())}.")
     return found
+
+
+def _ours() -> list[str]:
+    return [name for name, system in KNOWN.items() if system.kind == "promoe"]
 
 
 def _find(name: str) -> System:
@@ -99,13 +126,12 @@ def _find(name: str) -> System:
         if package is not None and find_spec(package) is None:
             raise ConfigError(f"The system {name!r} needs the package {package}: pip install 'promoe[bench]'.")
         return system
-    if (Path(name) / "config.json").is_file():
-        label = Path(name).resolve().name
-        return System(
-            "learned" if label == "predictor" else label,
-            "promoe",
-            f"the default with the predictor {name}",
-            _BASE,
-            name,
-        )
-    raise ConfigError(f"There is no system {name!r}. Name {', '.join(KNOWN)}, or the folder of a trained predictor.")
+    base, at, folder = name.partition("@") if "@" in name else ("gate", "", name)
+    if base in _ours() and (Path(folder) / "config.json").is_file():
+        known, label = KNOWN[base], Path(folder).resolve().name
+        label = "learned" if label == "predictor" else label
+        meaning = f"`{base}` with the predictor {folder}"
+        return System(f"{base}, {label}" if at else label, "promoe", meaning, known.config, folder)
+    raise ConfigError(
+        f"There is no system {name!r}. Name {', '.join(KNOWN)}, the folder of a trained predictor, or paper@FOLDER."
+    )

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from bench.reports import READ, report, row, table
+from promoe.bench.show import impossible, markdown, ratios, report_lines, table_lines
+
+
+def test_a_table_is_markdown_with_a_cell_per_column() -> None:
+    lines = [line for line in table_lines(table()) if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines) == 2 + 4, "the system without answers has no row"
+    head = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    gate = dict(zip(head, (cell.strip() for cell in lines[4].strip("|").split("|")), strict=True))
+    assert gate["system"] == "gate"
+    assert gate["TPOT, ms"] == "110 [100, 120]"
+    assert gate["x bound"] == "1.10"
+    assert gate["limited, MiB"] == "130"
+    assert gate["RSS, MiB"] == "500"
+
+
+def test_columns_without_values_are_left_out() -> None:
+    lines = [line for line in table_lines(replace(table(), rows=[row("resident", 0.1)])) if line.startswith("|")]
+    assert "bound" not in lines[0]
+    assert markdown((), []) == ["|  |", "||"]
+
+
+def test_ratios_are_paired_by_prompt_against_the_default() -> None:
+    (sentence,) = ratios(table())
+    assert sentence.startswith("TPOT of others over that of `gate`, per prompt: resident / gate: 0.50x")
+    assert "on-demand / gate: 1.91x" in sentence
+    assert "page-cache / gate: 4.55x [4.00x, 5.00x]" in sentence
+    (sentence,) = ratios(table(task=READ))
+    assert sentence.startswith("TTFT of others")
+    assert "on-demand / gate: 1.00x" in sentence
+
+
+def test_what_failed_is_said() -> None:
+    assert "- `airllm`: The system 'airllm' was killed." in list(table_lines(table()))
+
+
+def test_a_time_below_its_bound_is_a_measuring_error() -> None:
+    assert impossible(table()) == []
+    wrong = replace(table(), rows=[row("gate", 0.1, bound_s=0.104)])
+    (sentence,) = impossible(wrong)
+    assert "MEASURED WRONG" in sentence
+    assert "`gate` took 100 ms, less than the least possible 104 ms" in sentence
+
+
+def test_the_report_says_its_conditions() -> None:
+    text = "\n".join(report_lines(report()))
+    assert "16 routed experts in 2 layers" in text
+    assert "control group" in text
+    assert "- `page-cache`: the unmodified model, its experts mapped from a file" in text
+    assert "Memory was not limited (no root): compare" in "\n".join(report_lines(report(not_limited="no root")))
+
+
+def test_json_has_every_answer() -> None:
+    values = json.loads(json.dumps(report().to_json()))
+    rows = {one["system"]: one for one in values["tables"][0]["rows"]}
+    assert [answer["tpot_s"] for answer in rows["gate"]["answers"]] == [0.1, 0.11, 0.12]
+    assert rows["gate"]["tpot_bound_s"] == 0.1
+    assert rows["airllm"]["error"] == "The system 'airllm' was killed."
+    assert rows["airllm"]["tpot_s"] is None
+    assert rows["gate"]["decode"]["passes"] == 4
