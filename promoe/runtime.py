@@ -40,6 +40,7 @@ class Runtime:
         predictor: what forecasts; None: no prefetch.
         passes: watches the model's forward passes.
         min_group_bytes: see `PromoeConfig`.
+        stream: see `PromoeConfig`.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Runtime:
         predictor: Forecaster | None,
         passes: PassObserver,
         min_group_bytes: int = 0,
+        stream: bool = True,
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
         self.predictor = predictor
         self.passes = passes
         self._min_group_bytes = min_group_bytes
+        self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
@@ -87,11 +90,11 @@ class Runtime:
             hits = self.engine.hint(layer.layer_idx, ids)
             self._announced.hits = (layer.layer_idx, ids, hits)
             self._announced.visit = None
-            if self.predictor is not None and self.predictor.of_use:
-                if len(index) <= MAX_PREDICTED_TOKENS:
+            if len(index) <= MAX_PREDICTED_TOKENS:
+                if self.predictor is not None and self.predictor.of_use:
                     self._predict(layer, state, args, kwargs, tokens)
-                elif len(ids) >= STREAMED_SHARE * layer.num_experts and layer.layer_idx + 1 < len(self.layers):
-                    self.engine.stream(layer.layer_idx + 1)
+            elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
+                self.engine.stream(layer.layer_idx + 1)
 
         return on_gate
 

@@ -8,7 +8,7 @@ import pytest
 
 from promoe import ConfigError, PromoeConfig, PromoeError
 
-BOOLEANS = ("early_preemption", "reorder", "governor", "bypass", "strict")
+BOOLEANS = ("early_preemption", "reorder", "stream", "governor", "bypass", "strict")
 WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "min_group_bytes", "workers")
 NUMBERS = ("min_probability", "stall_timeout_s")
 
@@ -22,6 +22,7 @@ def test_defaults() -> None:
     assert dataclasses.asdict(PromoeConfig()) == {
         "eviction": "next_use",
         "early_preemption": True,
+        "stream": True,
         "reorder": True,
         "lookahead": 1,
         "min_probability": 0.5,

@@ -66,7 +66,7 @@ def test_before_any_pass_there_is_only_the_set_up() -> None:
 @pytest.mark.parametrize("cache", [2, "50%"])
 def test_without_prefetch_every_miss_is_fetched_once(cache: Any) -> None:
     """Conservation: needed = hits + fetched; fetched = evicted + still there."""
-    with served(FAMILY, cache=cache) as model:
+    with served(FAMILY, cache=cache, stream=False) as model:
         assert_unharmed(model)
         stats = model.promoe.stats()
         resident = len(model.promoe.runtime.engine.scheduler.resident())

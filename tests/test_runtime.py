@@ -125,7 +125,7 @@ def test_ids_that_differ_from_the_announced_are_visited(monkeypatch: pytest.Monk
 
 def test_hits_are_those_at_gate_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hint that has arrived by the time of the visit was a miss all the same."""
-    with served(FAMILY, cache="100%", link=ONE_WORKER) as model:
+    with served(FAMILY, cache="100%", link=ONE_WORKER, stream=False) as model:
         engine = model.promoe.runtime.engine
         original = engine.visit
 
@@ -148,7 +148,7 @@ def test_hits_are_those_at_gate_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("store", ["host", "file"])
 def test_counters_of_a_run_without_prefetch(store: str) -> None:
-    with served(FAMILY, cache="100%", store=store, link=ONE_WORKER) as model:
+    with served(FAMILY, cache="100%", store=store, link=ONE_WORKER, stream=False) as model:
         assert_works(model, "padded")
         stats = model.promoe.stats()
         assert (stats.prefill.passes, stats.decode.passes) == (1, NEW_TOKENS)
@@ -167,9 +167,11 @@ def test_counters_of_a_run_without_prefetch(store: str) -> None:
         assert again.layer_visits == stats.layer_visits
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("predictor", [None, "random"])
-def test_every_byte_that_moved_is_accounted_for(predictor: str | None) -> None:
-    with served(FAMILY, cache="25%", predictor=predictor, min_probability=0.01, link=delayed(3)) as model:
+def test_every_byte_that_moved_is_accounted_for(predictor: str | None, stream: bool) -> None:
+    fields: dict[str, Any] = {"min_probability": 0.01, "stream": stream}
+    with served(FAMILY, cache="25%", predictor=predictor, link=delayed(3), **fields) as model:
         for prompt in ("one", "padded", "short"):
             assert_works(model, prompt)
         promoe_handle = model.promoe
@@ -180,7 +182,7 @@ def test_every_byte_that_moved_is_accounted_for(predictor: str | None) -> None:
         evicted = stats.evictions * EXPERT_BYTES
         moved = stats.bytes_demand + stats.bytes_prefetched
         assert held + evicted <= moved <= held + evicted + stats.bytes_wasted
-        if predictor is None:
+        if predictor is None and not stream:
             assert stats.bytes_prefetched == 0
         assert stats.evictions > 0
 
@@ -271,15 +273,17 @@ def test_a_closed_engine_refuses_and_a_forward_under_way_ends() -> None:
         assert [cache.num_pinned for cache in caches(model)] == [0]
 
 
+@pytest.mark.parametrize("wanted_too", [True, False])
 @pytest.mark.parametrize("predictor", ["gate", None])
-def test_a_long_prompt_streams_the_next_layers_experts_if_prefetch_is_wanted(
-    predictor: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_long_prompt_streams_the_next_layers_experts_with_a_predictor_or_without(
+    predictor: str | None, wanted_too: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = left_padded((60,), seed=5)
     plain = stock(FAMILY, torch.float32)
     wanted = greedy(plain, prompt, new_tokens=1)
-    with served(FAMILY, cache="75%", predictor=predictor) as model:
+    with served(FAMILY, cache="75%", predictor=predictor, stream=wanted_too) as model:
         engine = model.promoe.runtime.engine
+        engine.set_prefetch(False)  # the governor's verdict on predictions
         streamed: list[int] = []
         original = engine.stream
 
@@ -289,5 +293,6 @@ def test_a_long_prompt_streams_the_next_layers_experts_if_prefetch_is_wanted(
 
         monkeypatch.setattr(engine, "stream", note)
         greedy(model, prompt, new_tokens=1).assert_equals(wanted)
-        assert streamed == ([] if predictor is None else list(range(1, LAYERS)))
+        assert streamed == (list(range(1, LAYERS)) if wanted_too else [])
+        assert (model.promoe.stats().bytes_prefetched > 0) == wanted_too
         check_integrity(model)

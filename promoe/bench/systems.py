@@ -39,7 +39,8 @@ class System:
     predictor: str | None = None
 
 
-_ON_DEMAND = replace(_BASE, eviction="lru", early_preemption=False, reorder=False)
+_ON_DEMAND = replace(_BASE, eviction="lru", early_preemption=False, reorder=False, stream=False)
+_PAPER = replace(_ON_DEMAND, stream=True, governor=False)
 KNOWN = {
     system.name: system
     for system in (
@@ -49,10 +50,15 @@ KNOWN = {
             "lru",
             "promoe",
             "LRU; all missing experts requested at the gate, those at hand run first",
-            replace(_BASE, eviction="lru"),
+            replace(_BASE, eviction="lru", stream=False),
         ),
-        System("lfru", "promoe", "the same with frequency over age", replace(_BASE, eviction="lfru")),
-        System("static", "promoe", "the same with the most popular experts kept", replace(_BASE, eviction="static")),
+        System("lfru", "promoe", "the same with frequency over age", replace(_BASE, eviction="lfru", stream=False)),
+        System(
+            "static",
+            "promoe",
+            "the same with the most popular experts kept",
+            replace(_BASE, eviction="static", stream=False),
+        ),
         System("next-use", "promoe", "the same, evicting by expected next use", _BASE),
         System(
             "gate",
@@ -65,21 +71,21 @@ KNOWN = {
             "paper-prefetch",
             "promoe",
             "on-demand, and the gates' predictions prefetched, LRU, never switched off",
-            replace(_ON_DEMAND, governor=False),
+            _PAPER,
             "gate",
         ),
         System(
             "paper-preempt",
             "promoe",
             "the same, and missing experts requested at the gate, before what is speculative",
-            replace(_ON_DEMAND, governor=False, early_preemption=True),
+            replace(_PAPER, early_preemption=True),
             "gate",
         ),
         System(
             "paper",
             "promoe",
             "the same, and experts at hand run first: ProMoE as published",
-            replace(_ON_DEMAND, governor=False, early_preemption=True, reorder=True),
+            replace(_PAPER, early_preemption=True, reorder=True),
             "gate",
         ),
         System("random", "promoe", "the default with useless predictions", _BASE, "random"),

@@ -37,15 +37,19 @@ _BASE = PromoeConfig(bypass=False)
 SYSTEMS = (
     System(
         "on-demand LRU",
-        dataclasses.replace(_BASE, eviction="lru", early_preemption=False, reorder=False),
+        dataclasses.replace(_BASE, eviction="lru", early_preemption=False, reorder=False, stream=False),
         meaning="missing experts one after the other by id, each fetched when its turn comes",
     ),
     System(
         "+ preempt/reorder",
-        dataclasses.replace(_BASE, eviction="lru"),
+        dataclasses.replace(_BASE, eviction="lru", stream=False),
         meaning="all missing experts requested when the gate has chosen; those at hand run first",
     ),
-    System("+ next-use eviction", _BASE, meaning="evicts the expert whose next use is expected last"),
+    System(
+        "+ next-use eviction",
+        dataclasses.replace(_BASE, stream=False),
+        meaning="evicts the expert whose next use is expected last",
+    ),
     System(
         "+ gate prefetch",
         _BASE,

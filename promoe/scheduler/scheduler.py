@@ -216,20 +216,20 @@ class Scheduler:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
             chosen = self._chosen[(layer_idx - steps_ahead) % num_layers]
             p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior, chosen)
-        self._expect(steps_ahead, layer_idx, p_next)
+        self._expect(steps_ahead, layer_idx, p_next, wanted=self.prefetch_on)
 
     def stream(self, steps_ahead: int, layer_idx: int) -> None:
         """A long prompt will use nearly all experts of a layer: want its absent ones in order of id.
 
-        Needs no predictor, and so no judgement of its worth.
+        Needs no predictor, and so no judgement of its worth: it does not matter whether prefetch is on.
         """
         if layer_idx not in self._hinted:
-            self._expect(steps_ahead, layer_idx, np.ones(self.config.num_experts[layer_idx]))
+            self._expect(steps_ahead, layer_idx, np.ones(self.config.num_experts[layer_idx]), wanted=True)
 
-    def _expect(self, steps_ahead: int, layer_idx: int, p_next: Floats) -> None:
+    def _expect(self, steps_ahead: int, layer_idx: int, p_next: Floats, wanted: bool) -> None:
         self.eviction.forecast(layer_idx, p_next)
         self._invalidate()
-        if self.prefetch_on:
+        if wanted:
             self._speculation.replace(layer_idx, self.step + steps_ahead, self._worth_sending(layer_idx, p_next))
 
     def _worth_sending(self, layer_idx: int, p_next: Floats) -> list[tuple[int, float]]:
