@@ -26,7 +26,7 @@ from .visit import Visit
 
 
 class Lease(NamedTuple):
-    """The right and the order to fetch one chunk of an expert into a slot."""
+    """The right and the order to fetch one chunk of an expert into a slot, or, as one transfer, some that follow each other."""
 
     key: ExpertKey
     chunk_idx: int
@@ -34,6 +34,7 @@ class Lease(NamedTuple):
     generation: int
     code: int
     cause: Cause
+    num_chunks: int = 1
 
 
 class Scheduler:
@@ -258,13 +259,22 @@ class Scheduler:
             leases.append(lease)
         return leases
 
-    def _next_demand(self) -> Lease | None:
+    def next_transfer(self) -> Lease | None:
+        """The next chunk, and with it those that are certain to follow it: what is left of the pinned expert first in line.
+
+        For a driver that lets no visit end early and knows when each chunk will be there. It reports the lease done once,
+        when the last chunk is.
+        """
+        return self._next_demand(whole=True) or self._next_hint() or self._next_speculation()
+
+    def _next_demand(self, whole: bool = False) -> Lease | None:
         queue = self._demand
         for position, code in enumerate(queue):
             cache = self._cache_of[code // self.max_experts]
             # Where there is no slot yet, one is on its way; the next in line may already have its own.
             if cache.state[code] == LOADING or self._has_slot(cache, code, PIN):
-                lease = self._issue(cache, code, "demand")
+                # Behind one that still waits for its slot, the rest is not certain: that one goes first once it has it.
+                lease = self._issue(cache, code, "demand", whole and position == 0)
                 if cache.loads[code].all_issued:
                     del queue[position]
                 return lease
@@ -308,7 +318,7 @@ class Scheduler:
             return not cache.loads[code].all_issued
         return state == ABSENT and self._room_of[code // self.max_experts].make(code, level, self.current_layer)
 
-    def _issue(self, cache: ExpertCache, code: int, cause: Cause) -> Lease:
+    def _issue(self, cache: ExpertCache, code: int, cause: Cause, whole: bool = False) -> Lease:
         layer_idx = code // self.max_experts
         if cache.state[code] == ABSENT:
             load = cache.start_load(code, self._num_chunks[layer_idx])
@@ -316,20 +326,24 @@ class Scheduler:
         else:
             load = cache.loads[code]
         chunk_idx = load.issued
-        load.issued += 1
         load.pending.add(chunk_idx)
-        return Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause)
+        num_chunks = load.num_chunks - chunk_idx if whole else 1
+        load.issued += num_chunks
+        return Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
 
     # -- what arrived -------------------------------------------------------------------------------------------
 
     def chunk_done(self, lease: Lease) -> bool:
-        """A chunk's bytes are in its slot. Returns whether this made the expert resident."""
+        """A lease's bytes are in its slot. Returns whether this made the expert resident."""
         load = self._take_back(lease)
         if load is None:
             return False
         code, layer_idx = lease.code, lease.key.layer_idx
         cache = self._cache_of[layer_idx]
-        nbytes = self.config.chunk_bytes[layer_idx][lease.chunk_idx]
+        chunk_bytes = self.config.chunk_bytes[layer_idx]
+        nbytes = chunk_bytes[lease.chunk_idx]
+        if lease.num_chunks > 1:
+            nbytes = sum(chunk_bytes[lease.chunk_idx : lease.chunk_idx + lease.num_chunks])
         if cache.state[code] == DRAINING:
             self._ledger.arrived_late(layer_idx, lease.cause, nbytes)
             cache.settle(code)

@@ -41,7 +41,8 @@ class Simulator:
         self._scheduler = Scheduler(config, self.recorder, reuse)
         self._wire = wire
         self._slowdown = slowdown
-        self._in_flight: deque[tuple[float, Lease]] = deque()
+        # Arrivals on the wire's timetable; the lease at its last chunk, None at the others.
+        self._in_flight: deque[tuple[float, Lease | None]] = deque()
         self.recorder.prefetch_switched(config.prefetch)
 
     def fix_popularity(self, popularity: npt.NDArray[np.float64]) -> None:
@@ -92,12 +93,19 @@ class Simulator:
                 visit.admit()
                 self._send()
             else:
-                arrival_s = self._in_flight[0][0]
-                stall_s += arrival_s - self.now_s
                 waiting = True
-                self._advance(arrival_s)
+                stall_s += self._wait()
         visit.close()
         self.recorder.visit(layer_idx, ids, hits, len(ids) - waited_for, stall_s)
+
+    def _wait(self) -> float:
+        """Until what is first on its way has arrived; returns the seconds."""
+        waited_s, lease = 0.0, None
+        while lease is None:
+            arrival_s, lease = self._in_flight[0]
+            waited_s += arrival_s - self.now_s
+            self._advance(arrival_s)
+        return waited_s
 
     def _compute(self, work_s: float) -> None:
         """So much work, while chunks arrive and others are sent."""
@@ -113,17 +121,21 @@ class Simulator:
     def _send(self) -> None:
         scheduler, in_flight = self._scheduler, self._in_flight
         while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
-            leases = scheduler.next_chunks(1)
-            if not leases:
+            lease = scheduler.next_transfer()
+            if lease is None:
                 return
-            lease = leases[0]
-            nbytes = self.config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
-            in_flight.append((self._wire.reserve(self.now_s, nbytes), lease))
+            # The wire starts each chunk when the last but one has arrived, so those that follow can be put down at once.
+            last_idx = lease.chunk_idx + lease.num_chunks - 1
+            chunk_bytes = self.config.chunk_bytes[lease.key.layer_idx]
+            for nbytes in chunk_bytes[lease.chunk_idx : last_idx]:
+                in_flight.append((self._wire.reserve(self.now_s, nbytes), None))
+            in_flight.append((self._wire.reserve(self.now_s, chunk_bytes[last_idx]), lease))
 
     def _advance(self, until_s: float) -> None:
         in_flight = self._in_flight
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()
-            self._scheduler.chunk_done(lease)
+            if lease is not None:
+                self._scheduler.chunk_done(lease)
             self._send()
         self.now_s = until_s
