@@ -79,6 +79,9 @@ class Scheduler:
         pool_of = {layer: idx for idx, pool in enumerate(config.pools) for layer in pool.layers}
         self._cache_of = [self._caches[pool_of[layer]] for layer in range(config.num_layers)]
         self._room_of = [self._rooms[pool_of[layer]] for layer in range(config.num_layers)]
+        self._asked_rooms: set[Room] = set()  # for a slot, since the latest layer event
+        self._num_experts = sum(config.num_experts)
+        self._fits = sum(pool.num_slots for pool in config.pools) >= self._num_experts
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -102,7 +105,7 @@ class Scheduler:
     @property
     def everything_resident(self) -> bool:
         """Whether every expert is in a slot: then there are as many slots, and none will ever be evicted."""
-        return sum(len(cache.slot_of) for cache in self._caches) == sum(self.config.num_experts)
+        return self._fits and sum(len(cache.slot_of) for cache in self._caches) == self._num_experts
 
     # -- what is needed -----------------------------------------------------------------------------------------
 
@@ -167,18 +170,21 @@ class Scheduler:
         return Visit(self, layer_idx, ids)
 
     def _invalidate(self) -> None:
-        for room in self._rooms:
+        for room in self._asked_rooms:
             room.invalidate()
+        self._asked_rooms.clear()
 
     def demand(self, layer_idx: int, codes: Sequence[int]) -> None:
         """A visit pinned these experts: queue what is missing of them (called by `Visit.admit`)."""
         cache = self._cache_of[layer_idx]
+        state, pins, ledger = cache.state, cache.pins, self._ledger
         for code in codes:
-            self._ledger.asked(layer_idx, code)
+            if ledger.has_unasked:
+                ledger.asked(layer_idx, code)
             # Who pinned it before has queued it before.
-            if cache.state[code] != RESIDENT and cache.pins[code] == 1:
+            if state[code] != RESIDENT and pins[code] == 1:
                 self._failed_speculation.discard(code)
-                if cache.state[code] != LOADING or not cache.loads[code].all_issued:
+                if state[code] != LOADING or not cache.loads[code].all_issued:
                     self._demand.append(code)
 
     def undemand(self, code: int, cache: ExpertCache) -> None:
@@ -316,7 +322,11 @@ class Scheduler:
         state = cache.state[code]
         if state == LOADING:
             return not cache.loads[code].all_issued
-        return state == ABSENT and self._room_of[code // self.max_experts].make(code, level, self.current_layer)
+        if state != ABSENT:
+            return False
+        room = self._room_of[code // self.max_experts]
+        self._asked_rooms.add(room)
+        return room.make(code, level, self.current_layer)
 
     def _issue(self, cache: ExpertCache, code: int, cause: Cause, whole: bool = False) -> Lease:
         layer_idx = code // self.max_experts

@@ -100,11 +100,11 @@ class Simulator:
 
     def _wait(self) -> float:
         """Until what is first on its way has arrived; returns the seconds."""
-        waited_s, lease = 0.0, None
-        while lease is None:
-            arrival_s, lease = self._in_flight[0]
+        waited_s, completed = 0.0, False
+        while not completed:
+            arrival_s = self._in_flight[0][0]
             waited_s += arrival_s - self.now_s
-            self._advance(arrival_s)
+            completed = self._advance(arrival_s)
         return waited_s
 
     def _compute(self, work_s: float) -> None:
@@ -119,7 +119,7 @@ class Simulator:
         self.now_s += max(work_s, 0.0)
 
     def _send(self) -> None:
-        scheduler, in_flight = self._scheduler, self._in_flight
+        scheduler, in_flight, reserve = self._scheduler, self._in_flight, self._wire.reserve
         while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
             lease = scheduler.next_transfer()
             if lease is None:
@@ -128,14 +128,18 @@ class Simulator:
             last_idx = lease.chunk_idx + lease.num_chunks - 1
             chunk_bytes = self.config.chunk_bytes[lease.key.layer_idx]
             for nbytes in chunk_bytes[lease.chunk_idx : last_idx]:
-                in_flight.append((self._wire.reserve(self.now_s, nbytes), None))
-            in_flight.append((self._wire.reserve(self.now_s, chunk_bytes[last_idx]), lease))
+                in_flight.append((reserve(self.now_s, nbytes), None))
+            in_flight.append((reserve(self.now_s, chunk_bytes[last_idx]), lease))
 
-    def _advance(self, until_s: float) -> None:
-        in_flight = self._in_flight
+    def _advance(self, until_s: float) -> bool:
+        """Everything arrives that does until then; returns whether a transfer was complete."""
+        in_flight, completed = self._in_flight, False
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()
             if lease is not None:
                 self._scheduler.chunk_done(lease)
-            self._send()
+                completed = True
+            if len(in_flight) < IN_FLIGHT:
+                self._send()
         self.now_s = until_s
+        return completed
