@@ -50,24 +50,41 @@ class Association:
         total += own
         return total
 
-    def log_odds_of(self, own: LogOdds, chosen: Sequence[Sequence[int]]) -> LogOdds:
-        """The same of several visits at once `[num_visits, num_experts]`, each with at least one expert."""
+    def log_odds_of(
+        self, own: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None
+    ) -> LogOdds:
+        """The same of several visits at once `[num_visits, num_experts]`, each with at least one expert.
+
+        Args:
+            own: of each visit.
+            chosen: by each visit.
+            used: the same in ones and zeros `[num_visits, num_experts]`, if it is at hand: for few experts that is quicker.
+        """
+        if used is not None and used.size * len(self._weights) <= MAX_PRODUCTS:
+            return used.dot(self._weights) + own
         starts = np.cumsum([0, *(len(ids) for ids in chosen[:-1])])
         rows = self._weights.take(list(chain.from_iterable(chosen)), axis=0)
         total: LogOdds = np.add.reduceat(rows, starts, axis=0)
         total += own
         return total
 
-    def correct(self, errors: LogOdds, chosen: Sequence[Sequence[int]]) -> None:
-        """Learn from some visits: what came less what was expected `[num_visits, num_experts]`."""
+    def correct(self, errors: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None) -> None:
+        """Learn from some visits: what came less what was expected `[num_visits, num_experts]`; `used` as above."""
         rate = max(LAST_RATE, FIRST_RATE / (1.0 + self._num_visits / MANY_VISITS))
         self._num_visits += len(chosen)
         # Every row takes a share of the errors of the visits that used its expert: one product of matrices.
         steps = errors * np.array([[rate / (1 + len(ids))] for ids in chosen], dtype=np.float32)
+        if used is not None and used.size * len(self._weights) <= MAX_PRODUCTS:
+            self._weights += used.T.dot(steps)
+        else:
+            self._correct_used(steps, chosen)
+
+    def _correct_used(self, steps: LogOdds, chosen: Sequence[Sequence[int]]) -> None:
+        """Without touching the rows of experts that were not used: they are most, where there are many."""
         experts = list(set(chain.from_iterable(chosen)))
         starts = {expert_idx: row * len(chosen) for row, expert_idx in enumerate(experts)}
         used = np.zeros((len(experts), len(chosen)), dtype=np.float32)
         used.put([starts[expert_idx] + visit_idx for visit_idx, ids in enumerate(chosen) for expert_idx in ids], 1.0)
-        block = max(1, MAX_PRODUCTS // errors.size)
+        block = max(1, MAX_PRODUCTS // steps.size)
         for start in range(0, len(experts), block):
             self._weights[experts[start : start + block]] += used[start : start + block].dot(steps)

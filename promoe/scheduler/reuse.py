@@ -88,11 +88,15 @@ class _Recent:
         features[:-1] = odds
         return features
 
+    def used(self) -> LogOdds:
+        """Whether experts were used by the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
+        return self._used[:BATCH_VISITS].reshape(-1, self._used.shape[2])
+
     def followed(self) -> LogOdds:
         """Whether experts were used within the horizon of the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
         used = self._used
-        found = used[1 : 1 + BATCH_VISITS].copy()
-        for ahead in range(2, HORIZON_VISITS + 1):
+        found = np.maximum(used[1 : 1 + BATCH_VISITS], used[2 : 2 + BATCH_VISITS])
+        for ahead in range(3, HORIZON_VISITS + 1):
             np.maximum(found, used[ahead : ahead + BATCH_VISITS], out=found)
         return found.reshape(-1, used.shape[2])
 
@@ -133,15 +137,15 @@ class ReusePrior:
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
         self._weights = _Weights(START_WEIGHTS if learned is None else learned.weights)
         # By the frequencies alone, as of each layer's latest visit: what other layers teach since then comes with its next.
-        self._own: list[LogOdds] = []
+        self._own: LogOdds = np.empty((num_layers, num_experts), dtype=np.float32)
         self._associations = [Association(num_experts) for _ in range(num_layers)]
         self._visits = [_Recent(num_experts) for _ in range(num_layers)]
-        for frequency, visits in zip(self._frequency, self._visits, strict=True):
-            self._own.append(self._weights.values.dot(visits.write_features(frequency)))
+        for own, frequency, visits in zip(self._own, self._frequency, self._visits, strict=True):
+            own[...] = self._weights.values.dot(visits.write_features(frequency))
         self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for a visit to come
         self._top_k = 0
-        # Layer -> (number of tokens, answer), since it last learned.
-        self._probability: dict[int, tuple[int, Floats]] = {}
+        self._answers = np.empty((num_layers, num_experts))  # probabilities
+        self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
 
         if learned is not None:
             for association, weights in zip(self._associations, learned.associations, strict=True):
@@ -154,7 +158,7 @@ class ReusePrior:
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
-        self._probability.pop(layer_idx, None)
+        self._answered[layer_idx] = 0
         self._announced.pop(layer_idx, None)
         visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
         if visits.tokens and len(visits.tokens[-1]) != len(tokens):
@@ -174,7 +178,7 @@ class ReusePrior:
     def announce(self, layer_idx: int, ids: Sequence[int]) -> None:
         """A gate chose these experts for the layer's next visit: what follows them is known a little earlier."""
         if len(ids) <= self._top_k:  # else of several tokens, and which of them belong together is not known yet
-            self._probability.pop(layer_idx, None)
+            self._answered[layer_idx] = 0
             self._announced[layer_idx] = ids
 
     def _count(self, frequency: Floats, tokens: Sequence[Sequence[int]]) -> None:
@@ -190,40 +194,58 @@ class ReusePrior:
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
         """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]. Read only."""
-        known = self._probability.get(layer_idx)
-        if known is not None and known[0] == num_tokens:
-            return known[1]
-        clamped = self._used(layer_idx, num_tokens)
-        np.maximum(clamped, P_MIN, out=clamped)
-        np.minimum(clamped, P_MAX, out=clamped)
-        clamped.flags.writeable = False
-        self._probability[layer_idx] = (num_tokens, clamped)
-        return clamped
+        answer: Floats = self.probabilities([layer_idx], num_tokens)[0]
+        answer.flags.writeable = False
+        return answer
 
-    def _used(self, layer_idx: int, num_tokens: int) -> Floats:
-        visits, association = self._visits[layer_idx], self._associations[layer_idx]
-        log_odds, tokens = self._own[layer_idx], visits.tokens[-1] if visits.tokens else ((),)
-        if (announced := self._announced.get(layer_idx)) is not None:
-            tokens = [announced]
-        if len(tokens) != num_tokens or num_tokens == 1:
-            rate = _rate(association.log_odds(log_odds, tokens[-1]))
-            return rate if num_tokens == 1 else 1.0 - (1.0 - rate) ** num_tokens
-        unused = np.ones(len(log_odds))
+    def probabilities(self, layers: Sequence[int], num_tokens: int = 1) -> Floats:
+        """The same of several layers `[len(layers), num_experts]`, for little more than one of them costs."""
+        unknown = [layer_idx for layer_idx in layers if self._answered[layer_idx] != num_tokens]
+        if unknown:
+            used = self._used(unknown, num_tokens)
+            np.maximum(used, P_MIN, out=used)
+            np.minimum(used, P_MAX, out=used)
+            self._answers[unknown] = used
+            for layer_idx in unknown:
+                self._answered[layer_idx] = num_tokens
+        return self._answers.take(layers, axis=0)
+
+    def _used(self, layers: Sequence[int], num_tokens: int) -> Floats:
+        if num_tokens > 1:
+            return np.stack([self._used_by_several(layer_idx, num_tokens) for layer_idx in layers])
+        log_odds = [
+            self._associations[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1]) for layer_idx in layers
+        ]
+        return _rate(np.array(log_odds))
+
+    def _used_by_several(self, layer_idx: int, num_tokens: int) -> Floats:
+        association, own, tokens = self._associations[layer_idx], self._own[layer_idx], self._latest(layer_idx)
+        if len(tokens) != num_tokens:
+            return 1.0 - (1.0 - _rate(association.log_odds(own, tokens[-1]))) ** num_tokens
+        unused = np.ones(len(own))
         for chosen in tokens:
-            unused *= 1.0 - _rate(association.log_odds(log_odds, chosen))
+            unused *= 1.0 - _rate(association.log_odds(own, chosen))
         return 1.0 - unused
+
+    def _latest(self, layer_idx: int) -> Sequence[Sequence[int]]:
+        """What each sequence's token has chosen, as far as known."""
+        if (announced := self._announced.get(layer_idx)) is not None:
+            return [announced]
+        tokens = self._visits[layer_idx].tokens
+        return tokens[-1] if tokens else ((),)
 
     def _learn(self, layer_idx: int) -> None:
         """From the visits whose horizon has passed."""
         visits = self._visits[layer_idx]
         chosen = [ids for tokens in visits.tokens[:BATCH_VISITS] for ids in tokens]
-        told = [row for row, ids in enumerate(chosen) if ids]
-        if told:
-            num_sequences = len(chosen) // BATCH_VISITS
-            features = visits.features.take([row // num_sequences for row in told], axis=1)
-            self._correct(
-                self._associations[layer_idx], features, [chosen[row] for row in told], visits.followed().take(told, axis=0)
-            )
+        features = visits.features[:, :BATCH_VISITS].repeat(len(chosen) // BATCH_VISITS, axis=1)
+        used, followed = visits.used(), visits.followed()
+        if not all(chosen):  # what has chosen nothing says nothing
+            told = [row for row, ids in enumerate(chosen) if ids]
+            chosen, features = [chosen[row] for row in told], features.take(told, axis=1)
+            used, followed = used.take(told, axis=0), followed.take(told, axis=0)
+        if chosen:
+            self._correct(self._associations[layer_idx], features, chosen, used, followed)
         visits.forget()
 
     def _correct(
@@ -231,17 +253,18 @@ class ReusePrior:
         association: Association,
         features: LogOdds,
         chosen: Sequence[Sequence[int]],
+        used: LogOdds,
         followed: LogOdds,
     ) -> None:
         # [num_visits, num_experts]
         own: LogOdds = self._weights.values.dot(features.reshape(len(features), -1)).reshape(followed.shape)
-        expected = association.log_odds_of(own, chosen)
+        expected = association.log_odds_of(own, chosen, used)
         np.negative(expected, out=expected)
         np.exp(expected, out=expected)
         expected += 1.0
         np.reciprocal(expected, out=expected)
         errors = followed - expected
-        association.correct(errors, chosen)
+        association.correct(errors, chosen, used)
         self._weights.correct(features, expected, errors)
 
 
