@@ -50,9 +50,7 @@ class Association:
         total += own
         return total
 
-    def log_odds_of(
-        self, own: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None
-    ) -> LogOdds:
+    def log_odds_of(self, own: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None) -> LogOdds:
         """The same of several visits at once `[num_visits, num_experts]`, each with at least one expert.
 
         Args:
@@ -61,12 +59,14 @@ class Association:
             used: the same in ones and zeros `[num_visits, num_experts]`, if it is at hand: for few experts that is quicker.
         """
         if used is not None and used.size * len(self._weights) <= MAX_PRODUCTS:
-            return used.dot(self._weights) + own
+            total: LogOdds = used.dot(self._weights)
+            total += own
+            return total
         starts = np.cumsum([0, *(len(ids) for ids in chosen[:-1])])
         rows = self._weights.take(list(chain.from_iterable(chosen)), axis=0)
-        total: LogOdds = np.add.reduceat(rows, starts, axis=0)
-        total += own
-        return total
+        sums: LogOdds = np.add.reduceat(rows, starts, axis=0)
+        sums += own
+        return sums
 
     def correct(self, errors: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None) -> None:
         """Learn from some visits: what came less what was expected `[num_visits, num_experts]`; `used` as above."""

@@ -177,7 +177,8 @@ class NextUse:
                     np.subtract(1.0, self._forecast[layer_idx], out=row)
             wait *= self._num_layers
             wait /= p_reuse
-            self._wait[layers] = wait
+            for row, layer_idx in zip(wait, layers, strict=True):
+                self._wait[layer_idx] = row
             self._outdated.clear()
         scores: Floats = self._wait + self._steps[current_layer]
         return scores

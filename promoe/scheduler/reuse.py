@@ -205,26 +205,28 @@ class ReusePrior:
             used = self._used(unknown, num_tokens)
             np.maximum(used, P_MIN, out=used)
             np.minimum(used, P_MAX, out=used)
-            self._answers[unknown] = used
-            for layer_idx in unknown:
+            for layer_idx, answer in zip(unknown, used, strict=True):
+                self._answers[layer_idx] = answer
                 self._answered[layer_idx] = num_tokens
+            if len(unknown) == len(layers):
+                return used
         return self._answers.take(layers, axis=0)
 
     def _used(self, layers: Sequence[int], num_tokens: int) -> Floats:
         if num_tokens > 1:
             return np.stack([self._used_by_several(layer_idx, num_tokens) for layer_idx in layers])
-        log_odds = [
-            self._associations[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1]) for layer_idx in layers
-        ]
-        return _rate(np.array(log_odds))
+        log_odds = np.empty((len(layers), self._own.shape[1]))
+        for row, layer_idx in zip(log_odds, layers, strict=True):
+            row[...] = self._associations[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1])
+        return _rate(log_odds)
 
     def _used_by_several(self, layer_idx: int, num_tokens: int) -> Floats:
         association, own, tokens = self._associations[layer_idx], self._own[layer_idx], self._latest(layer_idx)
         if len(tokens) != num_tokens:
-            return 1.0 - (1.0 - _rate(association.log_odds(own, tokens[-1]))) ** num_tokens
+            return 1.0 - (1.0 - _rate(association.log_odds(own, tokens[-1]).astype(np.float64))) ** num_tokens
         unused = np.ones(len(own))
         for chosen in tokens:
-            unused *= 1.0 - _rate(association.log_odds(own, chosen))
+            unused *= 1.0 - _rate(association.log_odds(own, chosen).astype(np.float64))
         return 1.0 - unused
 
     def _latest(self, layer_idx: int) -> Sequence[Sequence[int]]:
@@ -268,10 +270,9 @@ class ReusePrior:
         self._weights.correct(features, expected, errors)
 
 
-def _rate(log_odds: LogOdds) -> Floats:
-    """Probability of use at one visit, from the log odds of use within the horizon."""
-    rate: Floats = log_odds.astype(np.float64)
-    np.exp(rate, out=rate)
+def _rate(log_odds: Floats) -> Floats:
+    """Probability of use at one visit, from the log odds of use within the horizon, in whose place it is written."""
+    rate = np.exp(log_odds, out=log_odds)
     rate += 1.0
     rate **= -1.0 / HORIZON_VISITS
     np.subtract(1.0, rate, out=rate)

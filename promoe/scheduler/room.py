@@ -56,16 +56,15 @@ class Room:
         A paused transfer that nobody wants goes first. A hint evicts no hinted expert; speculation, in addition, only
         one that is expected to be used later than what it brings. Pins get everything that is not pinned.
         """
-        if self._cache.num_free:
-            return True
-        if self._drop_paused(NOBODY):
+        if self._cache.num_free or self._drop_paused(NOBODY):
             return True
         victim = self._victim(code, level, current_layer)
         if victim is None and level == PIN and not self._drop_paused(HINT):
             victim = next((c for c in self._cache.slot_of if not self._cache.pins[c]), None)
         if victim is not None:
             self._evict(victim)
-        elif level == HINT:
+            return True
+        if level == HINT:
             self._drop_paused(SPECULATION)
         elif level == PIN and not self._cache.num_free:
             # Nothing can be dropped at once.

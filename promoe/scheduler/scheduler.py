@@ -24,6 +24,9 @@ from .room import HINT, PIN, SPECULATION, Room
 from .speculation import Speculation
 from .visit import Visit
 
+# Chunks: more than any expert has.
+NO_LIMIT = 2**62
+
 
 class Lease(NamedTuple):
     """The right and the order to fetch one chunk of an expert into a slot, or, as one transfer, some that follow each other."""
@@ -178,21 +181,23 @@ class Scheduler:
         """A visit pinned these experts: queue what is missing of them (called by `Visit.admit`)."""
         cache = self._cache_of[layer_idx]
         state, pins, ledger = cache.state, cache.pins, self._ledger
-        for code in codes:
-            if ledger.has_unasked:
+        if ledger.has_unasked:
+            for code in codes:
                 ledger.asked(layer_idx, code)
+        for code in codes:
             # Who pinned it before has queued it before.
             if state[code] != RESIDENT and pins[code] == 1:
                 self._failed_speculation.discard(code)
                 if state[code] != LOADING or not cache.loads[code].all_issued:
                     self._demand.append(code)
 
-    def undemand(self, code: int, cache: ExpertCache) -> None:
-        """A visit gives its pin back (called by `Visit`)."""
-        cache.unpin(code)
-        if not cache.pins[code] and cache.state[code] != RESIDENT:
-            self.failures.discard(code)
-            self._cancel(code)
+    def undemand(self, codes: Sequence[int], cache: ExpertCache) -> None:
+        """A visit gives its pins back (called by `Visit`)."""
+        for code in codes:
+            cache.unpin(code)
+            if cache.state[code] != RESIDENT and not cache.pins[code]:
+                self.failures.discard(code)
+                self._cancel(code)
 
     def _cancel(self, code: int) -> None:
         if code in self._demand:
@@ -265,13 +270,14 @@ class Scheduler:
             leases.append(lease)
         return leases
 
-    def next_transfer(self) -> Lease | None:
-        """The next chunk, and with it those that are certain to follow it: what is left of the pinned expert first in line.
+    def next_transfer(self, count: int) -> Lease | None:
+        """The next chunk, and with it those of its expert that are certain to follow, if up to `count` are sent now.
 
-        For a driver that lets no visit end early and knows when each chunk will be there. It reports the lease done once,
-        when the last chunk is.
+        That is all that is left of the pinned expert first in line, also later, for then nothing comes between. For a
+        driver that lets no visit end early and knows when each chunk will be there. It reports the lease done once, when
+        the last chunk is.
         """
-        return self._next_demand(whole=True) or self._next_hint() or self._next_speculation()
+        return self._next_demand(whole=True) or self._next_hint(count) or self._next_speculation()
 
     def _next_demand(self, whole: bool = False) -> Lease | None:
         queue = self._demand
@@ -280,19 +286,19 @@ class Scheduler:
             # Where there is no slot yet, one is on its way; the next in line may already have its own.
             if cache.state[code] == LOADING or self._has_slot(cache, code, PIN):
                 # Behind one that still waits for its slot, the rest is not certain: that one goes first once it has it.
-                lease = self._issue(cache, code, "demand", whole and position == 0)
-                if cache.loads[code].all_issued:
+                lease, all_issued = self._issue(cache, code, "demand", NO_LIMIT if whole and position == 0 else 1)
+                if all_issued:
                     del queue[position]
                 return lease
         return None
 
-    def _next_hint(self) -> Lease | None:
+    def _next_hint(self, count: int = 1) -> Lease | None:
         queue = self._hint_queue
         while queue:
             code = queue[0]
             cache = self._cache_of[code // self.max_experts]
             if not self._gave_up(code) and self._has_slot(cache, code, HINT):
-                return self._issue(cache, code, "demand")
+                return self._issue(cache, code, "demand", count)[0]
             queue.popleft()  # nothing left to send, or no room: the visit will ask again, with pins
         return None
 
@@ -304,7 +310,7 @@ class Scheduler:
                 and self._may_speculate(cache, code)
                 and self._has_slot(cache, code, SPECULATION)
             ):
-                return self._issue(cache, code, "prefetch")
+                return self._issue(cache, code, "prefetch")[0]
             self._speculation.skip()
         return None
 
@@ -321,14 +327,16 @@ class Scheduler:
         """Whether a chunk of the expert can be sent now, once room is made for it where its level may."""
         state = cache.state[code]
         if state == LOADING:
-            return not cache.loads[code].all_issued
+            load = cache.loads[code]
+            return load.issued < load.num_chunks
         if state != ABSENT:
             return False
         room = self._room_of[code // self.max_experts]
         self._asked_rooms.add(room)
         return room.make(code, level, self.current_layer)
 
-    def _issue(self, cache: ExpertCache, code: int, cause: Cause, whole: bool = False) -> Lease:
+    def _issue(self, cache: ExpertCache, code: int, cause: Cause, count: int = 1) -> tuple[Lease, bool]:
+        """Of the expert's chunks the next `count`, and whether no more are left."""
         layer_idx = code // self.max_experts
         if cache.state[code] == ABSENT:
             load = cache.start_load(code, self._num_chunks[layer_idx])
@@ -337,9 +345,10 @@ class Scheduler:
             load = cache.loads[code]
         chunk_idx = load.issued
         load.pending.add(chunk_idx)
-        num_chunks = load.num_chunks - chunk_idx if whole else 1
+        num_chunks = min(count, load.num_chunks - chunk_idx)
         load.issued += num_chunks
-        return Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
+        lease = Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
+        return lease, load.issued == load.num_chunks
 
     # -- what arrived -------------------------------------------------------------------------------------------
 
@@ -359,8 +368,8 @@ class Scheduler:
             cache.settle(code)
             return False
         load.done_bytes += nbytes
-        self._ledger.arrived(layer_idx, code, lease.cause, nbytes, pinned=cache.pins[code] > 0)
-        if load.pending or not load.all_issued:
+        self._ledger.arrived(layer_idx, code, lease.cause, nbytes, cache.pins[code] > 0)
+        if load.pending or load.issued < load.num_chunks:
             return False
         cache.finish_load(code)
         return True
@@ -408,7 +417,7 @@ class Scheduler:
             cache = self._cache_of[layer_idx]
             code = layer_idx * self.max_experts + expert_idx
             if cache.state[code] == ABSENT and cache.num_free and not cache.pins[code]:
-                leases += [self._issue(cache, code, "demand") for _ in range(self._num_chunks[layer_idx])]
+                leases += [self._issue(cache, code, "demand")[0] for _ in range(self._num_chunks[layer_idx])]
         return leases
 
     def check_integrity(self) -> None:

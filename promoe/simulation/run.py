@@ -143,8 +143,7 @@ def _simulated(
         start_s = simulator.now_s
         layer_s = geometry.layer_s(machine, num_tokens)
         expert_s = geometry.expert_s(machine)
-        for layer_idx in range(geometry.num_layers):
-            tokens = trace.experts[first:last, layer_idx].tolist()
+        for layer_idx, tokens in enumerate(trace.experts[first:last].transpose(1, 0, 2).tolist()):
             stream = False
             if num_tokens > 1:
                 num_used = len(np.unique(trace.experts[first:last, layer_idx]))

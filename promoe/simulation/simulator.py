@@ -91,7 +91,8 @@ class Simulator:
                 self._compute(len(group) * expert_s)
                 visit.release(group)
                 visit.admit()
-                self._send()
+                if len(self._in_flight) < IN_FLIGHT:
+                    self._send()
             else:
                 waiting = True
                 stall_s += self._wait()
@@ -99,10 +100,13 @@ class Simulator:
         self.recorder.visit(layer_idx, ids, hits, len(ids) - waited_for, stall_s)
 
     def _wait(self) -> float:
-        """Until what is first on its way has arrived; returns the seconds."""
+        """Until the next expert is complete; returns the seconds."""
         waited_s, completed = 0.0, False
+        in_flight = self._in_flight
         while not completed:
-            arrival_s = self._in_flight[0][0]
+            while len(in_flight) > IN_FLIGHT and in_flight[0][1] is None:
+                in_flight.popleft()  # frees no place and completes nothing: only what comes after it is waited for
+            arrival_s = in_flight[0][0]
             waited_s += arrival_s - self.now_s
             completed = self._advance(arrival_s)
         return waited_s
@@ -121,7 +125,7 @@ class Simulator:
     def _send(self) -> None:
         scheduler, in_flight, reserve = self._scheduler, self._in_flight, self._wire.reserve
         while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
-            lease = scheduler.next_transfer()
+            lease = scheduler.next_transfer(IN_FLIGHT - len(in_flight))
             if lease is None:
                 return
             # The wire starts each chunk when the last but one has arrived, so those that follow can be put down at once.
@@ -132,13 +136,12 @@ class Simulator:
             in_flight.append((reserve(self.now_s, chunk_bytes[last_idx]), lease))
 
     def _advance(self, until_s: float) -> bool:
-        """Everything arrives that does until then; returns whether a transfer was complete."""
+        """Everything arrives that does until then; returns whether some expert is complete."""
         in_flight, completed = self._in_flight, False
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()
             if lease is not None:
-                self._scheduler.chunk_done(lease)
-                completed = True
+                completed |= self._scheduler.chunk_done(lease)
             if len(in_flight) < IN_FLIGHT:
                 self._send()
         self.now_s = until_s
