@@ -45,10 +45,11 @@ class Association:
     def log_odds(self, own: LogOdds, chosen: Sequence[int]) -> LogOdds:
         """Of every expert `[num_experts]`, given its own and the experts just used."""
         if not chosen:
-            return own.copy()
-        total: LogOdds = np.add.reduce(self._weights.take(chosen, axis=0), axis=0)
-        total += own
-        return total
+            alone: LogOdds = own.copy()
+            return alone
+        added: LogOdds = np.add.reduce(self._weights.take(chosen, axis=0), axis=0)
+        added += own
+        return added
 
     def log_odds_of(self, own: LogOdds, chosen: Sequence[Sequence[int]], used: LogOdds | None = None) -> LogOdds:
         """The same of several visits at once `[num_visits, num_experts]`, each with at least one expert.

@@ -47,10 +47,15 @@ class Scheduler:
         config: sizes and switches.
         observer: is told what happens.
         reuse: what a reuse prior has learned of this model before; None: this one starts from what holds for any model.
+        taught: another scheduler that is shown each visit before this one is: its reuse prior serves both.
     """
 
     def __init__(
-        self, config: SchedulerConfig, observer: Observer | None = None, reuse: LearnedReuse | None = None
+        self,
+        config: SchedulerConfig,
+        observer: Observer | None = None,
+        reuse: LearnedReuse | None = None,
+        taught: Scheduler | None = None,
     ) -> None:
         self.config = config
         self.observer: Observer = observer or NullObserver()
@@ -62,8 +67,12 @@ class Scheduler:
         num_codes = config.num_layers * self.max_experts
         self._keys = [ExpertKey(*divmod(code, self.max_experts)) for code in range(num_codes)]
         self._num_chunks = [len(chunks) for chunks in config.chunk_bytes]
-        self._prior = ReusePrior(config.num_layers, self.max_experts, learned=reuse)
-        self._prior_is_asked = config.eviction == "next_use" or config.prefetch
+        self._prior_learns = taught is None and (config.eviction == "next_use" or config.prefetch)
+        if taught is None:
+            self._prior = ReusePrior(config.num_layers, self.max_experts, learned=reuse)
+        else:
+            assert not config.hints, "what was announced to one would be known to the other"
+            self._prior = taught._prior
         self._num_next = 1  # tokens that the next visits are expected to have
         self.eviction = eviction.create(config.eviction, config.num_layers, self.max_experts, self._prior)
         self.calibration = Calibration(config.num_experts)
@@ -164,7 +173,7 @@ class Scheduler:
             # A prompt in place of the expected decode step says nothing about the forecasts' worth.
             self.calibration.observe(layer_idx, ids if len(tokens) <= self._num_next else None)
         self._num_next = num_sequences
-        if tokens and self._prior_is_asked and not self.everything_resident:
+        if tokens and self._prior_learns and not self.everything_resident:
             self._prior.observe(layer_idx, tokens)
         self.eviction.visited(layer_idx, ids, tokens, num_sequences)
         self._speculation.drop(layer_idx)

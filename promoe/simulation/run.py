@@ -131,7 +131,7 @@ def _simulated(
     simulator = Simulator(config, Wire(machine.bandwidth_bytes_per_s, machine.latency_s), reuse)
     if scenario.policy == "static":
         simulator.fix_popularity(_popularity(fit or trace, geometry.num_experts))
-    replay = Replay(config, reuse) if scenario.predictor else None
+    replay = Replay(config, taught=simulator.scheduler) if scenario.predictor else None
     forecasts = None
     if scenario.predictor:
         forecasts = TraceForecasts(scenario.predictor, fit, _widened(trace, geometry.num_experts), scenario.lookahead)

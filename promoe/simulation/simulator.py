@@ -38,7 +38,7 @@ class Simulator:
         self.config = config
         self.recorder = Recorder(config.num_experts, config.expert_bytes)
         self.now_s = 0.0
-        self._scheduler = Scheduler(config, self.recorder, reuse)
+        self.scheduler = Scheduler(config, self.recorder, reuse)
         self._wire = wire
         self._slowdown = slowdown
         # Arrivals on the wire's timetable; the lease at its last chunk, None at the others.
@@ -47,7 +47,7 @@ class Simulator:
 
     def fix_popularity(self, popularity: npt.NDArray[np.float64]) -> None:
         """For `static`: keep the most popular experts by these counts `[num_layers, num_experts]`."""
-        eviction = self._scheduler.eviction
+        eviction = self.scheduler.eviction
         assert isinstance(eviction, Static), f"{self.config.eviction} learns by itself"
         eviction.fix(popularity)
 
@@ -70,7 +70,7 @@ class Simulator:
             forecasts: asked once the gate has chosen.
             stream_next: a long prompt, which will use nearly all experts of the next layer.
         """
-        scheduler, ids = self._scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
+        scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
         self._compute(layer_s)
         hits = scheduler.hint(layer_idx, ids)
         if stream_next and layer_idx + 1 < self.config.num_layers:
@@ -123,7 +123,7 @@ class Simulator:
         self.now_s += max(work_s, 0.0)
 
     def _send(self) -> None:
-        scheduler, in_flight, reserve = self._scheduler, self._in_flight, self._wire.reserve
+        scheduler, in_flight, reserve = self.scheduler, self._in_flight, self._wire.reserve
         while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
             lease = scheduler.next_transfer(IN_FLIGHT - len(in_flight))
             if lease is None:
@@ -141,7 +141,7 @@ class Simulator:
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()
             if lease is not None:
-                completed |= self._scheduler.chunk_done(lease)
+                completed |= self.scheduler.chunk_done(lease)
             if len(in_flight) < IN_FLIGHT:
                 self._send()
         self.now_s = until_s
