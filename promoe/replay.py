@@ -19,12 +19,16 @@ class Replay:
     Args:
         config: the scheduler configuration of the system that is replayed.
         reuse: what its reuse prior started from.
+        taught: the scheduler of a system with the same policy, which is shown each visit first: as its reuse prior has
+            learned the same, it serves both.
     """
 
-    def __init__(self, config: SchedulerConfig, reuse: LearnedReuse | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, reuse: LearnedReuse | None = None, taught: Scheduler | None = None
+    ) -> None:
         self._config = config
         on_demand = dataclasses.replace(config, hints=False, prefetch=False, reorder=True)
-        self._scheduler = Scheduler(on_demand, reuse=reuse)
+        self._scheduler = Scheduler(on_demand, reuse=reuse, taught=taught)
 
     def residency(self, layer_idx: int) -> npt.NDArray[np.bool_]:
         """Whether each expert of a layer is in a slot, `[num_experts]`."""
@@ -40,10 +44,10 @@ class Replay:
         visit = scheduler.begin_visit(layer_idx, ids, tokens)
         while not visit.finished:
             visit.admit()
-            while leases := scheduler.next_chunks():
-                for lease in leases:
-                    fetched_bytes += self._config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
-                    scheduler.chunk_done(lease)
+            while lease := scheduler.next_transfer(1):
+                chunk_bytes = self._config.chunk_bytes[lease.key.layer_idx]
+                fetched_bytes += sum(chunk_bytes[lease.chunk_idx : lease.chunk_idx + lease.num_chunks])
+                scheduler.chunk_done(lease)
             visit.release(visit.ready())
         visit.close()
         return fetched_bytes

@@ -23,12 +23,13 @@ class Wire:
     def __init__(self, bandwidth_bytes_per_s: float, latency_s: float) -> None:
         self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
         self._latency_s = latency_s
-        self._arrivals_s = (-math.inf,) * IN_FLIGHT  # of the latest transfers, oldest first
+        self._arrivals_s = [-math.inf] * IN_FLIGHT  # of the latest transfers, oldest first
 
     def reserve(self, now_s: float, nbytes: int) -> float:
         """Put a transfer of `nbytes` on the timetable; returns the time at which it has arrived."""
-        issued_s = max(now_s, self._arrivals_s[0])
-        on_wire_s = max(issued_s + self._latency_s, self._arrivals_s[-1])
+        arrivals_s = self._arrivals_s
+        issued_s = max(now_s, arrivals_s.pop(0))
+        on_wire_s = max(issued_s + self._latency_s, arrivals_s[-1])
         arrival_s = on_wire_s + nbytes / self._bandwidth_bytes_per_s
-        self._arrivals_s = (*self._arrivals_s[1:], arrival_s)
+        arrivals_s.append(arrival_s)
         return arrival_s

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from promoe.replay import Replay
-from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
 
 
 def replay_of(num_slots: int, num_layers: int = 1) -> Replay:
@@ -36,3 +37,16 @@ def test_layers_share_the_pool_and_are_told_apart() -> None:
 @pytest.mark.parametrize("switch", ["prefetch", "hints"])
 def test_it_neither_prefetches_nor_hints(switch: str) -> None:
     assert not getattr(replay_of(2)._scheduler.config, switch)
+
+
+def test_beside_a_system_that_is_shown_each_visit_first_it_finds_the_same() -> None:
+    rng = np.random.default_rng(0)
+    config = SchedulerConfig([16] * 3, [(7, 3)] * 3, [PoolSpec(12, (0, 1, 2))])
+    system = Scheduler(config)
+    apart, beside = Replay(config), Replay(config, taught=system)
+    for turn in range(600):
+        layer_idx, ids = turn % 3, rng.permutation(16)[:2].tolist()
+        system.hint(layer_idx, ids)
+        system.begin_visit(layer_idx, ids).close()
+        assert apart.visit(layer_idx, [ids]) == beside.visit(layer_idx, [ids])
+        assert (apart.residency(layer_idx) == beside.residency(layer_idx)).all()

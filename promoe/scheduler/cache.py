@@ -24,13 +24,14 @@ class Load:
     generation: int
     num_chunks: int
     issued: int = 0
-    # Which chunks are in flight, not how many: a completion reported twice must not pass for another chunk's.
+    # Which chunks are in flight (of a transfer of several, the first), not how many: a completion reported twice must not
+    # pass for another chunk's.
     pending: set[int] = field(default_factory=set)
     done_bytes: int = 0
 
     @property
     def in_flight(self) -> int:
-        """Chunks issued and not yet back."""
+        """Transfers issued and not yet back."""
         return len(self.pending)
 
     @property

@@ -33,11 +33,15 @@ class Correlation:
 
     def observe(self, chosen: Sequence[int], ids: Sequence[int]) -> None:
         """After these experts of the earlier layer, the later one used `ids`."""
-        rows = self._frequency[chosen]
-        visits = np.minimum(self._visits[chosen] + 1, MEMORY_VISITS)
-        error = -rows
-        error[:, ids] += 1.0
+        earlier = np.array(chosen)
+        visits = self._visits.take(earlier, axis=0)
+        visits += 1
+        np.minimum(visits, MEMORY_VISITS, out=visits)
+        rows = self._frequency.take(earlier, axis=0)
+        came = np.zeros(rows.shape[1], dtype=np.float32)
+        came.put(ids, 1.0)
+        error = came - rows
         error /= visits
         rows += error
-        self._frequency[chosen] = rows
-        self._visits[chosen] = visits
+        self._frequency[earlier] = rows
+        self._visits[earlier] = visits

@@ -168,11 +168,18 @@ class NextUse:
 
     def scores(self, current_layer: int) -> Floats:
         """The expected numbers of steps; the layer being visited is a whole pass away."""
-        for layer_idx in self._outdated:
-            p_reuse = self._prior.probability(layer_idx, self._num_next)
-            p_next = self._forecast.get(layer_idx, p_reuse)
-            self._wait[layer_idx] = (1.0 - p_next) * self._num_layers / p_reuse
-        self._outdated.clear()
+        if self._outdated:
+            layers = list(self._outdated)
+            p_reuse = self._prior.probabilities(layers, self._num_next)
+            wait = 1.0 - p_reuse
+            for row, layer_idx in zip(wait, layers, strict=True):
+                if layer_idx in self._forecast:
+                    np.subtract(1.0, self._forecast[layer_idx], out=row)
+            wait *= self._num_layers
+            wait /= p_reuse
+            for row, layer_idx in zip(wait, layers, strict=True):
+                self._wait[layer_idx] = row
+            self._outdated.clear()
         scores: Floats = self._wait + self._steps[current_layer]
         return scores
 

@@ -29,6 +29,11 @@ class Ledger:
         self.observer.transferred(layer_idx, cause, nbytes)
         self.observer.wasted(layer_idx, nbytes, cause)
 
+    @property
+    def has_unasked(self) -> bool:
+        """Whether there is an expert of which `asked` would learn anything."""
+        return bool(self._unasked)
+
     def asked(self, layer_idx: int, code: int) -> None:
         """A visit pinned the expert."""
         by_cause = self._unasked.pop(code, None)
@@ -37,7 +42,10 @@ class Ledger:
 
     def dropped(self, layer_idx: int, code: int) -> None:
         """The expert lost its slot."""
-        for cause, nbytes in self._unasked.pop(code, {}).items():
+        by_cause = self._unasked.pop(code, None)
+        if by_cause is None:
+            return
+        for cause, nbytes in by_cause.items():
             if nbytes:
                 self.observer.wasted(layer_idx, nbytes, cause)
 

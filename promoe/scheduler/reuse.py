@@ -8,9 +8,8 @@ follows from that.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -47,13 +46,65 @@ class LearnedReuse(NamedTuple):
     """What the use of an expert adds to the others' log odds, `[num_layers, num_experts, num_experts]`."""
 
 
-class _Visit(NamedTuple):
-    """A visit that may be learned from."""
+class _Recent:
+    """The latest visits of one layer, oldest first, that nothing was learned from yet; at most `MAX_VISITS`."""
 
-    tokens: Sequence[Sequence[int]]
-    """The experts of each sequence's token."""
-    features: LogOdds
-    """`[half_lives + 1, num_experts]`: log odds of the frequencies, the visit included, and ones."""
+    MAX_VISITS = HORIZON_VISITS + BATCH_VISITS
+
+    def __init__(self, num_experts: int) -> None:
+        self.tokens: list[Sequence[Sequence[int]]] = []
+        """Of each visit, the experts of each sequence's token."""
+        self.features: LogOdds = np.ones((len(HALF_LIVES_TOKENS) + 1, self.MAX_VISITS, num_experts), dtype=np.float32)
+        """Log odds of the frequencies, the visit included, and ones, `[half_lives + 1, MAX_VISITS, num_experts]`."""
+        self._used: LogOdds = np.zeros((self.MAX_VISITS, 1, num_experts), dtype=np.float32)
+        # In one piece, for numpy takes twice as long over parts of an array.
+        self._odds, self._rest = np.empty((2, len(HALF_LIVES_TOKENS), num_experts))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, tokens: Sequence[Sequence[int]]) -> LogOdds:
+        """A visit; returns where each sequence's token used an expert, `[num_sequences, num_experts]`."""
+        if len(tokens) != self._used.shape[1]:
+            assert not self.tokens, "other sequences than before"
+            self._used = np.zeros((self.MAX_VISITS, len(tokens), self._used.shape[2]), dtype=np.float32)
+        used: LogOdds = self._used[len(self.tokens)]
+        used.fill(0.0)
+        for row, ids in zip(used, tokens, strict=True):
+            if ids:
+                row.put(ids, 1.0)
+        self.tokens.append(tokens)
+        return used
+
+    def write_features(self, frequency: Floats) -> LogOdds:
+        """Of the latest visit, from frequencies `[half_lives, num_experts]`; returns them, `[half_lives + 1, num_experts]`."""
+        odds, rest = self._odds, self._rest
+        np.maximum(frequency, P_MIN, out=odds)
+        np.minimum(odds, P_MAX, out=odds)
+        np.subtract(1.0, odds, out=rest)
+        odds /= rest
+        np.log(odds, out=odds)
+        features: LogOdds = self.features[:, max(0, len(self.tokens) - 1)]
+        features[:-1] = odds
+        return features
+
+    def used(self) -> LogOdds:
+        """Whether experts were used by the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
+        return self._used[:BATCH_VISITS].reshape(-1, self._used.shape[2])
+
+    def followed(self) -> LogOdds:
+        """Whether experts were used within the horizon of the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
+        used = self._used
+        found = np.maximum(used[1 : 1 + BATCH_VISITS], used[2 : 2 + BATCH_VISITS])
+        for ahead in range(3, HORIZON_VISITS + 1):
+            np.maximum(found, used[ahead : ahead + BATCH_VISITS], out=found)
+        return found.reshape(-1, used.shape[2])
+
+    def forget(self) -> None:
+        """The oldest visits: they were learned from."""
+        del self.tokens[:BATCH_VISITS]
+        self.features[:, :HORIZON_VISITS] = self.features[:, BATCH_VISITS:]
+        self._used[:HORIZON_VISITS] = self._used[BATCH_VISITS:]
 
 
 class _Weights:
@@ -64,9 +115,9 @@ class _Weights:
         self._steps = NewtonSteps(len(self.values), START_OUTCOMES, MEMORY_VISITS)
 
     def correct(self, features: LogOdds, expected: LogOdds, errors: LogOdds) -> None:
-        """Learn from visits: features `[num_visits, features, num_experts]`, the others `[num_visits, num_experts]`."""
-        flat = features.transpose(1, 0, 2).reshape(len(self.values), -1)
-        self.values += self._steps.step(flat, expected.ravel(), errors.ravel(), len(features)).astype(np.float32)
+        """Learn from visits: features `[features, num_visits, num_experts]`, the others `[num_visits, num_experts]`."""
+        flat = features.reshape(len(self.values), -1)
+        self.values += self._steps.step(flat, expected.ravel(), errors.ravel(), len(errors)).astype(np.float32)
 
 
 class ReusePrior:
@@ -78,18 +129,23 @@ class ReusePrior:
     def __init__(
         self, num_layers: int, num_experts: int, initial: float = 0.1, learned: LearnedReuse | None = None
     ) -> None:
-        self._decay = np.array([0.5 ** (1.0 / half_life) for half_life in HALF_LIVES_TOKENS]).reshape(-1, 1)
+        # Of each half-life, for every expert: arrays of one shape are worked through in one go.
+        decay = [[0.5 ** (1.0 / half_life)] * num_experts for half_life in HALF_LIVES_TOKENS]
+        self._decay = np.array(decay)
         self._gain = 1.0 - self._decay
+        self._gained = np.empty_like(self._gain)
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
         self._weights = _Weights(START_WEIGHTS if learned is None else learned.weights)
         # By the frequencies alone, as of each layer's latest visit: what other layers teach since then comes with its next.
-        self._own: list[LogOdds] = [self._weights.values.dot(_features(layer)) for layer in self._frequency]
+        self._own: LogOdds = np.empty((num_layers, num_experts), dtype=np.float32)
         self._associations = [Association(num_experts) for _ in range(num_layers)]
-        self._visits: list[deque[_Visit]] = [deque() for _ in range(num_layers)]  # the latest, not yet learned from
+        self._visits = [_Recent(num_experts) for _ in range(num_layers)]
+        for own, frequency, visits in zip(self._own, self._frequency, self._visits, strict=True):
+            own[...] = self._weights.values.dot(visits.write_features(frequency))
         self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for a visit to come
         self._top_k = 0
-        # Layer -> (number of tokens, answer), since it last learned.
-        self._probability: dict[int, tuple[int, Floats]] = {}
+        self._answers = np.empty((num_layers, num_experts))  # probabilities
+        self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
 
         if learned is not None:
             for association, weights in zip(self._associations, learned.associations, strict=True):
@@ -102,111 +158,122 @@ class ReusePrior:
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
-        self._probability.pop(layer_idx, None)
+        self._answered[layer_idx] = 0
         self._announced.pop(layer_idx, None)
-        self._count(layer_idx, tokens)
-        visits, followed = self._visits[layer_idx], tokens if len(tokens) <= MAX_SEQUENCES else tokens[-1:]
-        if visits and len(visits[-1].tokens) != len(tokens):
-            visits.clear()  # other sequences: what comes next does not follow from what was
-        features = _features(self._frequency[layer_idx])
-        self._own[layer_idx] = self._weights.values.dot(features)
-        visits.append(_Visit(followed, features))
-        if len(visits) == HORIZON_VISITS + BATCH_VISITS:
+        visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
+        if visits.tokens and len(visits.tokens[-1]) != len(tokens):
+            visits.tokens.clear()  # other sequences: what comes next does not follow from what was
+        used = visits.add(tokens if len(tokens) <= MAX_SEQUENCES else tokens[-1:])
+        if len(tokens) == 1:
+            self._top_k = max(self._top_k, len(tokens[0]))
+            frequency *= self._decay
+            np.multiply(self._gain, used, out=self._gained)
+            frequency += self._gained
+        else:
+            self._count(frequency, tokens)
+        self._own[layer_idx] = self._weights.values.dot(visits.write_features(frequency))
+        if len(visits) == _Recent.MAX_VISITS:
             self._learn(layer_idx)
 
     def announce(self, layer_idx: int, ids: Sequence[int]) -> None:
         """A gate chose these experts for the layer's next visit: what follows them is known a little earlier."""
         if len(ids) <= self._top_k:  # else of several tokens, and which of them belong together is not known yet
-            self._probability.pop(layer_idx, None)
+            self._answered[layer_idx] = 0
             self._announced[layer_idx] = ids
 
-    def _count(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
-        frequency = self._frequency[layer_idx]
-        if len(tokens) == 1:
-            chosen = np.asarray(tokens[0], dtype=np.intp)
-            self._top_k = max(self._top_k, len(chosen))
-            frequency *= self._decay
-            frequency[:, chosen] += self._gain
-            return
+    def _count(self, frequency: Floats, tokens: Sequence[Sequence[int]]) -> None:
+        """Several tokens, oldest first."""
         tokens = tokens[-MAX_TOKENS_LEARNED:]
         chosen = np.fromiter(chain.from_iterable(tokens), dtype=np.intp)
         counts = [len(token) for token in tokens]
         age = np.arange(len(tokens) - 1, -1, -1)
-        weights = self._gain * self._decay**age  # [half_lives, num_tokens]
+        weights = self._gain[:, :1] * self._decay[:, :1] ** age  # [half_lives, num_tokens]
         frequency *= self._decay ** len(tokens)
         for row, weight in zip(frequency, weights, strict=True):
             row += np.bincount(chosen, np.repeat(weight, counts), minlength=row.size)
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
         """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]. Read only."""
-        known = self._probability.get(layer_idx)
-        if known is not None and known[0] == num_tokens:
-            return known[1]
-        used = self._used(layer_idx, num_tokens)
-        clamped: Floats = np.minimum(np.maximum(used, P_MIN), P_MAX)
-        clamped.flags.writeable = False
-        self._probability[layer_idx] = (num_tokens, clamped)
-        return clamped
+        answer: Floats = self.probabilities([layer_idx], num_tokens)[0]
+        answer.flags.writeable = False
+        return answer
 
-    def _used(self, layer_idx: int, num_tokens: int) -> Floats:
-        visits, association = self._visits[layer_idx], self._associations[layer_idx]
-        log_odds, tokens = self._own[layer_idx], visits[-1].tokens if visits else ((),)
-        if (announced := self._announced.get(layer_idx)) is not None:
-            tokens = [announced]
-        if len(tokens) != num_tokens or num_tokens == 1:
-            rate = _rate(association.log_odds(log_odds, tokens[-1]))
-            return rate if num_tokens == 1 else 1.0 - (1.0 - rate) ** num_tokens
-        unused = np.ones(len(log_odds))
+    def probabilities(self, layers: Sequence[int], num_tokens: int = 1) -> Floats:
+        """The same of several layers `[len(layers), num_experts]`, for little more than one of them costs."""
+        unknown = [layer_idx for layer_idx in layers if self._answered[layer_idx] != num_tokens]
+        if unknown:
+            used = self._used(unknown, num_tokens)
+            np.maximum(used, P_MIN, out=used)
+            np.minimum(used, P_MAX, out=used)
+            for layer_idx, answer in zip(unknown, used, strict=True):
+                self._answers[layer_idx] = answer
+                self._answered[layer_idx] = num_tokens
+            if len(unknown) == len(layers):
+                return used
+        return self._answers.take(layers, axis=0)
+
+    def _used(self, layers: Sequence[int], num_tokens: int) -> Floats:
+        if num_tokens > 1:
+            return np.stack([self._used_by_several(layer_idx, num_tokens) for layer_idx in layers])
+        log_odds = np.empty((len(layers), self._own.shape[1]))
+        for row, layer_idx in zip(log_odds, layers, strict=True):
+            row[...] = self._associations[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1])
+        return _rate(log_odds)
+
+    def _used_by_several(self, layer_idx: int, num_tokens: int) -> Floats:
+        association, own, tokens = self._associations[layer_idx], self._own[layer_idx], self._latest(layer_idx)
+        if len(tokens) != num_tokens:
+            return 1.0 - (1.0 - _rate(association.log_odds(own, tokens[-1]).astype(np.float64))) ** num_tokens
+        unused = np.ones(len(own))
         for chosen in tokens:
-            unused *= 1.0 - _rate(association.log_odds(log_odds, chosen))
+            unused *= 1.0 - _rate(association.log_odds(own, chosen).astype(np.float64))
         return 1.0 - unused
+
+    def _latest(self, layer_idx: int) -> Sequence[Sequence[int]]:
+        """What each sequence's token has chosen, as far as known."""
+        if (announced := self._announced.get(layer_idx)) is not None:
+            return [announced]
+        tokens = self._visits[layer_idx].tokens
+        return tokens[-1] if tokens else ((),)
 
     def _learn(self, layer_idx: int) -> None:
         """From the visits whose horizon has passed."""
-        visits, features, chosen, following = self._visits[layer_idx], [], [], []
-        for _ in range(BATCH_VISITS):
-            visit = visits.popleft()
-            for sequence_idx, ids in enumerate(visit.tokens):
-                if ids:
-                    later = (after.tokens[sequence_idx] for after in islice(visits, HORIZON_VISITS))
-                    features.append(visit.features)
-                    chosen.append(ids)
-                    following.append(list(set(chain.from_iterable(later))))
+        visits = self._visits[layer_idx]
+        chosen = [ids for tokens in visits.tokens[:BATCH_VISITS] for ids in tokens]
+        features = visits.features[:, :BATCH_VISITS].repeat(len(chosen) // BATCH_VISITS, axis=1)
+        used, followed = visits.used(), visits.followed()
+        if not all(chosen):  # what has chosen nothing says nothing
+            told = [row for row, ids in enumerate(chosen) if ids]
+            chosen, features = [chosen[row] for row in told], features.take(told, axis=1)
+            used, followed = used.take(told, axis=0), followed.take(told, axis=0)
         if chosen:
-            self._correct(self._associations[layer_idx], np.stack(features), chosen, following)
+            self._correct(self._associations[layer_idx], features, chosen, used, followed)
+        visits.forget()
 
     def _correct(
         self,
         association: Association,
         features: LogOdds,
         chosen: Sequence[Sequence[int]],
-        following: Sequence[Sequence[int]],
+        used: LogOdds,
+        followed: LogOdds,
     ) -> None:
-        own: LogOdds = self._weights.values.dot(features)  # [num_visits, num_experts]
-        expected = association.log_odds_of(own, chosen)
+        # [num_visits, num_experts]
+        own: LogOdds = self._weights.values.dot(features.reshape(len(features), -1)).reshape(followed.shape)
+        expected = association.log_odds_of(own, chosen, used)
         np.negative(expected, out=expected)
         np.exp(expected, out=expected)
         expected += 1.0
         np.reciprocal(expected, out=expected)
-        errors = -expected
-        for error, ids in zip(errors, following, strict=True):
-            error[ids] += 1.0
-        association.correct(errors, chosen)
+        errors = followed - expected
+        association.correct(errors, chosen, used)
         self._weights.correct(features, expected, errors)
 
 
-def _features(frequency: Floats) -> LogOdds:
-    """Log odds of frequencies `[half_lives, num_experts]`, and ones."""
-    features: LogOdds = np.ones((len(frequency) + 1, frequency.shape[1]), dtype=np.float32)
-    odds = features[:-1]
-    np.maximum(frequency, P_MIN, out=odds, casting="same_kind")
-    np.minimum(odds, P_MAX, out=odds)
-    odds /= 1.0 - odds
-    np.log(odds, out=odds)
-    return features
-
-
-def _rate(log_odds: LogOdds) -> Floats:
-    """Probability of use at one visit, from the log odds of use within the horizon."""
-    rate: Floats = 1.0 - (1.0 + np.exp(log_odds.astype(np.float64))) ** (-1.0 / HORIZON_VISITS)
+def _rate(log_odds: Floats) -> Floats:
+    """Probability of use at one visit, from the log odds of use within the horizon, in whose place it is written."""
+    rate = np.exp(log_odds, out=log_odds)
+    rate += 1.0
+    rate **= -1.0 / HORIZON_VISITS
+    np.subtract(1.0, rate, out=rate)
     return rate

@@ -56,16 +56,15 @@ class Room:
         A paused transfer that nobody wants goes first. A hint evicts no hinted expert; speculation, in addition, only
         one that is expected to be used later than what it brings. Pins get everything that is not pinned.
         """
-        if self._cache.num_free:
-            return True
-        if self._drop_paused(NOBODY):
+        if self._cache.num_free or self._drop_paused(NOBODY):
             return True
         victim = self._victim(code, level, current_layer)
         if victim is None and level == PIN and not self._drop_paused(HINT):
             victim = next((c for c in self._cache.slot_of if not self._cache.pins[c]), None)
         if victim is not None:
             self._evict(victim)
-        elif level == HINT:
+            return True
+        if level == HINT:
             self._drop_paused(SPECULATION)
         elif level == PIN and not self._cache.num_free:
             # Nothing can be dropped at once.
@@ -78,11 +77,13 @@ class Room:
         busy = sum(1 for code, load in cache.loads.items() if load.pending and not cache.pins[code])
         return cache.num_slots - cache.num_pinned - busy
 
+    def _is_hinted(self, code: int) -> bool:
+        return bool(self._hinted) and code in self._hinted.get(code // self._max_experts, ())
+
     def _claim(self, code: int) -> int:
-        layer_idx = code // self._max_experts
-        if code in self._hinted.get(layer_idx, ()):
+        if self._is_hinted(code):
             return HINT
-        return SPECULATION if self._speculation.wants(layer_idx, code) else NOBODY
+        return SPECULATION if self._speculation.wants(code // self._max_experts, code) else NOBODY
 
     def _drop_paused(self, highest_claim: int) -> bool:
         """Drop the unpinned load with nothing in flight whose claim is lowest, if it is at most this one."""
@@ -147,7 +148,7 @@ class Room:
             code = int(expendable.argmax())
             if expendable[code] == -np.inf:
                 return None
-            if cache.state[code] == RESIDENT and not cache.pins[code] and self._claim(code) != HINT:
+            if cache.state[code] == RESIDENT and not cache.pins[code] and not self._is_hinted(code):
                 return code
             expendable[code] = -np.inf
 

@@ -24,9 +24,12 @@ from .room import HINT, PIN, SPECULATION, Room
 from .speculation import Speculation
 from .visit import Visit
 
+# Chunks: more than any expert has.
+NO_LIMIT = 2**62
+
 
 class Lease(NamedTuple):
-    """The right and the order to fetch one chunk of an expert into a slot."""
+    """The right and the order to fetch one chunk of an expert into a slot, or, as one transfer, some that follow each other."""
 
     key: ExpertKey
     chunk_idx: int
@@ -34,6 +37,7 @@ class Lease(NamedTuple):
     generation: int
     code: int
     cause: Cause
+    num_chunks: int = 1
 
 
 class Scheduler:
@@ -43,10 +47,15 @@ class Scheduler:
         config: sizes and switches.
         observer: is told what happens.
         reuse: what a reuse prior has learned of this model before; None: this one starts from what holds for any model.
+        taught: another scheduler that is shown each visit before this one is: its reuse prior serves both.
     """
 
     def __init__(
-        self, config: SchedulerConfig, observer: Observer | None = None, reuse: LearnedReuse | None = None
+        self,
+        config: SchedulerConfig,
+        observer: Observer | None = None,
+        reuse: LearnedReuse | None = None,
+        taught: Scheduler | None = None,
     ) -> None:
         self.config = config
         self.observer: Observer = observer or NullObserver()
@@ -58,8 +67,12 @@ class Scheduler:
         num_codes = config.num_layers * self.max_experts
         self._keys = [ExpertKey(*divmod(code, self.max_experts)) for code in range(num_codes)]
         self._num_chunks = [len(chunks) for chunks in config.chunk_bytes]
-        self._prior = ReusePrior(config.num_layers, self.max_experts, learned=reuse)
-        self._prior_is_asked = config.eviction == "next_use" or config.prefetch
+        self._prior_learns = taught is None and (config.eviction == "next_use" or config.prefetch)
+        if taught is None:
+            self._prior = ReusePrior(config.num_layers, self.max_experts, learned=reuse)
+        else:
+            assert not config.hints, "what was announced to one would be known to the other"
+            self._prior = taught._prior
         self._num_next = 1  # tokens that the next visits are expected to have
         self.eviction = eviction.create(config.eviction, config.num_layers, self.max_experts, self._prior)
         self.calibration = Calibration(config.num_experts)
@@ -78,6 +91,9 @@ class Scheduler:
         pool_of = {layer: idx for idx, pool in enumerate(config.pools) for layer in pool.layers}
         self._cache_of = [self._caches[pool_of[layer]] for layer in range(config.num_layers)]
         self._room_of = [self._rooms[pool_of[layer]] for layer in range(config.num_layers)]
+        self._asked_rooms: set[Room] = set()  # for a slot, since the latest layer event
+        self._num_experts = sum(config.num_experts)
+        self._fits = sum(pool.num_slots for pool in config.pools) >= self._num_experts
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -101,7 +117,7 @@ class Scheduler:
     @property
     def everything_resident(self) -> bool:
         """Whether every expert is in a slot: then there are as many slots, and none will ever be evicted."""
-        return sum(len(cache.slot_of) for cache in self._caches) == sum(self.config.num_experts)
+        return self._fits and sum(len(cache.slot_of) for cache in self._caches) == self._num_experts
 
     # -- what is needed -----------------------------------------------------------------------------------------
 
@@ -157,7 +173,7 @@ class Scheduler:
             # A prompt in place of the expected decode step says nothing about the forecasts' worth.
             self.calibration.observe(layer_idx, ids if len(tokens) <= self._num_next else None)
         self._num_next = num_sequences
-        if tokens and self._prior_is_asked and not self.everything_resident:
+        if tokens and self._prior_learns and not self.everything_resident:
             self._prior.observe(layer_idx, tokens)
         self.eviction.visited(layer_idx, ids, tokens, num_sequences)
         self._speculation.drop(layer_idx)
@@ -166,26 +182,31 @@ class Scheduler:
         return Visit(self, layer_idx, ids)
 
     def _invalidate(self) -> None:
-        for room in self._rooms:
+        for room in self._asked_rooms:
             room.invalidate()
+        self._asked_rooms.clear()
 
     def demand(self, layer_idx: int, codes: Sequence[int]) -> None:
         """A visit pinned these experts: queue what is missing of them (called by `Visit.admit`)."""
         cache = self._cache_of[layer_idx]
+        state, pins, ledger = cache.state, cache.pins, self._ledger
+        if ledger.has_unasked:
+            for code in codes:
+                ledger.asked(layer_idx, code)
         for code in codes:
-            self._ledger.asked(layer_idx, code)
             # Who pinned it before has queued it before.
-            if cache.state[code] != RESIDENT and cache.pins[code] == 1:
+            if state[code] != RESIDENT and pins[code] == 1:
                 self._failed_speculation.discard(code)
-                if cache.state[code] != LOADING or not cache.loads[code].all_issued:
+                if state[code] != LOADING or not cache.loads[code].all_issued:
                     self._demand.append(code)
 
-    def undemand(self, code: int, cache: ExpertCache) -> None:
-        """A visit gives its pin back (called by `Visit`)."""
-        cache.unpin(code)
-        if not cache.pins[code] and cache.state[code] != RESIDENT:
-            self.failures.discard(code)
-            self._cancel(code)
+    def undemand(self, codes: Sequence[int], cache: ExpertCache) -> None:
+        """A visit gives its pins back (called by `Visit`)."""
+        for code in codes:
+            cache.unpin(code)
+            if cache.state[code] != RESIDENT and not cache.pins[code]:
+                self.failures.discard(code)
+                self._cancel(code)
 
     def _cancel(self, code: int) -> None:
         if code in self._demand:
@@ -258,25 +279,35 @@ class Scheduler:
             leases.append(lease)
         return leases
 
-    def _next_demand(self) -> Lease | None:
+    def next_transfer(self, count: int) -> Lease | None:
+        """The next chunk, and with it those of its expert that are certain to follow, if up to `count` are sent now.
+
+        That is all that is left of the pinned expert first in line, also later, for then nothing comes between. For a
+        driver that lets no visit end early and knows when each chunk will be there. It reports the lease done once, when
+        the last chunk is.
+        """
+        return self._next_demand(whole=True) or self._next_hint(count) or self._next_speculation()
+
+    def _next_demand(self, whole: bool = False) -> Lease | None:
         queue = self._demand
         for position, code in enumerate(queue):
             cache = self._cache_of[code // self.max_experts]
             # Where there is no slot yet, one is on its way; the next in line may already have its own.
             if cache.state[code] == LOADING or self._has_slot(cache, code, PIN):
-                lease = self._issue(cache, code, "demand")
-                if cache.loads[code].all_issued:
+                # Behind one that still waits for its slot, the rest is not certain: that one goes first once it has it.
+                lease, all_issued = self._issue(cache, code, "demand", NO_LIMIT if whole and position == 0 else 1)
+                if all_issued:
                     del queue[position]
                 return lease
         return None
 
-    def _next_hint(self) -> Lease | None:
+    def _next_hint(self, count: int = 1) -> Lease | None:
         queue = self._hint_queue
         while queue:
             code = queue[0]
             cache = self._cache_of[code // self.max_experts]
             if not self._gave_up(code) and self._has_slot(cache, code, HINT):
-                return self._issue(cache, code, "demand")
+                return self._issue(cache, code, "demand", count)[0]
             queue.popleft()  # nothing left to send, or no room: the visit will ask again, with pins
         return None
 
@@ -288,7 +319,7 @@ class Scheduler:
                 and self._may_speculate(cache, code)
                 and self._has_slot(cache, code, SPECULATION)
             ):
-                return self._issue(cache, code, "prefetch")
+                return self._issue(cache, code, "prefetch")[0]
             self._speculation.skip()
         return None
 
@@ -305,10 +336,16 @@ class Scheduler:
         """Whether a chunk of the expert can be sent now, once room is made for it where its level may."""
         state = cache.state[code]
         if state == LOADING:
-            return not cache.loads[code].all_issued
-        return state == ABSENT and self._room_of[code // self.max_experts].make(code, level, self.current_layer)
+            load = cache.loads[code]
+            return load.issued < load.num_chunks
+        if state != ABSENT:
+            return False
+        room = self._room_of[code // self.max_experts]
+        self._asked_rooms.add(room)
+        return room.make(code, level, self.current_layer)
 
-    def _issue(self, cache: ExpertCache, code: int, cause: Cause) -> Lease:
+    def _issue(self, cache: ExpertCache, code: int, cause: Cause, count: int = 1) -> tuple[Lease, bool]:
+        """Of the expert's chunks the next `count`, and whether no more are left."""
         layer_idx = code // self.max_experts
         if cache.state[code] == ABSENT:
             load = cache.start_load(code, self._num_chunks[layer_idx])
@@ -316,27 +353,32 @@ class Scheduler:
         else:
             load = cache.loads[code]
         chunk_idx = load.issued
-        load.issued += 1
         load.pending.add(chunk_idx)
-        return Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause)
+        num_chunks = min(count, load.num_chunks - chunk_idx)
+        load.issued += num_chunks
+        lease = Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
+        return lease, load.issued == load.num_chunks
 
     # -- what arrived -------------------------------------------------------------------------------------------
 
     def chunk_done(self, lease: Lease) -> bool:
-        """A chunk's bytes are in its slot. Returns whether this made the expert resident."""
+        """A lease's bytes are in its slot. Returns whether this made the expert resident."""
         load = self._take_back(lease)
         if load is None:
             return False
         code, layer_idx = lease.code, lease.key.layer_idx
         cache = self._cache_of[layer_idx]
-        nbytes = self.config.chunk_bytes[layer_idx][lease.chunk_idx]
+        chunk_bytes = self.config.chunk_bytes[layer_idx]
+        nbytes = chunk_bytes[lease.chunk_idx]
+        if lease.num_chunks > 1:
+            nbytes = sum(chunk_bytes[lease.chunk_idx : lease.chunk_idx + lease.num_chunks])
         if cache.state[code] == DRAINING:
             self._ledger.arrived_late(layer_idx, lease.cause, nbytes)
             cache.settle(code)
             return False
         load.done_bytes += nbytes
-        self._ledger.arrived(layer_idx, code, lease.cause, nbytes, pinned=cache.pins[code] > 0)
-        if load.pending or not load.all_issued:
+        self._ledger.arrived(layer_idx, code, lease.cause, nbytes, cache.pins[code] > 0)
+        if load.pending or load.issued < load.num_chunks:
             return False
         cache.finish_load(code)
         return True
@@ -384,7 +426,7 @@ class Scheduler:
             cache = self._cache_of[layer_idx]
             code = layer_idx * self.max_experts + expert_idx
             if cache.state[code] == ABSENT and cache.num_free and not cache.pins[code]:
-                leases += [self._issue(cache, code, "demand") for _ in range(self._num_chunks[layer_idx])]
+                leases += [self._issue(cache, code, "demand")[0] for _ in range(self._num_chunks[layer_idx])]
         return leases
 
     def check_integrity(self) -> None:

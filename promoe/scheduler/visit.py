@@ -61,7 +61,8 @@ class Visit:
                 cache.pin(code)
                 granted.append(code)
         self._granted.update(dict.fromkeys(granted))
-        self._needed = [code for code in self._needed if code not in self._granted]
+        left = len(granted) < len(self._needed)
+        self._needed = [code for code in self._needed if code not in self._granted] if left else []
         self._scheduler.demand(self.layer_idx, granted)
         return len(granted)
 
@@ -99,13 +100,15 @@ class Visit:
 
     def release(self, expert_ids: Iterable[int]) -> None:
         """The group has run; its experts may be evicted."""
-        for expert_idx in expert_ids:
-            code = self._base + expert_idx
+        codes = [self._base + expert_idx for expert_idx in expert_ids]
+        for code in codes:
             del self._granted[code]
-            self._scheduler.undemand(code, self._cache)
+        self._scheduler.undemand(codes, self._cache)
 
     def close(self) -> None:
         """Give back every grant, whether it ran or not. Safe to repeat."""
         self._needed = []
-        while self._granted:
-            self._scheduler.undemand(self._granted.popitem()[0], self._cache)
+        if self._granted:
+            codes = list(self._granted)
+            self._granted.clear()
+            self._scheduler.undemand(codes, self._cache)

@@ -131,7 +131,7 @@ def _simulated(
     simulator = Simulator(config, Wire(machine.bandwidth_bytes_per_s, machine.latency_s), reuse)
     if scenario.policy == "static":
         simulator.fix_popularity(_popularity(fit or trace, geometry.num_experts))
-    replay = Replay(config, reuse) if scenario.predictor else None
+    replay = Replay(config, taught=simulator.scheduler) if scenario.predictor else None
     forecasts = None
     if scenario.predictor:
         forecasts = TraceForecasts(scenario.predictor, fit, _widened(trace, geometry.num_experts), scenario.lookahead)
@@ -143,8 +143,7 @@ def _simulated(
         start_s = simulator.now_s
         layer_s = geometry.layer_s(machine, num_tokens)
         expert_s = geometry.expert_s(machine)
-        for layer_idx in range(geometry.num_layers):
-            tokens = trace.experts[first:last, layer_idx].tolist()
+        for layer_idx, tokens in enumerate(trace.experts[first:last].transpose(1, 0, 2).tolist()):
             stream = False
             if num_tokens > 1:
                 num_used = len(np.unique(trace.experts[first:last, layer_idx]))

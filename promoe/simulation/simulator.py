@@ -38,15 +38,16 @@ class Simulator:
         self.config = config
         self.recorder = Recorder(config.num_experts, config.expert_bytes)
         self.now_s = 0.0
-        self._scheduler = Scheduler(config, self.recorder, reuse)
+        self.scheduler = Scheduler(config, self.recorder, reuse)
         self._wire = wire
         self._slowdown = slowdown
-        self._in_flight: deque[tuple[float, Lease]] = deque()
+        # Arrivals on the wire's timetable; the lease at its last chunk, None at the others.
+        self._in_flight: deque[tuple[float, Lease | None]] = deque()
         self.recorder.prefetch_switched(config.prefetch)
 
     def fix_popularity(self, popularity: npt.NDArray[np.float64]) -> None:
         """For `static`: keep the most popular experts by these counts `[num_layers, num_experts]`."""
-        eviction = self._scheduler.eviction
+        eviction = self.scheduler.eviction
         assert isinstance(eviction, Static), f"{self.config.eviction} learns by itself"
         eviction.fix(popularity)
 
@@ -69,7 +70,7 @@ class Simulator:
             forecasts: asked once the gate has chosen.
             stream_next: a long prompt, which will use nearly all experts of the next layer.
         """
-        scheduler, ids = self._scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
+        scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
         self._compute(layer_s)
         hits = scheduler.hint(layer_idx, ids)
         if stream_next and layer_idx + 1 < self.config.num_layers:
@@ -90,14 +91,25 @@ class Simulator:
                 self._compute(len(group) * expert_s)
                 visit.release(group)
                 visit.admit()
-                self._send()
+                if len(self._in_flight) < IN_FLIGHT:
+                    self._send()
             else:
-                arrival_s = self._in_flight[0][0]
-                stall_s += arrival_s - self.now_s
                 waiting = True
-                self._advance(arrival_s)
+                stall_s += self._wait()
         visit.close()
         self.recorder.visit(layer_idx, ids, hits, len(ids) - waited_for, stall_s)
+
+    def _wait(self) -> float:
+        """Until the next expert is complete; returns the seconds."""
+        waited_s, completed = 0.0, False
+        in_flight = self._in_flight
+        while not completed:
+            while len(in_flight) > IN_FLIGHT and in_flight[0][1] is None:
+                in_flight.popleft()  # frees no place and completes nothing: only what comes after it is waited for
+            arrival_s = in_flight[0][0]
+            waited_s += arrival_s - self.now_s
+            completed = self._advance(arrival_s)
+        return waited_s
 
     def _compute(self, work_s: float) -> None:
         """So much work, while chunks arrive and others are sent."""
@@ -111,19 +123,26 @@ class Simulator:
         self.now_s += max(work_s, 0.0)
 
     def _send(self) -> None:
-        scheduler, in_flight = self._scheduler, self._in_flight
+        scheduler, in_flight, reserve = self.scheduler, self._in_flight, self._wire.reserve
         while len(in_flight) < IN_FLIGHT and scheduler.has_orders:
-            leases = scheduler.next_chunks(1)
-            if not leases:
+            lease = scheduler.next_transfer(IN_FLIGHT - len(in_flight))
+            if lease is None:
                 return
-            lease = leases[0]
-            nbytes = self.config.chunk_bytes[lease.key.layer_idx][lease.chunk_idx]
-            in_flight.append((self._wire.reserve(self.now_s, nbytes), lease))
+            # The wire starts each chunk when the last but one has arrived, so those that follow can be put down at once.
+            last_idx = lease.chunk_idx + lease.num_chunks - 1
+            chunk_bytes = self.config.chunk_bytes[lease.key.layer_idx]
+            for nbytes in chunk_bytes[lease.chunk_idx : last_idx]:
+                in_flight.append((reserve(self.now_s, nbytes), None))
+            in_flight.append((reserve(self.now_s, chunk_bytes[last_idx]), lease))
 
-    def _advance(self, until_s: float) -> None:
-        in_flight = self._in_flight
+    def _advance(self, until_s: float) -> bool:
+        """Everything arrives that does until then; returns whether some expert is complete."""
+        in_flight, completed = self._in_flight, False
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()
-            self._scheduler.chunk_done(lease)
-            self._send()
+            if lease is not None:
+                completed |= self.scheduler.chunk_done(lease)
+            if len(in_flight) < IN_FLIGHT:
+                self._send()
         self.now_s = until_s
+        return completed

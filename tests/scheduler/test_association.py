@@ -76,3 +76,22 @@ def test_several_visits_at_once_are_answered_and_corrected_each_by_itself() -> N
     found = together.log_odds_of(np.stack([OWN, -OWN]), chosen)
     for row, own, ids in zip(found, (OWN, -OWN), chosen, strict=True):
         assert row == pytest.approx(together.log_odds(own, ids), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_experts", [16, 256])
+def test_choices_in_ones_and_zeros_are_the_same_choices(num_experts: int) -> None:
+    rng, num_visits = np.random.default_rng(0), 8
+    plain, dense = Association(num_experts), Association(num_experts)
+    for _ in range(5):
+        chosen = [rng.permutation(num_experts)[: 1 + visit % 4].tolist() for visit in range(num_visits)]
+        used, (own, errors) = (
+            np.zeros((num_visits, num_experts), np.float32),
+            rng.normal(size=(2, num_visits, num_experts)),
+        )
+        for row, ids in zip(used, chosen, strict=True):
+            row[ids] = 1.0
+        plain.correct(errors.astype(np.float32), chosen)
+        dense.correct(errors.astype(np.float32), chosen, used)
+        np.testing.assert_allclose(dense.weights, plain.weights, atol=1e-6)
+        found = [one.log_odds_of(own.astype(np.float32), chosen, more) for one, more in ((plain, None), (dense, used))]
+        np.testing.assert_allclose(found[1], found[0], atol=1e-5)

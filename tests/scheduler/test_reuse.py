@@ -190,3 +190,16 @@ def test_what_was_learned_can_be_started_from() -> None:
     announced_blocks(pupil, 20)
     announced_blocks(teacher, 20)
     np.testing.assert_array_equal(learned.associations, before)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_several_layers_are_answered_at_once_as_one_by_one(num_tokens: int) -> None:
+    together, apart, rng = ReusePrior(3, 6), ReusePrior(3, 6), np.random.default_rng(0)
+    for turn in range(100):
+        tokens = [rng.permutation(6)[:2].tolist() for _ in range(num_tokens)]
+        for prior in (together, apart):
+            prior.observe(turn % 3, tokens)
+        together.probability(1, num_tokens)  # known when all are asked for
+        found = together.probabilities([2, 1, 0], num_tokens)
+        one_by_one = [apart.probability(layer_idx, num_tokens) for layer_idx in (2, 1, 0)]
+        np.testing.assert_allclose(found, one_by_one, rtol=1e-12)

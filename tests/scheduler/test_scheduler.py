@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from promoe.scheduler import ExpertKey, Lease, PoolSpec, SchedulerConfig
+from promoe.scheduler import ExpertKey, Lease, PoolSpec, Scheduler, SchedulerConfig
 from promoe.scheduler.calibration import START_COEFFICIENTS
 
 from .driven import Driven
+from .replay import Tally
 
 
 def config(
@@ -71,6 +72,53 @@ def test_demand_goes_before_hints_and_hints_before_speculation() -> None:
     order = names(run.issue(99))
     assert order == [(0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 3, 0), (1, 3, 1), (2, 5, 0), (2, 5, 1)]
     assert run.causes == {"demand": 6, "prefetch": 2}
+
+
+def transfer(scheduler: Scheduler, count: int = 2) -> tuple[int, int, int, int]:
+    """(layer, expert, first chunk, chunks) of the next transfer."""
+    lease = scheduler.next_transfer(count)
+    assert lease is not None
+    scheduler.check_integrity()
+    return (*lease.key, lease.chunk_idx, lease.num_chunks)
+
+
+def test_what_is_certain_to_follow_is_one_transfer() -> None:
+    scheduler = Scheduler(config(num_slots=8, num_layers=3, num_chunks=3))
+    scheduler.forecast(2, 2, certain(5))
+    scheduler.hint(0, [1, 2])
+    assert transfer(scheduler, 2) == (0, 1, 0, 2)  # a hint: what is sent now
+    scheduler.begin_visit(0, [1, 2]).admit()
+    assert [transfer(scheduler) for _ in range(2)] == [(0, 1, 2, 1), (0, 2, 0, 3)]  # pinned: all that is left
+    assert [transfer(scheduler) for _ in range(3)] == [(2, 5, n, 1) for n in range(3)]  # may be withdrawn
+    assert scheduler.next_transfer(2) is None
+
+
+def test_a_transfer_is_done_once_with_all_its_bytes() -> None:
+    tally = Tally()
+    scheduler = Scheduler(config(num_chunks=3), tally)
+    scheduler.begin_visit(0, [1]).admit()
+    lease = scheduler.next_transfer(1)
+    assert lease is not None
+    assert tally.moved_bytes == 0
+    assert scheduler.chunk_done(lease)
+    assert tally.moved_bytes == 30
+    assert scheduler.is_resident(0, 1)
+
+
+def test_behind_one_that_waits_for_its_slot_chunks_go_one_by_one() -> None:
+    """Of two slots one is an unfinished hint's, the other in flight to an expert that nobody will use."""
+    scheduler = Scheduler(config(num_slots=2, num_layers=3, num_chunks=3))
+    scheduler.hint(2, [3])
+    scheduler.next_chunks(1)
+    scheduler.hint(2, [])
+    scheduler.hint(1, [0])
+    useless = scheduler.next_chunks(3)
+    scheduler.begin_visit(0, [2]).admit()
+    scheduler.begin_visit(2, [3]).admit()
+    assert transfer(scheduler) == (2, 3, 1, 1)
+    for lease in useless:
+        scheduler.chunk_done(lease)
+    assert [transfer(scheduler) for _ in range(2)] == [(0, 2, 0, 3), (2, 3, 2, 1)]
 
 
 def test_next_chunks_gives_no_more_than_asked_for() -> None:
