@@ -83,7 +83,11 @@ class _Fit:
 
     def probability(self, features: Floats) -> Floats:
         """Of use, `[num_experts]`, for features `[4, num_experts]`."""
-        p: Floats = 1.0 / (1.0 + np.exp(-(self.coefficients @ features)))
+        p: Floats = self.coefficients @ features
+        np.negative(p, out=p)
+        np.exp(p, out=p)
+        p += 1.0
+        np.divide(1.0, p, out=p)
         return p
 
     def learn(self, features: Floats, ids: Sequence[int]) -> None:

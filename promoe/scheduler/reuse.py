@@ -145,6 +145,8 @@ class ReusePrior:
         self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for a visit to come
         self._top_k = 0
         self._answers = np.empty((num_layers, num_experts))  # probabilities
+        self._read_only = self._answers.view()
+        self._read_only.flags.writeable = False
         self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
 
         if learned is not None:
@@ -193,9 +195,13 @@ class ReusePrior:
             row += np.bincount(chosen, np.repeat(weight, counts), minlength=row.size)
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
-        """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999]. Read only."""
-        answer: Floats = self.probabilities([layer_idx], num_tokens)[0]
-        answer.flags.writeable = False
+        """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999].
+
+        Read only, and only until the layer learns or is asked about again.
+        """
+        if self._answered[layer_idx] != num_tokens:
+            self.probabilities([layer_idx], num_tokens)
+        answer: Floats = self._read_only[layer_idx]
         return answer
 
     def probabilities(self, layers: Sequence[int], num_tokens: int = 1) -> Floats:

@@ -295,8 +295,8 @@ class Scheduler:
             # Where there is no slot yet, one is on its way; the next in line may already have its own.
             if cache.state[code] == LOADING or self._has_slot(cache, code, PIN):
                 # Behind one that still waits for its slot, the rest is not certain: that one goes first once it has it.
-                lease, all_issued = self._issue(cache, code, "demand", NO_LIMIT if whole and position == 0 else 1)
-                if all_issued:
+                lease = self._issue(cache, code, "demand", NO_LIMIT if whole and position == 0 else 1)
+                if lease.chunk_idx + lease.num_chunks == self._num_chunks[lease.key.layer_idx]:
                     del queue[position]
                 return lease
         return None
@@ -307,7 +307,7 @@ class Scheduler:
             code = queue[0]
             cache = self._cache_of[code // self.max_experts]
             if not self._gave_up(code) and self._has_slot(cache, code, HINT):
-                return self._issue(cache, code, "demand", count)[0]
+                return self._issue(cache, code, "demand", count)
             queue.popleft()  # nothing left to send, or no room: the visit will ask again, with pins
         return None
 
@@ -319,7 +319,7 @@ class Scheduler:
                 and self._may_speculate(cache, code)
                 and self._has_slot(cache, code, SPECULATION)
             ):
-                return self._issue(cache, code, "prefetch")[0]
+                return self._issue(cache, code, "prefetch")
             self._speculation.skip()
         return None
 
@@ -344,8 +344,8 @@ class Scheduler:
         self._asked_rooms.add(room)
         return room.make(code, level, self.current_layer)
 
-    def _issue(self, cache: ExpertCache, code: int, cause: Cause, count: int = 1) -> tuple[Lease, bool]:
-        """Of the expert's chunks the next `count`, and whether no more are left."""
+    def _issue(self, cache: ExpertCache, code: int, cause: Cause, count: int = 1) -> Lease:
+        """At most so many of the expert's chunks."""
         layer_idx = code // self.max_experts
         if cache.state[code] == ABSENT:
             load = cache.start_load(code, self._num_chunks[layer_idx])
@@ -354,10 +354,9 @@ class Scheduler:
             load = cache.loads[code]
         chunk_idx = load.issued
         load.pending.add(chunk_idx)
-        num_chunks = min(count, load.num_chunks - chunk_idx)
+        num_chunks = 1 if count == 1 else min(count, load.num_chunks - chunk_idx)
         load.issued += num_chunks
-        lease = Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
-        return lease, load.issued == load.num_chunks
+        return Lease(self._keys[code], chunk_idx, load.slot, load.generation, code, cause, num_chunks)
 
     # -- what arrived -------------------------------------------------------------------------------------------
 
@@ -426,7 +425,7 @@ class Scheduler:
             cache = self._cache_of[layer_idx]
             code = layer_idx * self.max_experts + expert_idx
             if cache.state[code] == ABSENT and cache.num_free and not cache.pins[code]:
-                leases += [self._issue(cache, code, "demand")[0] for _ in range(self._num_chunks[layer_idx])]
+                leases += [self._issue(cache, code, "demand") for _ in range(self._num_chunks[layer_idx])]
         return leases
 
     def check_integrity(self) -> None:
