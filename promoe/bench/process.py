@@ -89,11 +89,6 @@ class Worker:
         """Forget what was counted."""
         self._ask("reset", None)
 
-    def probe(self) -> float:
-        """Bytes per second that its link can reach. Takes some seconds."""
-        result: float = self._ask("probe", None)
-        return result
-
     def facts(self) -> Facts:
         """What was counted."""
         result: Facts = self._ask("facts", None)

@@ -82,12 +82,10 @@ class Round:
         """
         with ExitStack() as stack:
             workers = self._open_all(stack)
-            ours = [system.name for system in self._bench.systems if system.kind == "promoe" and system.name in workers]
-            bandwidth = workers[ours[0]].probe()
+            bandwidth = self._bench.probe(self._link)
             found = [self._measure_task(reference, workers) for reference in self._references]
             # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
-            still = next((name for name in ours if name not in self._errors), None)
-            bandwidth = max(bandwidth, workers[still].probe()) if still is not None else bandwidth
+            bandwidth = max(bandwidth, self._bench.probe(self._link))
         return [self._table(number, found[number], bandwidth) for number in range(len(found))]
 
     def _open_all(self, stack: ExitStack) -> dict[str, Worker]:

@@ -18,12 +18,15 @@ from promoe.bench.round import Reference, Round
 from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
 from promoe.bench.tasks import Task, make_tasks
 from promoe.bench.worker import Opening, Preparing, Sizes
+from promoe.bound import PROBE_REQUEST_BYTES, PROBE_SECONDS
 from promoe.control_groups import MemoryGroup, NoControlGroupError, memory_groups
 from promoe.demo.example import find_example
 from promoe.errors import ConfigError
 from promoe.links import EmulatedLink
 from promoe.links.free_ram import free_ram_bytes
+from promoe.links.probe import best_bandwidth
 from promoe.measure import tpots_s
+from promoe.opening import open_without_experts
 from promoe.sizes import fixed_bytes
 from promoe.units import format_memory, format_number
 
@@ -77,10 +80,26 @@ class Bench:
                     resident.prepare(Preparing(system.kind, self.checkpoint, self._folder(system)))
             tables = []
             for cache in self.options.cache:
-                limit_bytes = None if self.not_limited else sizes.other_bytes + slots[cache] + self.workspace_bytes
+                limit_bytes = None
+                if not self.not_limited:
+                    limit_bytes = (
+                        sizes.other_bytes + slots[cache] + self.workspace_bytes + self._activation_bytes(sizes)
+                    )
                 tables += Round(self, resident, sizes, references, cache, limit_bytes, link).measure()
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
+
+    def probe(self, link: EmulatedLink | None) -> float:
+        """Bytes per second that the link can reach: what an emulated one is set to, else the best of raw reads."""
+        if link is not None:
+            return link.bandwidth_bytes_per_s
+        opened = open_without_experts(self.checkpoint, dtype=getattr(torch, self.options.dtype))
+        try:
+            return best_bandwidth(
+                opened.store, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS
+            ).best.bytes_per_s
+        finally:
+            opened.store.close()
 
     def start(self, stack: ExitStack, system: System, cache: str, limit_bytes: int | None, **more: Any) -> Worker:
         """Open a system in a process, which the stack closes.
@@ -92,6 +111,13 @@ class Bench:
         worker = Worker(replace(opening, **more), limit_bytes, self._around)
         stack.callback(worker.close)
         return worker
+
+    def _activation_bytes(self, sizes: Sizes) -> int:
+        """What a layer's experts take between their matrices for the longest prompt, in the stock kernels."""
+        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
+        return longest * max(
+            top_k * nbytes // sizes.hidden_size for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
+        )
 
     def _refer(self, resident: Worker, task: Task) -> Reference:
         bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)

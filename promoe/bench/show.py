@@ -112,7 +112,7 @@ def _memory_words(report: Report) -> str:
         )
     return (
         "Each system but the unmodified model has a control group that limits its memory, page cache included, to the slots, "
-        f"all else that the model has, and {report.options.workspace}. "
+        f"all else that the model has, what the longest prompt's experts compute in one layer, and {report.options.workspace}. "
         "`limited` is the peak of what counted against that, `RSS` of what the process had mapped, libraries included."
     )
 

@@ -19,7 +19,7 @@ from transformers import StoppingCriteria
 
 from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
-from promoe.bound import RoutedPass, RoutingRecorder, link_bandwidth
+from promoe.bound import RoutedPass, RoutingRecorder
 from promoe.demo.systems import load_stock
 from promoe.links import EmulatedLink
 from promoe.loading import from_pretrained
@@ -108,12 +108,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a model takes: bytes of one expert and number of experts per MoE layer, bytes of everything else."""
+    """What a model takes: experts of each MoE layer and bytes of one, chosen per token, bytes of everything else, and H."""
 
     num_experts: tuple[int, ...]
     expert_bytes: tuple[int, ...]
     top_k: tuple[int, ...]
     other_bytes: int
+    hidden_size: int
 
     @property
     def experts_bytes(self) -> int:
@@ -147,7 +148,6 @@ def serve(connection: Connection) -> None:
         "slots": server.slots_bytes,
         "prepare": server.prepare,
         "reset": server.reset,
-        "probe": server.probe,
         "facts": server.facts,
     }
     connection.send(None)  # ready: from here on memory is the system's own
@@ -208,6 +208,7 @@ class _Server:
             tuple(layer.layout.payload_bytes for layer in layers),
             tuple(layer.top_k or 1 for layer in layers),
             sum(tensor.nbytes for tensor in others if id(tensor) not in experts),
+            self._model.config.get_text_config().hidden_size,
         )
 
     def slots_bytes(self, cache: str) -> int:
@@ -222,10 +223,6 @@ class _Server:
     def reset(self, _: None) -> None:
         if self._handle is not None:
             self._handle.reset_stats()
-
-    def probe(self, _: None) -> float:
-        engine = self._handle.runtime.engine
-        return link_bandwidth(engine.link, engine.store)
 
     def facts(self, _: None) -> Facts:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

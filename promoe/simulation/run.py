@@ -152,7 +152,9 @@ def _simulated(
             ask = None
             if forecasts is not None and num_tokens == 1:
                 ask = partial(forecasts.of, first)
-            simulator.visit(layer_idx, tokens, layer_s, expert_s, ask, stream and (config.prefetch or scenario.policy == "default"))
+            simulator.visit(
+                layer_idx, tokens, layer_s, expert_s, ask, stream and (config.prefetch or scenario.policy == "default")
+            )
             if replay is not None:
                 missed = replay.visit(layer_idx, tokens)
                 demand_bytes += missed if phase == "decode" else 0

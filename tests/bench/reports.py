@@ -50,6 +50,6 @@ def table(cache: str = "25%", task: str = GENERATE) -> Table:
 
 
 def report(*tables: Table, not_limited: str | None = None) -> Report:
-    sizes = Sizes((8, 8), (1000, 1000), (2, 2), 5000)
+    sizes = Sizes((8, 8), (1000, 1000), (2, 2), 5000, 64)
     options = Options(cache=["25%"], systems=["gate"])
     return Report("tiny", options, 2, sizes, not_limited, "the disk", tables or (table(),))
