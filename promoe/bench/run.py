@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import transformers
 from tqdm import tqdm
 
 from promoe.bench.options import Options
@@ -41,6 +42,7 @@ class Bench:
     """
 
     def __init__(self, options: Options) -> None:
+        transformers.logging.disable_progress_bar()
         self.options = options
         self.systems = find_systems(options.systems)
         self._check_link()

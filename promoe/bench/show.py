@@ -14,6 +14,7 @@ from promoe.units import (
     format_megabytes,
     format_memory,
     format_ms,
+    format_number,
     format_seconds,
     format_share,
     format_times,
@@ -120,7 +121,8 @@ def _memory_words(report: Report) -> str:
 def table_lines(table: Table) -> Iterator[str]:
     """One cache size and task: conditions, the table, and the ratios that matter."""
     limit = "" if table.limit_bytes is None else f", {format_memory(table.limit_bytes)} of memory"
-    yield (f"## cache {table.cache}, {table.task}{limit}, link {table.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
+    link = f"link {format_number(table.bandwidth_bytes_per_s / 1e6)} MB/s"
+    yield f"## cache {table.cache}, {table.task}{limit}, {link}"
     yield ""
     yield from markdown(_GENERATE if table.task == GENERATE else _READ, [row for row in table.rows if row.answers])
     yield ""
