@@ -52,6 +52,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py --equal-cache 256MiB
 	$(BIN)/python benchmarks/decode.py
+	$(BIN)/promoe bench --pairs 3 --seconds-per-answer 8
 	$(BIN)/python benchmarks/predict_latency.py
 
 clean:
