@@ -112,8 +112,8 @@ def _write_stacked(model: PreTrainedModel, checkpoint: Path, folder: Path) -> No
             shards.append({})
         shards[-1][name] = tensor
     files: dict[str, str] = {}
-    for number, shard in enumerate(shards):
-        file = f"model-{number:05}.safetensors"
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         save_file({name: tensor.clone() for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
@@ -121,7 +121,7 @@ def _write_stacked(model: PreTrainedModel, checkpoint: Path, folder: Path) -> No
     load_tokenizer(str(checkpoint)).save_pretrained(folder)
     from airllm import AutoModel
 
-    AutoModel.from_pretrained(str(folder), device="cpu", dtype=model.dtype, delete_original=True)  # splits it in layers
+    AutoModel.from_pretrained(str(folder), device="cpu", dtype=model.dtype)  # splits it in layers
 
 
 def _drop_from_page_cache(folder: Path) -> None:

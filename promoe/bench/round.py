@@ -72,7 +72,7 @@ class Round:
         self._cache = cache
         self._limit_bytes = limit_bytes
         self._link = link
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, str] = dict(bench.failed)
 
     def measure(self) -> list[Table]:
         """A table per task.
@@ -91,6 +91,8 @@ class Round:
     def _open_all(self, stack: ExitStack) -> dict[str, Worker]:
         workers: dict[str, Worker] = {}
         for system in self._bench.systems:
+            if system.name in self._errors:
+                continue
             try:
                 workers[system.name] = self._resident if system.name == RESIDENT else self._open(stack, system)
             except WorkerError as error:

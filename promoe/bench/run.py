@@ -13,7 +13,7 @@ import transformers
 from tqdm import tqdm
 
 from promoe.bench.options import Options
-from promoe.bench.process import Worker
+from promoe.bench.process import Worker, WorkerError
 from promoe.bench.results import Report
 from promoe.bench.round import Reference, Round
 from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
@@ -62,6 +62,8 @@ class Bench:
         self._around: MemoryGroup | None = groups[0] if groups else None
         self.not_limited = self._why_not_limited()
         """Why memory is not limited; None: it is."""
+        self.failed: dict[str, str] = {}
+        """Peers that could not be made ready, and why."""
 
     def run(self) -> Report:
         """Measure everything, and close everything.
@@ -79,7 +81,7 @@ class Bench:
             link = self._emulated(sizes, references[0])
             for system in self.systems:
                 if system.kind not in ("promoe", "resident"):
-                    resident.prepare(Preparing(system.kind, self.checkpoint, self._folder(system)))
+                    self._prepare(resident, system)
             tables = []
             for cache in self.options.cache:
                 limit_bytes = None
@@ -113,6 +115,12 @@ class Bench:
         worker = Worker(replace(opening, **more), limit_bytes, self._around)
         stack.callback(worker.close)
         return worker
+
+    def _prepare(self, resident: Worker, system: System) -> None:
+        try:
+            resident.prepare(Preparing(system.kind, self.checkpoint, self._folder(system)))
+        except WorkerError as error:
+            self.failed[system.name] = f"Its files could not be written. {error}"
 
     def _activation_bytes(self, sizes: Sizes) -> int:
         """What a layer's experts take between their matrices for the longest prompt, in the stock kernels."""

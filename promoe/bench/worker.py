@@ -137,7 +137,7 @@ class Preparing:
 
 
 def serve(connection: Connection) -> None:
-    """Answer requests until the other end closes. What a request raises is sent back, and ends the process."""
+    """Answer requests until the other end closes. What a request raises is sent back."""
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     server = _Server()
@@ -160,7 +160,6 @@ def serve(connection: Connection) -> None:
             connection.send((True, answers[request](argument)))
         except Exception as error:
             connection.send((False, f"{type(error).__name__}: {error}"))
-            break
     server.close()
 
 

@@ -147,6 +147,16 @@ def test_an_emulated_link_and_a_system_that_fails(folder: Path, monkeypatch: pyt
     assert "emulated" in found.to_json()["link"]
 
 
+def test_a_peer_whose_files_cannot_be_written_is_left_out(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "peers").write_text("a file where a folder should be")
+    fields = {"systems": ["gate", "page-cache"], "out": tmp_path, "max_new_tokens": 2}
+    gate, page_cache = Bench(options(folder, **fields)).run().tables[0].rows
+    assert (gate.error, len(gate.answers)) == (None, 1)
+    assert page_cache.error is not None
+    assert "Its files could not be written" in page_cache.error
+    assert not page_cache.answers
+
+
 def test_peers_read_no_emulated_link(folder: Path) -> None:
     with pytest.raises(ConfigError, match="page-cache read the disk"):
         Bench(options(folder, systems=["gate", "page-cache"], link="emulated:2"))
