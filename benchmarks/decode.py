@@ -102,7 +102,7 @@ def main() -> None:
     options = parser.parse_args()
     demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
     rows = []
-    checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     disk = OnDisk(checkpoint, DTYPE)
     resident = disk.resident()
     print(f"{options.pairs} prompts x {options.new_tokens} tokens")

@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/predict_latency.json"))
     options = parser.parse_args()
     demo = Demo(Options())
-    checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     model = OnDisk(checkpoint, DTYPE).resident()
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     result = []

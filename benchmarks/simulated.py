@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/simulated.json"))
     options = parser.parse_args()
     demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
-    checkpoint = demo.example.widen(demo.out / f"widened-x{demo.options.repeat}-bfloat16", demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     disk, found = OnDisk(checkpoint, DTYPE), []
     resident = disk.resident()
     if options.caches:

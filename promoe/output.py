@@ -12,6 +12,18 @@ from promoe.errors import ConfigError
 PathLike = str | os.PathLike[str]
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder for results, and those around it, unless it is there.
+
+    Raises:
+        ConfigError: that cannot be done.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot make the folder '{folder}': {error.strerror or error}. Choose another.") from error
+
+
 def check_writable(path: PathLike) -> Path:
     """Return `path` as a Path if a file can be written there; leaves nothing behind.
 

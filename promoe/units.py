@@ -85,6 +85,11 @@ def format_share(share: float | None) -> str:
     return f"{share:.0%}" if share in (0.0, 1.0) else f"{share:.1%}"
 
 
+def format_percent(share: float | None) -> str:
+    """A share (0..1) in per cent, number only (for table columns whose head says %): `61.2`, `0`."""
+    return format_share(share).removesuffix("%")
+
+
 def format_times(factor: float | None) -> str:
     """A factor: `1.36x`."""
     if factor is None or math.isnan(factor):

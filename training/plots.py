@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from promoe.errors import ConfigError
+from promoe.output import make_folder
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,10 +31,7 @@ def check_plots(folder: Path) -> None:
     """Make the folder, and raise ConfigError if that cannot be done or matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise ConfigError("matplotlib is not installed. Try `pip install 'promoe[viz]'`.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Cannot make the folder '{folder}': {error.strerror or error}. Choose another.") from error
+    make_folder(folder)
 
 
 def save_plots(result: Result, folder: Path, subject: str) -> list[Path]:

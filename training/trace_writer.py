@@ -21,8 +21,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save
 
-from promoe.errors import ConfigError
-from promoe.output import write_atomically
+from promoe.output import make_folder, write_atomically
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import DECODE, GATES_FILE, INFO_FILE, TraceInfo, find_info, part_paths
 from promoe.training.trace_parts import Rows, distinct_prompts, open_part
@@ -52,10 +51,7 @@ class TraceWriter:
         self._shard_index = shard_index
         self._part_bytes = part_bytes
         self._tables: list[pa.Table] = []
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"Cannot make the folder '{folder}': {error.strerror}. Choose another.") from error
+        make_folder(folder)
         found = find_info(folder)
         if found is not None:
             info.check_same(found, folder)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TextIO
 
 from promoe.bench.options import Options
@@ -13,8 +12,7 @@ from promoe.bench.plots import save_plots
 from promoe.bench.results import Report
 from promoe.bench.run import Bench
 from promoe.bench.show import report_lines
-from promoe.errors import ConfigError
-from promoe.output import check_writable, write_atomically
+from promoe.output import check_writable, make_folder, write_atomically
 
 
 def run_bench(options: Options, out: TextIO) -> Report:
@@ -25,7 +23,7 @@ def run_bench(options: Options, out: TextIO) -> Report:
             generated other tokens than the unmodified model.
     """
     options = replace(options, json=options.json or options.out / "bench.json")
-    _make_folder(options.out)
+    make_folder(options.out)
     assert options.json is not None
     outputs = [check_writable(options.json), check_writable(options.out / "bench.md")]
     report = Bench(options).run()
@@ -35,12 +33,7 @@ def run_bench(options: Options, out: TextIO) -> Report:
     write_atomically(outputs[1], [f"{line}\n" for line in lines])
     if find_spec("matplotlib") is not None:
         outputs += save_plots(report, options.out)
+    else:
+        print("", "No plots: matplotlib is not installed. Try `pip install 'promoe[viz]'`.", sep="\n", file=out)
     print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)
     return report
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Cannot make the folder '{folder}': {error.strerror or error}. Choose another.") from error

@@ -40,13 +40,12 @@ class Options:
     link: str = DISK
     workspace: str = "128MiB"
     seconds_per_answer: float = 30.0
-    repeat: int = 128
     dtype: str = "bfloat16"
     out: Path = Path("promoe-out/bench")
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("pairs", 1), ("max_new_tokens", 1), ("repeat", 1)):
+        for name, least in (("pairs", 1), ("max_new_tokens", 1)):
             value = getattr(self, name)
             if value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")
@@ -54,8 +53,12 @@ class Options:
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
         if not self.seconds_per_answer > 0:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
-        for cache in (*self.cache, self.workspace):
+        for cache in self.cache:
             check_cache(cache)
+        try:
+            fixed_bytes(self.workspace)
+        except ConfigError as error:
+            raise ConfigError(f"--workspace: {error}") from None
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
         self.emulated()

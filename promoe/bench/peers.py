@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import nn
 
 from promoe.adapters.base import set_tensor
 from promoe.bench.systems import Kind
+from promoe.links.file import drop_files
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.opening import open_without_experts
 from promoe.running import load_tokenizer
@@ -48,7 +48,8 @@ def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) 
             model, checkpoint, folder
         )
         ready.write_text(json.dumps(mark))
-    _drop_from_page_cache(folder)
+    # What was written is still in the page cache, and at nobody's cost.
+    drop_files(path for path in folder.rglob("*") if path.is_file())
 
 
 def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) -> Any:
@@ -122,15 +123,3 @@ def _write_stacked(model: PreTrainedModel, checkpoint: Path, folder: Path) -> No
     from airllm import AutoModel
 
     AutoModel.from_pretrained(str(folder), device="cpu", dtype=model.dtype)  # splits it in layers
-
-
-def _drop_from_page_cache(folder: Path) -> None:
-    """What was written is still in the page cache, and at nobody's cost."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)

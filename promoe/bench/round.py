@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -82,11 +82,21 @@ class Round:
         """
         with ExitStack() as stack:
             workers = self._open_all(stack)
-            bandwidth = self._bench.probe(self._link)
+            probe = self._open_probe(stack, workers)
+            bandwidth = probe()
             found = [self._measure_task(reference, workers) for reference in self._references]
             # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
-            bandwidth = max(bandwidth, self._bench.probe(self._link))
-        return [self._table(number, found[number], bandwidth) for number in range(len(found))]
+            bandwidth = max(bandwidth, probe())
+        schedulers = {name: facts.scheduler for one in found for name, facts in one.facts.items()}
+        missed = {name: self._missed(config) for name, config in schedulers.items() if config is not None}
+        return [self._table(number, found[number], missed, bandwidth) for number in range(len(found))]
+
+    def _open_probe(self, stack: ExitStack, workers: dict[str, Worker]) -> Callable[[], float]:
+        """What measures, or knows, the bytes per second that the link can reach."""
+        if (link := self._link) is not None:
+            return lambda: link.bandwidth_bytes_per_s
+        modes = (workers[system.name].facts().read_mode for system in self._bench.systems if system.name in workers)
+        return self._bench.open_probe(stack, next(mode for mode in modes if mode is not None))
 
     def _open_all(self, stack: ExitStack) -> dict[str, Worker]:
         workers: dict[str, Worker] = {}
@@ -102,7 +112,6 @@ class Round:
         return workers
 
     def _open(self, stack: ExitStack, system: System) -> Worker:
-        answers = [answer for reference in self._references for answer in reference.answers]
         return self._bench.start(
             stack,
             system,
@@ -110,7 +119,7 @@ class Round:
             self._limit_bytes,
             link=self._link if system.kind == "promoe" else None,
             num_experts=self._sizes.num_experts,
-            decode_visits=_decode_visits(answers) if system.predictor == ORACLE else (),
+            decode_visits=_decode_visits(self._references) if system.predictor == ORACLE else (),
         )
 
     def _measure_task(self, reference: Reference, workers: dict[str, Worker]) -> _Measured:
@@ -137,23 +146,25 @@ class Round:
                 found.facts[name], found.peaks[name] = worker.facts(), worker.peak_limited_bytes
         return found
 
-    def _table(self, number: int, found: _Measured, bandwidth: float) -> Table:
+    def _table(
+        self, number: int, found: _Measured, missed: dict[str, list[list[tuple[float, float]]]], bandwidth: float
+    ) -> Table:
+        reference = self._references[number]
+        compute = found.answers.get(RESIDENT) or [answer.generation for answer in reference.answers[1:]]
         rows = []
         for system in self._bench.systems:
             name = system.name
             row = Row(system, found.answers.get(name, []), error=self._errors.get(name))
             if (facts := found.facts.get(name)) is not None:
                 row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, found.peaks[name]
-                if facts.stats is not None and facts.scheduler is not None:
+                if facts.stats is not None:
                     row.prefill, row.decode = facts.stats.prefill, facts.stats.decode
-                    compute = found.answers.get(RESIDENT) or [
-                        a.generation for a in self._references[number].answers[1:]
-                    ]
-                    missed = self._missed(facts.scheduler)[number]
-                    row.ttft_bound_s = median_bound(ttfts_s(compute), [prompt / bandwidth for prompt, _ in missed])
-                    row.tpot_bound_s = median_bound(tpots_s(compute), [token / bandwidth for _, token in missed])
+                    prompts_s = [nbytes / bandwidth for nbytes, _ in missed[name][number]]
+                    tokens_s = [nbytes / bandwidth for _, nbytes in missed[name][number]]
+                    row.ttft_bound_s = median_bound(ttfts_s(compute), prompts_s)
+                    row.tpot_bound_s = median_bound(tpots_s(compute), tokens_s)
             rows.append(row)
-        return Table(self._cache, self._references[number].task.name, self._limit_bytes, bandwidth, rows)
+        return Table(self._cache, reference.task.name, self._limit_bytes, bandwidth, rows)
 
     def _missed(self, config: SchedulerConfig) -> list[list[tuple[float, float]]]:
         """Per task and measured prompt: bytes that reading it misses, and each token after it, on demand only."""
@@ -178,11 +189,12 @@ def _check(name: str, number: int, answer: Generation, expected: Generation) -> 
     verify(name, number, answer, Generation(expected.tokens[:kept], expected.ttft_s, expected.gaps_s[: kept - 1]))
 
 
-def _decode_visits(answers: Sequence[Answer]) -> list[tuple[int, list[int]]]:
+def _decode_visits(references: Sequence[Reference]) -> list[tuple[int, list[int]]]:
     """(layer, experts) of the layer visits of one token."""
     return [
         (layer_idx, sorted(set(tokens[0])))
-        for answer in answers
+        for reference in references
+        for answer in reference.answers
         for routed in answer.routing
         for layer_idx, tokens in routed.visits
         if len(tokens) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,19 +21,20 @@ from promoe.bench.round import Reference, Round
 from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
 from promoe.bench.tasks import Task, make_tasks
 from promoe.bench.worker import Opening, Preparing, Sizes
-from promoe.bound import PROBE_REQUEST_BYTES, PROBE_SECONDS
+from promoe.bound import link_bandwidth
 from promoe.control_groups import MemoryGroup, NoControlGroupError, memory_groups
 from promoe.demo.example import find_example
 from promoe.errors import ConfigError
-from promoe.links import EmulatedLink
+from promoe.links import EmulatedLink, FileLink
+from promoe.links.file import SPARE_RAM_BYTES, FileMode
 from promoe.links.free_ram import free_ram_bytes
-from promoe.links.probe import best_bandwidth
 from promoe.measure import tpots_s
 from promoe.opening import open_without_experts
 from promoe.sizes import fixed_bytes
 from promoe.units import format_memory, format_number
 
-SPARE_RAM_BYTES = 2 * 2**30
+# Of the demo model, whose experts then have 10 MB each.
+REPEAT = 128
 
 
 class Bench:
@@ -48,15 +51,13 @@ class Bench:
         self._check_link()
         # One core less computes where a link is emulated: on the machines that it stands for, copies need no core.
         self.threads = max(1, torch.get_num_threads() - (options.emulated() is not None))
-        example = find_example() if options.model is None or options.prompts is None else None
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        prompts = find_example().prompts_file if options.prompts is None else Path(options.prompts)
         if options.model is None:
-            assert example is not None
-            name = f"widened-x{options.repeat}-{options.dtype}"
-            dtype = getattr(torch, options.dtype)
-            self.checkpoint = example.widen(options.out.parent / name, options.repeat, dtype)
+            self.checkpoint = find_example().widened(options.out.parent, REPEAT, self._dtype)
         else:
             self.checkpoint = Path(options.model)
-        self.tasks = make_tasks(options, self.checkpoint, example)
+        self.tasks = make_tasks(options, self.checkpoint, prompts)
         self.workspace_bytes = fixed_bytes(options.workspace)
         groups = memory_groups()
         self._around: MemoryGroup | None = groups[0] if groups else None
@@ -93,17 +94,13 @@ class Bench:
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
 
-    def probe(self, link: EmulatedLink | None) -> float:
-        """Bytes per second that the link can reach: what an emulated one is set to, else the best of raw reads."""
-        if link is not None:
-            return link.bandwidth_bytes_per_s
-        opened = open_without_experts(self.checkpoint, dtype=getattr(torch, self.options.dtype))
-        try:
-            return best_bandwidth(
-                opened.store, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS
-            ).best.bytes_per_s
-        finally:
-            opened.store.close()
+    def open_probe(self, stack: ExitStack, mode: FileMode) -> Callable[[], float]:
+        """What measures how many bytes per second the checkpoint's files give in a mode; the stack closes it."""
+        store = open_without_experts(self.checkpoint, dtype=self._dtype).store
+        stack.callback(store.close)
+        link = FileLink(store, mode)
+        stack.callback(link.close)
+        return partial(link_bandwidth, link, store)
 
     def start(self, stack: ExitStack, system: System, cache: str, limit_bytes: int | None, **more: Any) -> Worker:
         """Open a system in a process, which the stack closes.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from promoe.bench.results import Report, Row, Table
-from promoe.bench.systems import RESIDENT
 from promoe.bench.tasks import GENERATE
+from promoe.bound import TOLERANCE
 from promoe.measure import Estimate
 from promoe.units import (
     DASH,
@@ -15,15 +15,12 @@ from promoe.units import (
     format_memory,
     format_ms,
     format_number,
+    format_percent,
     format_seconds,
-    format_share,
     format_times,
     is_number,
     ratio,
 )
-
-# A time below its bound by more than this is a measuring error.
-TOLERANCE = 0.97
 
 
 class _Column(NamedTuple):
@@ -42,10 +39,6 @@ def _times(time_s: float, bound_s: float | None) -> str:
     return DASH if bound_s is None else format_times(ratio(time_s, bound_s)).removesuffix("x")
 
 
-def _share(share: float | None) -> str:
-    return format_share(share).removesuffix("%")
-
-
 def _memory(nbytes: int | None) -> str:
     return DASH if nbytes is None else f"{nbytes / 2**20:,.0f}"
 
@@ -61,10 +54,10 @@ _GENERATE = (
     _Column("bound, ms", lambda r: format_ms(r.tpot_bound_s)),
     _Column("x bound", lambda r: _times(r.tpot.value, r.tpot_bound_s)),
     _Column("stall, ms", lambda r: DASH if r.decode is None else format_ms(r.decode.stall_per_pass_s)),
-    _Column("hit, %", lambda r: DASH if r.decode is None else _share(r.decode.hit_rate)),
-    _Column("ready, %", lambda r: DASH if r.decode is None else _share(r.decode.ready_rate)),
+    _Column("hit, %", lambda r: DASH if r.decode is None else format_percent(r.decode.hit_rate)),
+    _Column("ready, %", lambda r: DASH if r.decode is None else format_percent(r.decode.ready_rate)),
     _Column("MB/token", lambda r: DASH if r.decode is None else format_megabytes(r.decode.bytes_per_token)),
-    _Column("wasted, %", lambda r: DASH if r.decode is None else _share(r.decode.wasted_share)),
+    _Column("wasted, %", lambda r: DASH if r.decode is None else format_percent(r.decode.wasted_share)),
     *_MEMORY,
 )
 _READ = (
@@ -73,7 +66,7 @@ _READ = (
     _Column("bound, ms", lambda r: format_ms(r.ttft_bound_s)),
     _Column("x bound", lambda r: _times(r.ttft.value, r.ttft_bound_s)),
     _Column("stall, ms", lambda r: DASH if r.prefill is None else format_ms(r.prefill.stall_per_pass_s)),
-    _Column("hit, %", lambda r: DASH if r.prefill is None else _share(r.prefill.hit_rate)),
+    _Column("hit, %", lambda r: DASH if r.prefill is None else format_percent(r.prefill.hit_rate)),
     _Column("MB", lambda r: DASH if r.prefill is None else _megabytes_per_pass(r)),
     *_MEMORY,
 )
@@ -177,9 +170,3 @@ def impossible(table: Table) -> list[str]:
                 f"{format_seconds(bound_s)}: the link or the machine changed its speed meanwhile. Measure again."
             )
     return found
-
-
-def fastest_peer(table: Table) -> Row | None:
-    """The fastest system that is neither this library's nor the unmodified model; None: there is none."""
-    peers = [r for r in table.rows if r.system.kind not in ("promoe", RESIDENT) and is_number(r.tpot.value)]
-    return min(peers, key=lambda row: row.tpot.value, default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -11,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from promoe.bench.options import Options
 from promoe.bench.worker import Prompt
-from promoe.demo.example import Example
-from promoe.errors import ConfigError
+from promoe.demo.example import read_prompts
 from promoe.running import load_tokenizer, prompt_inputs
 
 if TYPE_CHECKING:
@@ -34,20 +32,20 @@ class Task:
     prompts: Sequence[Prompt]
 
 
-def make_tasks(options: Options, checkpoint: Path, example: Example | None) -> list[Task]:
+def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
     """To generate from ordinary prompts, then to read those of each length that was asked for.
 
     Args:
         options: how many prompts, tokens and lengths.
         checkpoint: whose tokenizer reads them.
-        example: whose held-out prompts are used where `options` names no file.
+        prompts: file with a JSON list of texts.
 
     Raises:
-        ConfigError: there are too few prompts.
+        ConfigError: there are too few, or the file is not such a list.
         CheckpointError: there is no tokenizer.
     """
     tokenizer: Any = load_tokenizer(str(checkpoint))
-    texts = _texts(options, example)
+    texts = read_prompts(prompts, options.pairs + 1, "One of them warms up. Lower --pairs.")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def prompt(ids: Sequence[int], new_tokens: int) -> Prompt:
@@ -68,22 +66,3 @@ def _long(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int,
     ids: list[int] = list(chain.from_iterable(encoded))
     repeated = ids * (-(-length * count // len(ids)))
     return [repeated[start : start + length] for start in range(0, length * count, length)]
-
-
-def _texts(options: Options, example: Example | None) -> list[str]:
-    needed = options.pairs + 1
-    if options.prompts is None:
-        assert example is not None, "prompts come from a file or from the example"
-        return example.all_prompts(needed)
-    path = Path(options.prompts)
-    try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"Cannot read the prompts '{path}': {error}. Give a file with a JSON list of texts."
-        ) from error
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise ConfigError(f"'{path}' must hold a JSON list of texts that are not empty.")
-    if len(texts) < needed:
-        raise ConfigError(f"'{path}' holds {len(texts)} prompts; {needed} are needed (one warms up). Lower --pairs.")
-    return texts

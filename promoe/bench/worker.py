@@ -20,8 +20,10 @@ from transformers import StoppingCriteria
 from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.bound import RoutedPass, RoutingRecorder
+from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.systems import load_stock
-from promoe.links import EmulatedLink
+from promoe.links import EmulatedLink, FileLink
+from promoe.links.file import FileMode
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
 from promoe.moe_layers import find_moe_layers
@@ -31,8 +33,6 @@ from promoe.scheduler import SchedulerConfig
 from promoe.sizes import plan_pools
 from promoe.stats import Stats
 
-# Small models fall into loops when they are greedy, and loops need the same experts again and again.
-REPETITION_PENALTY = 1.15
 # Of a system that takes seconds per token, a few tokens tell enough.
 FEWEST_TOKENS = 4
 
@@ -98,11 +98,13 @@ class Facts:
     Attributes:
         stats: of a system of this library.
         scheduler: its sizes and policy.
+        read_mode: how it reads files.
         peak_rss_bytes: most memory that the process had in use, mapped files included.
     """
 
     stats: Stats | None
     scheduler: SchedulerConfig | None
+    read_mode: FileMode | None
     peak_rss_bytes: int
 
 
@@ -226,8 +228,10 @@ class _Server:
     def facts(self, _: None) -> Facts:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self._handle is None:
-            return Facts(None, None, peak_bytes)
-        return Facts(self._handle.stats(), self._handle.runtime.engine.scheduler.config, peak_bytes)
+            return Facts(None, None, None, peak_bytes)
+        engine = self._handle.runtime.engine
+        read_mode = engine.link.mode if isinstance(engine.link, FileLink) else None
+        return Facts(self._handle.stats(), engine.scheduler.config, read_mode, peak_bytes)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -105,9 +105,8 @@ class Demo:
 
     def on_disk(self) -> None:
         """Part 2: experts of real size, read from this machine's disk past the page cache."""
-        name = f"widened-x{self.options.repeat}-{str(DTYPE).removeprefix('torch.')}"
         heading(f"2. The same function with experts {self.options.repeat} times as wide, on this machine's disk")
-        checkpoint = self.example.widen(self.out / name, self.options.repeat, DTYPE)
+        checkpoint = self.example.widened(self.out, self.options.repeat, DTYPE)
         source = OnDisk(checkpoint, DTYPE)
         probe: Any = source.patched(SYSTEMS[0], self.options.cache)
         with closing(probe.promoe):

@@ -49,30 +49,22 @@ class Example:
         Raises:
             ConfigError: there are fewer, or the file is not a list of texts.
         """
-        return self.all_prompts(count)[:count]
+        return read_prompts(self.prompts_file, count, "Ask for fewer with --prompts.")[:count]
 
-    def all_prompts(self, count: int) -> list[str]:
-        """All held-out prompts, at least `count`.
-
-        Raises:
-            ConfigError: there are fewer, or the file is not a list of texts.
-        """
-        path = self.folder / PROMPTS
-        try:
-            texts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"Cannot read the held-out prompts '{path}': {error}") from error
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ConfigError(f"'{path}' must hold a JSON list of texts. Got {type(texts).__name__} instead.")
-        if len(texts) < count:
-            raise ConfigError(f"'{path}' holds {len(texts)} prompts; {count} are needed. Ask for fewer with --prompts.")
-        return texts
+    @property
+    def prompts_file(self) -> Path:
+        """The held-out prompts."""
+        return self.folder / PROMPTS
 
     def heldout_loss(self) -> float | None:
         """Held-out loss in nats per token, as the checkpoint's model card states it; None where it does not."""
         card = self.checkpoint / "README.md"
         found = re.search(r"held-out loss[^0-9]*([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
         return float(found[1]) if found else None
+
+    def widened(self, folder: Path, repeat: int, dtype: torch.dtype) -> Path:
+        """The widened checkpoint in a folder for several: as `widen`, under a name of its own."""
+        return self.widen(folder / f"widened-x{repeat}-{str(dtype).removeprefix('torch.')}", repeat, dtype)
 
     def widen(self, destination: Path, repeat: int, dtype: torch.dtype) -> Path:
         """The widened checkpoint in `destination`: as it is if this was its source, else written (anew).
@@ -89,6 +81,31 @@ class Example:
         # Ours, but of another model or repeat: a retrained demo model must not stop the demo.
         shutil.rmtree(destination)
         return write(self.checkpoint, destination, repeat=repeat, dtype=dtype)
+
+
+def read_prompts(path: Path, count: int, remedy: str) -> list[str]:
+    """All texts of a file, at least `count`.
+
+    Args:
+        path: a JSON list of texts.
+        count: so many are needed.
+        remedy: what to do where there are fewer.
+
+    Raises:
+        ConfigError: there are fewer, or the file is not such a list.
+    """
+    try:
+        texts = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"Cannot read the prompts '{path}': {error}. Give a file with a JSON list of texts."
+        ) from error
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+        found = "a list with other things in it" if isinstance(texts, list) else type(texts).__name__
+        raise ConfigError(f"'{path}' must hold a JSON list of texts that are not empty. Got {found} instead.")
+    if len(texts) < count:
+        raise ConfigError(f"'{path}' holds {len(texts)} prompts; {count} are needed. {remedy}")
+    return texts
 
 
 def find_example(model: str | None = None) -> Example:

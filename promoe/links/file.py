@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, get_args, runtime_checkable
 
@@ -116,10 +116,19 @@ def drop_page_cache(store: FileStore) -> None:
     Raises:
         OSError: a file cannot be opened.
     """
+    drop_files([file.path for file in store.files])
+
+
+def drop_files(paths: Iterable[Path]) -> None:
+    """As `drop_page_cache`, of any files.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
-    for file in store.files:
-        fd = os.open(file.path, os.O_RDONLY)
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
         try:
             os.fsync(fd)  # pages that were never written out cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -10,7 +10,7 @@ from promoe.units import (
     aligned,
     format_megabytes,
     format_ms,
-    format_share,
+    format_percent,
     format_times,
     ratio,
 )
@@ -49,10 +49,16 @@ COLUMNS: tuple[Column, ...] = (
     Column("TPOT", "ms", "time per output token after the first; in brackets its 95% interval", _tpot),
     Column("speed", "", "how many times as fast as the baseline (TPOT)", _speed),
     Column(
-        "hit", "%", "needed experts that were resident when the gate chose them", lambda r, _: _pct(r.phase.hit_rate)
+        "hit",
+        "%",
+        "needed experts that were resident when the gate chose them",
+        lambda r, _: format_percent(r.phase.hit_rate),
     ),
     Column(
-        "ready", "%", "needed experts that had arrived when they were computed", lambda r, _: _pct(r.phase.ready_rate)
+        "ready",
+        "%",
+        "needed experts that had arrived when they were computed",
+        lambda r, _: format_percent(r.phase.ready_rate),
     ),
     Column(
         "stall", "ms", "part of TPOT in which compute waited for experts", lambda r, _: format_ms(r.split("decode")[1])
@@ -60,8 +66,8 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "moved", "MB/token", "traffic of the link (10^6 bytes)", lambda r, _: format_megabytes(r.phase.bytes_per_token)
     ),
-    Column("wasted", "%", "prefetched bytes that were never used", lambda r, _: _pct(r.phase.wasted_share)),
-    Column("prefetch", "% on", "layer visits during which prefetch was on", lambda r, _: _pct(_on_share(r))),
+    Column("wasted", "%", "prefetched bytes that were never used", lambda r, _: format_percent(r.phase.wasted_share)),
+    Column("prefetch", "% on", "layer visits during which prefetch was on", lambda r, _: format_percent(_on_share(r))),
     Column(
         "bound", "ms", "least TPOT possible: max(compute, missed bytes / bandwidth)", lambda r, _: format_ms(r.bound_s)
     ),
@@ -85,7 +91,3 @@ def text_table(runs: Sequence[Run], baseline: Run) -> str:
 
 def _on_share(run: Run) -> float | None:
     return None if run.stats.predictor is None else run.phase.prefetch_on_share
-
-
-def _pct(share: float | None) -> str:
-    return format_share(share).removesuffix("%")

@@ -23,7 +23,7 @@ def options(prompts: Path, **fields: object) -> Options:
 def test_prompts_and_long_prompts(checkpoint: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps(["abc", "defgh", "ij", "klm"]))
-    generate, read = make_tasks(options(prompts, prompt_tokens=[7], max_new_tokens=9), checkpoint, None)
+    generate, read = make_tasks(options(prompts, prompt_tokens=[7], max_new_tokens=9), checkpoint, prompts)
     assert generate.name == GENERATE
     assert [len(prompt.ids) for prompt in generate.prompts] == [3, 5, 2]
     assert {prompt.new_tokens for prompt in generate.prompts} == {9}
@@ -55,4 +55,4 @@ def test_prompts_that_cannot_be_used(checkpoint: Path, tmp_path: Path, content: 
     if content is not None:
         (tmp_path / "prompts.json").write_text(content)
     with pytest.raises(ConfigError, match=match):
-        make_tasks(options(tmp_path / "prompts.json"), checkpoint, None)
+        make_tasks(options(tmp_path / "prompts.json"), checkpoint, tmp_path / "prompts.json")
