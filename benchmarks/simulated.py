@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,12 @@ from decode import SlowedFiles
 from transformers import PreTrainedModel
 
 from promoe.bound import RoutedPass
+from promoe.contention import measure_contention
 from promoe.demo.command import DTYPE, Demo
 from promoe.demo.comparison import Reference, Task, compare, record
 from promoe.demo.options import Options
 from promoe.demo.systems import SYSTEMS, OnDisk, System
 from promoe.links import FileLink
-from promoe.links.probe import probe_read_bandwidth
 from promoe.moe_layers import MoELayer
 from promoe.scheduler import SchedulerConfig
 from promoe.simulation.simulator import Simulator
@@ -38,7 +37,6 @@ from promoe.units import aligned, format_ms, format_share
 from promoe.wire import Wire
 
 WITHOUT_PREFETCH = SYSTEMS[:3]
-PROBE_S, MIB = 3.0, 2**20
 
 
 def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]) -> float:
@@ -92,32 +90,6 @@ def simulated_tpot_s(
     return median(per_generation[1:])
 
 
-def beside_each_other(model: PreTrainedModel, task: Task, link: FileLink, store: Any) -> tuple[float, float]:
-    """Bandwidth while the model computes, and times as long that a decode step takes then."""
-    ids, steps, done = task.prompts[0]["input_ids"], {True: [], False: []}, threading.Event()
-    reading = False
-
-    def decode() -> None:
-        with torch.inference_mode():
-            cache = model(ids).past_key_values
-            while not done.is_set():
-                before, start_s = reading, time.perf_counter()
-                cache = model(ids[:, -1:], past_key_values=cache).past_key_values
-                if before == reading:
-                    steps[before].append(time.perf_counter() - start_s)
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    time.sleep(PROBE_S)
-    reading = True
-    found = probe_read_bandwidth(store, 4 * MIB, link.workers, link.mode, PROBE_S)
-    reading = False
-    time.sleep(PROBE_S)
-    done.set()
-    thread.join()
-    return found.bytes_per_s, median(steps[True]) / median(steps[False])
-
-
 def config_of(source: Any, system: System, cache: str) -> SchedulerConfig:
     model = source.patched(system, cache)
     config: SchedulerConfig = model.promoe.runtime.engine.scheduler.config
@@ -140,7 +112,9 @@ def measure(
     probed = source.patched(WITHOUT_PREFETCH[0], cache)
     engine = probed.promoe.runtime.engine
     if isinstance(engine.link, FileLink):
-        bandwidth, slowdown = beside_each_other(resident, demo.task, engine.link, engine.store)
+        ids = demo.task.prompts[0]["input_ids"][0].tolist()
+        found = measure_contention(resident, ids, engine.store, engine.link.mode, engine.link.workers)
+        bandwidth, slowdown = found.bandwidth_bytes_per_s, found.slowdown
     probed.promoe.close()
     print(
         f"\n{title}, cache {cache}: C {format_ms(result.compute_s)} ms, {format_share(share)} of it experts, "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -7,13 +8,16 @@ import pytest
 from promoe.governor import (
     FIRST_HOLD_PASSES,
     MAX_HOLD_PASSES,
-    PAIRS,
+    MOST_ROUNDS,
+    ROUND_TRIALS,
     SETTLING_PASSES,
     TRIAL_PASSES,
     Governor,
 )
 
-TEST_PASSES = 2 * PAIRS * TRIAL_PASSES
+# Of a test whose outcome is clear at once, and of the longest.
+TEST_PASSES = ROUND_TRIALS * TRIAL_PASSES
+LONGEST_PASSES = MOST_ROUNDS * TEST_PASSES
 FAST_S, SLOW_S = 0.010, 0.013
 
 
@@ -35,8 +39,9 @@ def prefetch_costs(on: bool, number: int = 0) -> float:
 
 
 def test_trials_alternate_and_begin_with_prefetch_on() -> None:
-    settings = drive(Governor(), TEST_PASSES, prefetch_pays)
-    assert settings == ([True] * TRIAL_PASSES + [False] * TRIAL_PASSES) * PAIRS
+    settings = drive(Governor(), 2 * TEST_PASSES, lambda on, number: FAST_S)
+    one = [True] * TRIAL_PASSES + [False] * 2 * TRIAL_PASSES + [True] * TRIAL_PASSES
+    assert settings == one * 2
 
 
 @pytest.mark.parametrize(("duration_s", "verdict"), [(prefetch_pays, True), (prefetch_costs, False)])
@@ -48,8 +53,39 @@ def test_the_faster_setting_is_kept(duration_s: Callable[[bool, int], float], ve
 
 def test_a_tie_is_no_reason_to_move_bytes() -> None:
     governor = Governor()
-    drive(governor, TEST_PASSES, lambda on, number: FAST_S)
-    assert governor.on is False
+    drive(governor, LONGEST_PASSES, lambda on, number: FAST_S)
+    assert set(drive(governor, FIRST_HOLD_PASSES, lambda on, number: FAST_S)) == {False}
+
+
+def noisy(difference: float, seed: int) -> Callable[[bool, int], float]:
+    """Passes of 10 ms, give or take 1.5 ms; with prefetch so much shorter."""
+    draw = random.Random(seed)
+    return lambda on, number: 0.010 + draw.gauss(0.0, 0.0015) - (difference if on else 0.0)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_large_difference_is_clear_sooner_than_a_small_one(pays: bool) -> None:
+    def passes_until_held(difference: float, seed: int) -> int:
+        governor, duration_s = Governor(), noisy(difference if pays else -difference, seed)
+        settings = drive(governor, LONGEST_PASSES + 1, duration_s)
+        changes = [number for number in range(1, len(settings)) if settings[number] != settings[number - 1]]
+        assert settings[LONGEST_PASSES] is pays
+        return changes[-1]
+
+    large = [passes_until_held(0.006, seed) for seed in range(20)]
+    small = [passes_until_held(0.0015, seed) for seed in range(20)]
+    assert sum(large) / 20 < TEST_PASSES + TRIAL_PASSES < sum(small) / 20
+
+
+def test_a_small_difference_is_usually_seen() -> None:
+    """5% of a pass whose spread is 15%: few passes would be a coin's throw."""
+    right = 0
+    for seed in range(200):
+        governor = Governor()
+        pays = seed % 2 == 0
+        drive(governor, LONGEST_PASSES, noisy(0.0005 if pays else -0.0005, seed))
+        right += governor.on is pays
+    assert right >= 150
 
 
 @pytest.mark.parametrize("verdict", [True, False])
@@ -63,7 +99,7 @@ def test_a_confirmed_verdict_holds_twice_as_long_up_to_a_limit(verdict: bool) ->
         assert test.count(True) == test.count(False) == TEST_PASSES // 2
         assert set(drive(governor, hold, duration_s)) == {verdict}
     # Whatever was kept is what the next test begins with.
-    assert drive(governor, 2 * TRIAL_PASSES, duration_s) == [verdict] * TRIAL_PASSES + [not verdict] * TRIAL_PASSES
+    assert drive(governor, 3 * TRIAL_PASSES, duration_s) == [verdict] * TRIAL_PASSES + [not verdict] * 2 * TRIAL_PASSES
 
 
 def test_testing_costs_nearly_nothing_in_the_long_run() -> None:
@@ -96,14 +132,18 @@ def test_the_first_passes_of_a_trial_do_not_count() -> None:
     """They still see what the other setting left behind, which here would turn the verdict."""
 
     def misleading(on: bool, number: int) -> float:
-        position = number % TRIAL_PASSES
-        if position < SETTLING_PASSES:
+        settings.append(on)
+        since = next((back for back, other in enumerate(reversed(settings)) if other is not on), len(settings))
+        if since <= SETTLING_PASSES:
             return 1.0 if on else 0.0
-        return 0.010 + 0.001 * position + (0.0 if on else 0.0005)  # on is a little faster, within the spread
+        return (
+            0.010 + 0.001 * (number % TRIAL_PASSES) + (0.0 if on else 0.0005)
+        )  # on is a little faster, within the spread
 
     assert 0 < SETTLING_PASSES < TRIAL_PASSES
+    settings: list[bool] = []
     governor = Governor()
-    drive(governor, TEST_PASSES, misleading)
+    drive(governor, LONGEST_PASSES, misleading)
     assert governor.on is True
 
 
@@ -117,12 +157,12 @@ def test_outliers_do_not_decide(verdict: bool) -> None:
         return (FAST_S if better else SLOW_S) * (100 if outlier else 1)
 
     governor = Governor()
-    drive(governor, TEST_PASSES, with_outliers)
+    drive(governor, LONGEST_PASSES, with_outliers)
     assert governor.on is verdict
 
 
 def test_a_drift_that_hits_both_settings_does_not_decide() -> None:
     """Passes get slower as the context grows: trials in pairs see about the same of it."""
     governor = Governor()
-    drive(governor, TEST_PASSES, lambda on, number: prefetch_pays(on) + 0.0002 * number)
+    drive(governor, LONGEST_PASSES, lambda on, number: prefetch_pays(on) + 0.0002 * number)
     assert governor.on is True

@@ -28,7 +28,7 @@ from torch import nn
 import promoe
 from promoe import prediction
 from promoe.errors import ConfigError, EngineClosedError, PatchStateError
-from promoe.governor import PAIRS, TRIAL_PASSES, Governor
+from promoe.governor import ROUND_TRIALS, TRIAL_PASSES, Governor
 from promoe.passes import PassState
 from promoe.report import text_report
 from promoe.scheduler import ExpertKey
@@ -355,7 +355,7 @@ def test_trials_run_by_themselves() -> None:
     with served(FAMILY, cache="50%", predictor="gate", governor=True) as model:
         handle = model.promoe
         on = []
-        for _ in range(2 * PAIRS * TRIAL_PASSES // NEW_TOKENS):
+        for _ in range(ROUND_TRIALS * TRIAL_PASSES // NEW_TOKENS):
             assert_unharmed(model)
             on.append(handle.runtime.engine.scheduler.prefetch_on)
         assert not all(on)

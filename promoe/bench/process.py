@@ -7,7 +7,8 @@ import os
 from contextlib import suppress
 from typing import Any
 
-from promoe.bench.worker import Answer, Facts, Opening, Preparing, Prompt, Sizes, serve
+from promoe.bench.worker import Answer, Contending, Facts, Opening, Preparing, Prompt, Sizes, serve
+from promoe.contention import Contention
 from promoe.control_groups import MemoryGroup
 from promoe.errors import PromoeError
 from promoe.units import format_memory
@@ -84,6 +85,11 @@ class Worker:
     def prepare(self, what: Preparing) -> None:
         """Write a peer's files, unless they are there."""
         self._ask("prepare", what)
+
+    def contention(self, how: Contending) -> Contention:
+        """What computing and reading lose to each other; of the unmodified model's process."""
+        result: Contention = self._ask("contention", how)
+        return result
 
     def reset(self) -> None:
         """Forget what was counted."""

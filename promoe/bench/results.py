@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
 from promoe.bench.options import Options
 from promoe.bench.systems import System
 from promoe.bench.worker import Sizes
+from promoe.contention import Contention
 from promoe.measure import Estimate, Generation, estimate, paired_speedup, tpots_s, ttfts_s
 from promoe.stats import PhaseStats
 from promoe.units import is_number
@@ -24,6 +26,7 @@ class Row:
         answers: one per measured prompt, in order; fewer where it failed.
         ttft_bound_s: least possible, median over the prompts; None for systems that are not this library's.
         tpot_bound_s: likewise.
+        tpot_shared_s: the same where computing and reading slow each other as measured; None: they do not.
         prefill: what this library counted while it read prompts.
         decode: what it counted while it generated.
         peak_rss_bytes: of its process, libraries and mapped files included.
@@ -35,6 +38,7 @@ class Row:
     answers: list[Generation] = field(default_factory=list)
     ttft_bound_s: float | None = None
     tpot_bound_s: float | None = None
+    tpot_shared_s: float | None = None
     prefill: PhaseStats | None = None
     decode: PhaseStats | None = None
     peak_rss_bytes: int | None = None
@@ -62,6 +66,7 @@ class Row:
             "tpot_s": _known(self.tpot.value),
             "tpot_interval_s": [_known(self.tpot.low), _known(self.tpot.high)],
             "tpot_bound_s": self.tpot_bound_s,
+            "tpot_shared_s": self.tpot_shared_s,
             "peak_rss_bytes": self.peak_rss_bytes,
             "peak_limited_bytes": self.peak_limited_bytes,
             "answers": [
@@ -83,6 +88,7 @@ class Table:
         limit_bytes: what each limited system might use; None: memory was not limited.
         bandwidth_bytes_per_s: what the link can do, measured before and after.
         rows: in the order of the systems.
+        contention: what computing and reading lose to each other; None: the link takes nothing from computing.
     """
 
     cache: str
@@ -90,6 +96,7 @@ class Table:
     limit_bytes: int | None
     bandwidth_bytes_per_s: float
     rows: Sequence[Row]
+    contention: Contention | None = None
 
     def row(self, name: str) -> Row | None:
         """The row of a system that has answers; None: there is none."""
@@ -143,6 +150,7 @@ class Report:
                     "task": table.task,
                     "limit_bytes": table.limit_bytes,
                     "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
+                    "contention": None if table.contention is None else asdict(table.contention),
                     "rows": [row.to_json() for row in table.rows],
                 }
                 for table in self.tables
@@ -150,9 +158,19 @@ class Report:
         }
 
 
-def median_bound(compute_s: Sequence[float], transfer_s: Sequence[float]) -> float | None:
-    """Median over prompts of max(compute, transfer): it bounds the median of times, since each bounds its own."""
-    bounds = [max(pair) for pair in zip(compute_s, transfer_s, strict=True) if all(map(is_number, pair))]
+# Two that do not hinder each other: of nothing but max(compute, transfer).
+_APART = Contention(1.0, math.inf)
+
+
+def median_bound(
+    compute_s: Sequence[float], nbytes: Sequence[float], bandwidth_bytes_per_s: float, contention: Contention = _APART
+) -> float | None:
+    """Median over prompts of the least possible time: it bounds the median of times, since each bounds its own."""
+    bounds = [
+        contention.token_s(*pair, bandwidth_bytes_per_s)
+        for pair in zip(compute_s, nbytes, strict=True)
+        if all(map(is_number, pair))
+    ]
     return median(bounds) if bounds else None
 
 

@@ -13,8 +13,9 @@ from promoe.bench.process import Worker, WorkerError
 from promoe.bench.results import Row, Table, median_bound
 from promoe.bench.systems import ORACLE, RESIDENT, System
 from promoe.bench.tasks import Task
-from promoe.bench.worker import Answer, Facts, Sizes
+from promoe.bench.worker import Answer, Facts, Reader, Sizes
 from promoe.bound import missed_bytes
+from promoe.contention import Contention
 from promoe.demo.comparison import TokensDifferError, verify
 from promoe.links import EmulatedLink
 from promoe.measure import Generation, tpots_s, ttfts_s
@@ -82,21 +83,31 @@ class Round:
         """
         with ExitStack() as stack:
             workers = self._open_all(stack)
-            probe = self._open_probe(stack, workers)
+            reader = self._reader(workers)
+            probe = self._open_probe(stack, reader)
             bandwidth = probe()
             found = [self._measure_task(reference, workers) for reference in self._references]
             # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
             bandwidth = max(bandwidth, probe())
+            ids = self._references[0].task.prompts[0].ids
+            # A link that is emulated stands for one that takes no core from computing.
+            contention = None if reader is None else self._bench.contention(self._resident, reader, ids)
         schedulers = {name: facts.scheduler for one in found for name, facts in one.facts.items()}
         missed = {name: self._missed(config) for name, config in schedulers.items() if config is not None}
-        return [self._table(number, found[number], missed, bandwidth) for number in range(len(found))]
+        return [self._table(number, found[number], missed, bandwidth, contention) for number in range(len(found))]
 
-    def _open_probe(self, stack: ExitStack, workers: dict[str, Worker]) -> Callable[[], float]:
+    def _reader(self, workers: dict[str, Worker]) -> Reader | None:
+        """How this library's systems read files; None: their link is emulated."""
+        found = (workers[system.name].facts().reader for system in self._bench.systems if system.name in workers)
+        return next((reader for reader in found if reader is not None), None)
+
+    def _open_probe(self, stack: ExitStack, reader: Reader | None) -> Callable[[], float]:
         """What measures, or knows, the bytes per second that the link can reach."""
-        if (link := self._link) is not None:
-            return lambda: link.bandwidth_bytes_per_s
-        modes = (workers[system.name].facts().read_mode for system in self._bench.systems if system.name in workers)
-        return self._bench.open_probe(stack, next(mode for mode in modes if mode is not None))
+        if reader is not None:
+            return self._bench.open_probe(stack, reader.mode)
+        link = self._link
+        assert link is not None, "a round has one of this library's systems"
+        return lambda: link.bandwidth_bytes_per_s
 
     def _open_all(self, stack: ExitStack) -> dict[str, Worker]:
         workers: dict[str, Worker] = {}
@@ -147,7 +158,12 @@ class Round:
         return found
 
     def _table(
-        self, number: int, found: _Measured, missed: dict[str, list[list[tuple[float, float]]]], bandwidth: float
+        self,
+        number: int,
+        found: _Measured,
+        missed: dict[str, list[list[tuple[float, float]]]],
+        bandwidth: float,
+        contention: Contention | None,
     ) -> Table:
         reference = self._references[number]
         compute = found.answers.get(RESIDENT) or [answer.generation for answer in reference.answers[1:]]
@@ -159,12 +175,13 @@ class Round:
                 row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, found.peaks[name]
                 if facts.stats is not None:
                     row.prefill, row.decode = facts.stats.prefill, facts.stats.decode
-                    prompts_s = [nbytes / bandwidth for nbytes, _ in missed[name][number]]
-                    tokens_s = [nbytes / bandwidth for _, nbytes in missed[name][number]]
-                    row.ttft_bound_s = median_bound(ttfts_s(compute), prompts_s)
-                    row.tpot_bound_s = median_bound(tpots_s(compute), tokens_s)
+                    prompt_bytes, token_bytes = zip(*missed[name][number], strict=True)
+                    row.ttft_bound_s = median_bound(ttfts_s(compute), prompt_bytes, bandwidth)
+                    row.tpot_bound_s = median_bound(tpots_s(compute), token_bytes, bandwidth)
+                    if contention is not None:
+                        row.tpot_shared_s = median_bound(tpots_s(compute), token_bytes, bandwidth, contention)
             rows.append(row)
-        return Table(self._cache, reference.task.name, self._limit_bytes, bandwidth, rows)
+        return Table(self._cache, reference.task.name, self._limit_bytes, bandwidth, rows, contention)
 
     def _missed(self, config: SchedulerConfig) -> list[list[tuple[float, float]]]:
         """Per task and measured prompt: bytes that reading it misses, and each token after it, on demand only."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,14 +20,17 @@ from promoe.bench.results import Report
 from promoe.bench.round import Reference, Round
 from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
 from promoe.bench.tasks import Task, make_tasks
-from promoe.bench.worker import Opening, Preparing, Sizes
+from promoe.bench.worker import Contending, Opening, Preparing, Reader, Sizes
 from promoe.bound import link_bandwidth
+from promoe.contention import SECONDS as CONTENTION_SECONDS
+from promoe.contention import Contention
 from promoe.control_groups import MemoryGroup, NoControlGroupError, memory_groups
 from promoe.demo.example import find_example
 from promoe.errors import ConfigError
 from promoe.links import EmulatedLink, FileLink
-from promoe.links.file import SPARE_RAM_BYTES, FileMode
+from promoe.links.file import SPARE_RAM_BYTES
 from promoe.links.free_ram import free_ram_bytes
+from promoe.links.probe import ProbeMode
 from promoe.measure import tpots_s
 from promoe.opening import open_without_experts
 from promoe.sizes import fixed_bytes
@@ -94,13 +97,17 @@ class Bench:
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
 
-    def open_probe(self, stack: ExitStack, mode: FileMode) -> Callable[[], float]:
+    def open_probe(self, stack: ExitStack, mode: ProbeMode) -> Callable[[], float]:
         """What measures how many bytes per second the checkpoint's files give in a mode; the stack closes it."""
         store = open_without_experts(self.checkpoint, dtype=self._dtype).store
         stack.callback(store.close)
         link = FileLink(store, mode)
         stack.callback(link.close)
         return partial(link_bandwidth, link, store)
+
+    def contention(self, resident: Worker, reader: Reader, ids: Sequence[int]) -> Contention:
+        """What computing and reading as this library's systems do lose to each other."""
+        return resident.contention(Contending(self.checkpoint, self.options.dtype, reader, ids, CONTENTION_SECONDS))
 
     def start(self, stack: ExitStack, system: System, cache: str, limit_bytes: int | None, **more: Any) -> Worker:
         """Open a system in a process, which the stack closes.

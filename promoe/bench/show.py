@@ -8,6 +8,7 @@ from typing import NamedTuple
 from promoe.bench.results import Report, Row, Table
 from promoe.bench.tasks import GENERATE
 from promoe.bound import TOLERANCE
+from promoe.contention import Contention
 from promoe.measure import Estimate
 from promoe.units import (
     DASH,
@@ -53,6 +54,7 @@ _GENERATE = (
     _Column("TPOT, ms", lambda r: _interval(r.tpot, len(r.answers))),
     _Column("bound, ms", lambda r: format_ms(r.tpot_bound_s)),
     _Column("x bound", lambda r: _times(r.tpot.value, r.tpot_bound_s)),
+    _Column("x shared", lambda r: _times(r.tpot.value, r.tpot_shared_s)),
     _Column("stall, ms", lambda r: DASH if r.decode is None else format_ms(r.decode.stall_per_pass_s)),
     _Column("hit, %", lambda r: DASH if r.decode is None else format_percent(r.decode.hit_rate)),
     _Column("ready, %", lambda r: DASH if r.decode is None else format_percent(r.decode.ready_rate)),
@@ -120,8 +122,18 @@ def table_lines(table: Table) -> Iterator[str]:
     yield from markdown(_GENERATE if table.task == GENERATE else _READ, [row for row in table.rows if row.answers])
     yield ""
     yield from (f"- `{row.system.name}`: {row.error}" for row in table.rows if row.error is not None)
+    if table.contention is not None and table.task == GENERATE:
+        yield f"- {_contention_words(table.contention, table.bandwidth_bytes_per_s)}"
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
+
+
+def _contention_words(found: Contention, bandwidth: float) -> str:
+    return (
+        f"At once, computing takes {format_number(found.slowdown)} times as long, and reads reach "
+        f"{format_number(found.bandwidth_bytes_per_s / 1e6)} of {format_number(bandwidth / 1e6)} MB/s: they share this "
+        "machine's cores and memory. `x shared` is the time over the least possible with that counted in."
+    )
 
 
 def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:

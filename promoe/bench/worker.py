@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,13 +20,15 @@ from transformers import StoppingCriteria
 from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.bound import RoutedPass, RoutingRecorder
+from promoe.contention import Contention, measure_contention
 from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.systems import load_stock
 from promoe.links import EmulatedLink, FileLink
-from promoe.links.file import FileMode
+from promoe.links.probe import ProbeMode
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
 from promoe.moe_layers import find_moe_layers
+from promoe.opening import open_without_experts
 from promoe.predictors import PredictorContext
 from promoe.predictors.reference import OraclePredictor
 from promoe.scheduler import SchedulerConfig
@@ -92,19 +94,27 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Reader:
+    """How a system of this library reads files: past the page cache or through it, from how many threads."""
+
+    mode: ProbeMode
+    workers: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a process knows at its end.
 
     Attributes:
         stats: of a system of this library.
         scheduler: its sizes and policy.
-        read_mode: how it reads files.
+        reader: how it reads files, if it does.
         peak_rss_bytes: most memory that the process had in use, mapped files included.
     """
 
     stats: Stats | None
     scheduler: SchedulerConfig | None
-    read_mode: FileMode | None
+    reader: Reader | None
     peak_rss_bytes: int
 
 
@@ -138,6 +148,17 @@ class Preparing:
     folder: Path
 
 
+@dataclass(frozen=True)
+class Contending:
+    """How to find out what computing and reading lose to each other, in the process that holds the unmodified model."""
+
+    checkpoint: Path
+    dtype: str
+    reader: Reader
+    ids: Sequence[int]
+    seconds: float
+
+
 def serve(connection: Connection) -> None:
     """Answer requests until the other end closes. What a request raises is sent back."""
     transformers.logging.disable_progress_bar()
@@ -149,6 +170,7 @@ def serve(connection: Connection) -> None:
         "sizes": server.sizes,
         "slots": server.slots_bytes,
         "prepare": server.prepare,
+        "contention": server.contention,
         "reset": server.reset,
         "facts": server.facts,
     }
@@ -225,13 +247,17 @@ class _Server:
         if self._handle is not None:
             self._handle.reset_stats()
 
+    def contention(self, how: Contending) -> Contention:
+        with closing(open_without_experts(how.checkpoint, dtype=getattr(torch, how.dtype)).store) as store:
+            return measure_contention(self._model, how.ids, store, how.reader.mode, how.reader.workers, how.seconds)
+
     def facts(self, _: None) -> Facts:
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         if self._handle is None:
             return Facts(None, None, None, peak_bytes)
         engine = self._handle.runtime.engine
-        read_mode = engine.link.mode if isinstance(engine.link, FileLink) else None
-        return Facts(self._handle.stats(), engine.scheduler.config, read_mode, peak_bytes)
+        reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
+        return Facts(self._handle.stats(), engine.scheduler.config, reader, peak_bytes)
 
     def close(self) -> None:
         if self._handle is not None:
