@@ -6,12 +6,15 @@ The last `--report` per cent of each trace's prompts are replayed (the rest is w
 on, and what `static` knows). LRU, LFU, LFRU, static and Belady have int(E x rate) slots per layer, the default as many in
 one pool that all layers share; "default, fitted" has learned from the prompts before, as `promoe-train fit` lets it. A
 layer's experts are one event; caches are empty at first; every token is decoded by itself. A predictor by name (as in
-"default, token") is fitted on the prompts before, too, and forecasts one layer ahead.
+"default, token") is fitted on the prompts before, too, and forecasts one layer ahead. "default, per layer" gives each layer its
+own int(E x rate) slots, "default, quotas" as many in all, but to each layer what its hit curve on the prompts before makes of
+them: slot by slot to the layer that LRU would gain most hits in.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -19,14 +22,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import Scenario, simulate
 from promoe.training.evaluate_command import open_trace
 from promoe.training.reuse_fit import fit_reuse
+from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_ms
 
-FITTED = "default, fitted"
-POLICIES = ("lru", "lfu", "lfru", "static", "default", FITTED, "belady")
+FITTED, PER_LAYER, QUOTAS = "default, fitted", "default, per layer", "default, quotas"
+# Enough for the shape of a layer's hit curve.
+QUOTA_TOKENS = 20_000
+POLICIES = ("lru", "lfu", "lfru", "static", "default", FITTED, PER_LAYER, QUOTAS, "belady")
+
+
+def hit_curve(experts: npt.NDArray[Any], num_experts: int) -> npt.NDArray[np.int64]:
+    """Hits that each further slot adds under LRU, `[num_experts]`; `experts[num_tokens, top_k]` of one layer."""
+    last_used, gained = -np.arange(1, num_experts + 1), np.zeros(num_experts, dtype=np.int64)
+    for token, ids in enumerate(experts):
+        distance = np.count_nonzero(last_used[None, :] > last_used[ids][:, None], axis=1)
+        gained[distance[last_used[ids] > 0]] += 1
+        last_used[ids] = token * len(ids) + np.arange(1, len(ids) + 1)
+    return gained
+
+
+def quotas(fit: RoutingTrace, num_experts: int, slots: int) -> tuple[int, ...]:
+    """`slots` over the layers, each at least one, by what LRU would gain on `fit`."""
+    curves = [hit_curve(fit.experts[:QUOTA_TOKENS, layer], num_experts) for layer in range(fit.num_layers)]
+    found = [1] * fit.num_layers
+    waiting = [(-int(curve[1]), layer) for layer, curve in enumerate(curves)]
+    heapq.heapify(waiting)
+    for _ in range(slots - len(found)):
+        _, layer = heapq.heappop(waiting)
+        found[layer] += 1
+        if found[layer] < num_experts:
+            heapq.heappush(waiting, (-int(curves[layer][found[layer]]), layer))
+    return tuple(found)
 
 
 def run(path: str, policy: str, rate: float, report: float, max_tokens: int | None) -> dict[str, Any]:
@@ -36,9 +69,15 @@ def run(path: str, policy: str, rate: float, report: float, max_tokens: int | No
     geometry = geometry_of("auto", trace.num_layers, trace.num_experts, trace.top_k)
     name, _, more = policy.partition(", ")
     reuse = fit_reuse(fit, geometry.num_experts) if policy == FITTED else None
-    predictor = more if more and policy != FITTED else None
+    predictor = more if more and policy not in (FITTED, PER_LAYER, QUOTAS) else None
     fit = replace(fit, num_experts=geometry.num_experts)
-    return simulate(Scenario(MACHINES["rtx-4090"], geometry, rate, name, predictor), held_out, fit, reuse)  # type: ignore[arg-type]
+    scenario = Scenario(MACHINES["rtx-4090"], geometry, rate, name, predictor)  # type: ignore[arg-type]
+    slots = scenario.slots_per_layer
+    if policy == PER_LAYER:
+        scenario = replace(scenario, quotas=(slots,) * trace.num_layers)
+    elif policy == QUOTAS:
+        scenario = replace(scenario, quotas=quotas(fit, geometry.num_experts, slots * trace.num_layers))
+    return simulate(scenario, held_out, fit, reuse)
 
 
 def main() -> None:

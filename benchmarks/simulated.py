@@ -4,8 +4,9 @@
 
 Per cache rate every system answers the same held-out prompts, interleaved, as in `benchmarks/decode.py`; then the routing of
 these answers runs through the simulator with each system's own scheduler configuration. It is told what was measured in the
-same run on the unmodified model and the link alone: time of a layer's experts, time of everything else, and, for a disk, how
-much either loses to the other when the cores both compute and read. Wanted: TPOT within 15%.
+same run without any fetching: time of a layer's experts, time of everything else where all experts have a slot, what a group
+of experts by itself costs, the bandwidth; and, for a disk, how much computing and reading lose to each other. Wanted: TPOT
+within 15%.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +31,7 @@ from promoe.demo.command import DTYPE, Demo
 from promoe.demo.comparison import Reference, Task, compare, record
 from promoe.demo.options import Options
 from promoe.demo.systems import SYSTEMS, OnDisk, System
+from promoe.experts_forward import run_groups
 from promoe.links import FileLink
 from promoe.moe_layers import MoELayer
 from promoe.scheduler import SchedulerConfig
@@ -37,6 +40,7 @@ from promoe.units import aligned, format_ms, format_share
 from promoe.wire import Wire
 
 WITHOUT_PREFETCH = SYSTEMS[:3]
+GROUP_ROUNDS, GROUP_SLEEP_S = 20, 0.002
 
 
 def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]) -> float:
@@ -73,9 +77,10 @@ def simulated_tpot_s(
     layer_s: float,
     expert_s: float,
     slowdown: float,
+    group_s: float,
 ) -> float:
     """Median over the measured generations, the warm-up having been simulated first."""
-    simulator, per_generation = Simulator(config, wire, slowdown=slowdown), []
+    simulator, per_generation = Simulator(config, wire, slowdown=slowdown, group_s=group_s), []
     for passes in routing:
         steps = []
         for routed in passes:
@@ -88,6 +93,40 @@ def simulated_tpot_s(
                 steps.append(simulator.now_s - start_s)
         per_generation.append(sum(steps) / len(steps))
     return median(per_generation[1:])
+
+
+def cached_tpot_s(source: Any, task: Task) -> float:
+    """With a slot for every expert: the unmodified model's time and what planning costs. The first answer fills the slots."""
+    model = source.patched(WITHOUT_PREFETCH[-1], "100%")
+    with closing(model.promoe):
+        task.run(model, task.warm_up)
+        return median(task.run(model, prompt).tpot_s for prompt in task.prompts)
+
+
+def group_cost_s(layers: Sequence[MoELayer], num_experts: int) -> float:
+    """By how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
+    draw, found = torch.Generator().manual_seed(0), []
+    for layer in list(layers) * GROUP_ROUNDS:
+        chosen = torch.randperm(layer.num_experts, generator=draw)[:num_experts][None]
+        names = [path for tensor in layer.tensors for path in tensor.paths]
+        rows = {i: {name: layer.experts.get_parameter(name)[i] for name in names} for i in chosen[0].tolist()}
+        shape = layer.stacked_shapes[0][1]
+        hidden = torch.randn(1, shape[-1], generator=draw).to(DTYPE)
+        weights = torch.rand(1, num_experts, generator=draw).to(DTYPE)
+
+        def one_by_one(rows: Any = rows) -> Any:
+            for expert_idx, row in rows.items():
+                time.sleep(GROUP_SLEEP_S)
+                yield {expert_idx: row}
+
+        times = []
+        for groups in ((rows,), one_by_one()):
+            start_s = time.perf_counter()
+            with torch.inference_mode():
+                run_groups(layer, hidden, chosen, weights, groups, chosen.tolist())
+            times.append(time.perf_counter() - start_s)
+        found.append((times[1] - times[0]) / num_experts - GROUP_SLEEP_S)
+    return median(found)
 
 
 def config_of(source: Any, system: System, cache: str) -> SchedulerConfig:
@@ -107,7 +146,9 @@ def measure(
     share = experts_share(resident, demo.task, reference.layers)
     visits = sum(len(tokens[0]) for _, tokens in reference.routing[-1][-1].visits)
     expert_s = result.compute_s * share / visits
-    layer_s = result.compute_s * (1 - share) / len(reference.layers)
+    cached_s = cached_tpot_s(source, demo.task)
+    layer_s = (cached_s - result.compute_s * share) / len(reference.layers)
+    group_s = group_cost_s(reference.layers, visits // len(reference.layers))
     bandwidth, slowdown = result.bandwidth_bytes_per_s, 1.0
     probed = source.patched(WITHOUT_PREFETCH[0], cache)
     engine = probed.promoe.runtime.engine
@@ -118,6 +159,7 @@ def measure(
     probed.promoe.close()
     print(
         f"\n{title}, cache {cache}: C {format_ms(result.compute_s)} ms, {format_share(share)} of it experts, "
+        f"{format_ms(cached_s)} with all of them in slots, a group by itself {format_ms(group_s)} more, "
         f"W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s at best, {bandwidth / 1e9:.2f} while computing, which takes "
         f"{slowdown:.2f} times as long then"
     )
@@ -126,7 +168,7 @@ def measure(
         real_s = next(run.tpot_s for run in result.runs if run.name == system.name)
         config = config_of(source, system, cache)
         wire = Wire(bandwidth, 0.0)
-        tpot_s = simulated_tpot_s(config, reference.routing, wire, layer_s, expert_s, slowdown)
+        tpot_s = simulated_tpot_s(config, reference.routing, wire, layer_s, expert_s, slowdown, group_s)
         found.append({"setting": title, "cache": cache, "system": system.name, "real_s": real_s, "simulated_s": tpot_s})
     rows = [("", "real", "simulated", "simulated / real")]
     for row in found:

@@ -111,15 +111,17 @@ def simulate(
     max_tokens: int | None = None,
     predictor: str | None = None,
     lookahead: int = 1,
+    batch: int = 1,
     hardware: str = "rtx-4090",
     model: str = "auto",
+    bits: float | None = None,
     fit: str | None = None,
     json: str | None = None,
 ) -> int:
     """Say what a cache, a policy and a predictor would do on a machine, from recorded routing alone.
 
     The real scheduler runs under a virtual clock; the same input gives the same output to the byte. The cache is empty at
-    first. Tokens that the trace does not know to be a prompt's are decoded one by one.
+    first. Tokens that the trace does not know to be a prompt's are generated.
 
     Args:
         trace: routing: an .npz of expert ids, or a folder of `promoe-train collect`
@@ -129,8 +131,10 @@ def simulate(
         max_tokens: simulate the first so many tokens only
         predictor: what is prefetched: token, previous, popularity, correlation, or oracle; none by default
         lookahead: layers ahead that are predicted, 1 to this
+        batch: sequences that are generated together; one that ends makes room for the trace's next
         hardware: rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd
         model: sizes of the model, such as deepseek-v2-lite or gpt-oss-20b; auto: by the trace's layers and experts
+        bits: per weight of an expert, scales included, such as 4.25; as many as the model has by default
         fit: another trace of the model, to fit the predictor, the static popularity or the default's reuse prior on
         json: file to write the figures to
     """
@@ -146,8 +150,10 @@ def simulate(
             max_tokens=max_tokens,
             predictor=None if predictor in (None, "none") else predictor,
             lookahead=lookahead,
+            batch=batch,
             hardware=hardware,
             model=model,
+            bits=bits,
             fit=fit,
             json=None if json is None else Path(json),
         ),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 REQUEST_BYTES = 4 * 2**20
-SECONDS = 1.5
+SECONDS = 2.5
 # Each median is of at least so many passes, however long they take.
 FEWEST_PASSES = 5
 

@@ -37,11 +37,14 @@ class Replay:
         result: npt.NDArray[np.bool_] = states == RESIDENT
         return result
 
-    def visit(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> int:
-        """One layer's visit with the experts of each token `[num_tokens][top_k]`; returns the bytes that it fetches."""
+    def visit(self, layer_idx: int, tokens: Sequence[Sequence[int]], num_sequences: int = 1) -> int:
+        """One layer's visit with the experts of each token `[num_tokens][top_k]`; returns the bytes that it fetches.
+
+        `num_sequences` tokens are expected at the layer's next visit.
+        """
         scheduler, fetched_bytes = self._scheduler, 0
         ids = sorted({expert_idx for token in tokens for expert_idx in token})
-        visit = scheduler.begin_visit(layer_idx, ids, tokens)
+        visit = scheduler.begin_visit(layer_idx, ids, tokens, num_sequences)
         while not visit.finished:
             visit.admit()
             while lease := scheduler.next_transfer(1):

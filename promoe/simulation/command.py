@@ -31,8 +31,10 @@ class Task:
     max_tokens: int | None
     predictor: str | None
     lookahead: int
+    batch: int
     hardware: str
     model: str
+    bits: float | None
     fit: str | None
     json: Path | None
 
@@ -48,7 +50,11 @@ def run_simulation(task: Task, out: TextIO) -> dict[str, Any]:
         raise ConfigError(f"--max-tokens must be at least 1. Got {task.max_tokens}.")
     machine, trace = machine_of(task.hardware), open_trace(task.trace)
     geometry = geometry_of(task.model, trace.num_layers, trace.num_experts, trace.top_k)
-    scenario = Scenario(machine, geometry, _rate(task.cache), task.policy, task.predictor, task.lookahead)
+    if task.bits is not None:
+        if not 0 < task.bits <= 64:
+            raise ConfigError(f"--bits must be more than 0 and at most 64 per weight. Got {task.bits:g}.")
+        geometry = replace(geometry, bits_per_weight=task.bits)
+    scenario = Scenario(machine, geometry, _rate(task.cache), task.policy, task.predictor, task.lookahead, task.batch)
     fit, reuse, note = None, None, None
     if task.fit is not None:
         fit = replace(_same_model(open_trace(task.fit), trace, geometry, task.fit), num_experts=geometry.num_experts)
@@ -114,8 +120,9 @@ def _lines(result: dict[str, Any], note: str | None) -> list[str]:
     if result["ttft_s"] is not None:
         rows.append(("TTFT", format_seconds(result["ttft_s"]), "median of the prompts"))
     values = aligned([(name, value) for name, value, _ in rows])
+    together = f", {result['sequences_per_pass']:.3g} sequences at a time" if result["batch"] > 1 else ""
     return [
-        f"{result['model']} on {result['hardware']}; {result['tokens']:,} tokens of {result['prompts']:,} prompts",
+        f"{result['model']} on {result['hardware']}; {result['tokens']:,} tokens of {result['prompts']:,} prompts{together}",
         f"policy {result['policy']}{predictor}, cache {format_share(result['cache_rate'])}: {result['slots']:,} slots of "
         f"{format_megabytes(result['expert_bytes'])} MB, {shared}",
         *([note] if note else []),

@@ -46,25 +46,42 @@ class TraceForecasts:
             self._kind = KINDS[name](fit)
         self._trace = trace
         self._lookahead = lookahead
-        self._block = -1
-        self._rows: dict[tuple[int, int], Probabilities] = {}
+        # Per block, by (layer, layers ahead); the block that was used last comes last.
+        self._blocks: dict[int, dict[tuple[int, int], Probabilities]] = {}
+        self._most_blocks = 1
 
-    def of(self, token_idx: int, layer_idx: int) -> Sequence[tuple[int, int, Probabilities]]:
+    def of(self, tokens: Sequence[int], layer_idx: int) -> Sequence[tuple[int, int, Probabilities]]:
+        """For tokens that are decoded together: how probable it is that any of them uses an expert.
+
+        Returns:
+            `(steps_ahead, layer_idx, probabilities [num_experts])`, nearest layer first.
+        """
+        if len(tokens) == 1:
+            return self.of_token(tokens[0], layer_idx)
+        self._most_blocks = max(self._most_blocks, len(tokens))  # each sequence is at another place of the trace
+        found = [self.of_token(token_idx, layer_idx) for token_idx in tokens]
+        return [
+            (ahead, target_idx, 1.0 - np.prod([1.0 - one[number][2] for one in found], axis=0))
+            for number, (ahead, target_idx, _) in enumerate(found[0])
+        ]
+
+    def of_token(self, token_idx: int, layer_idx: int) -> Sequence[tuple[int, int, Probabilities]]:
         """`(steps_ahead, layer_idx, probabilities [num_experts])`, nearest layer first."""
         block, row = divmod(token_idx, BLOCK_TOKENS)
-        if block != self._block:
-            self._block, self._rows = block, {}
+        known = self._blocks[block] = self._blocks.pop(block, {})
+        if len(self._blocks) > self._most_blocks:
+            del self._blocks[next(iter(self._blocks))]
         found = []
         for steps_ahead in range(1, min(self._lookahead, self._trace.num_layers - 1 - layer_idx) + 1):
             target_idx = layer_idx + steps_ahead
-            known = self._rows.get((target_idx, steps_ahead))
-            if known is None:
-                known = self._rows[target_idx, steps_ahead] = self._probabilities(target_idx, steps_ahead)
-            found.append((steps_ahead, target_idx, known[row]))
+            rows = known.get((target_idx, steps_ahead))
+            if rows is None:
+                rows = known[target_idx, steps_ahead] = self._probabilities(block, target_idx, steps_ahead)
+            found.append((steps_ahead, target_idx, rows[row]))
         return found
 
-    def _probabilities(self, layer_idx: int, steps_ahead: int) -> Probabilities:
-        start = self._block * BLOCK_TOKENS
+    def _probabilities(self, block: int, layer_idx: int, steps_ahead: int) -> Probabilities:
+        start = block * BLOCK_TOKENS
         # The token before is asked for too, for kinds that look back.
         before = min(start, 1)
         rows = self._trace.tokens(slice(start - before, start + BLOCK_TOKENS))

@@ -18,6 +18,7 @@ from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.scheduler.config import EvictionName
 from promoe.scheduler.reuse import LearnedReuse
 from promoe.simulation import belady
+from promoe.simulation.batches import Pass, passes
 from promoe.simulation.forecasts import ORACLE, TraceForecasts
 from promoe.simulation.machine import Geometry, Machine
 from promoe.simulation.simulator import Simulator
@@ -40,6 +41,8 @@ class Scenario:
             given their slots per layer, as published caches have them.
         predictor: what is forecast, or None.
         lookahead: layers ahead.
+        batch: sequences that are generated together, each pass a token of each.
+        quotas: slots of each layer, for any policy but Belady's; None: as the policy has them.
     """
 
     machine: Machine
@@ -48,6 +51,8 @@ class Scenario:
     policy: PolicyName = "default"
     predictor: str | None = None
     lookahead: int = 1
+    batch: int = 1
+    quotas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(PolicyName):
@@ -60,6 +65,10 @@ class Scenario:
             )
         if self.policy == "belady" and self.predictor is not None:
             raise ConfigError("Belady's choice knows the future: it has no use for a predictor. Leave --predictor out.")
+        if self.batch < 1:
+            raise ConfigError(f"--batch must be at least 1 sequence. Got {self.batch}.")
+        if self.policy == "belady" and self.batch > 1:
+            raise ConfigError("Belady's choice is simulated for one sequence at a time. Leave --batch out.")
         if self.lookahead < 1:
             raise ConfigError(f"--lookahead must be at least 1 layer. Got {self.lookahead}.")
 
@@ -68,15 +77,22 @@ class Scenario:
         """On average, where layers share."""
         return int(self.cache_rate * self.geometry.num_experts + 1e-9)
 
+    @property
+    def slots_shared(self) -> bool:
+        """Whether the layers have one pool."""
+        return self.policy in ("default", "next_use") and self.quotas is None
+
     def config(self) -> SchedulerConfig:
         """Of the scheduler (for any policy but Belady's)."""
         layers, slots = range(self.geometry.num_layers), self.slots_per_layer
-        shared = self.policy in ("default", "next_use")
+        quotas = self.quotas or (slots,) * len(layers)
         names: dict[str, EvictionName] = {"default": PromoeConfig().eviction, "lfu": "static"}
         return SchedulerConfig(
             num_experts=[self.geometry.num_experts] * len(layers),
             chunk_bytes=[self.geometry.chunks(self.machine)] * len(layers),
-            pools=[PoolSpec(slots * len(layers), tuple(layers))] if shared else [PoolSpec(slots, (n,)) for n in layers],
+            pools=[PoolSpec(slots * len(layers), tuple(layers))]
+            if self.slots_shared
+            else [PoolSpec(quota, (layer_idx,)) for layer_idx, quota in zip(layers, quotas, strict=True)],
             eviction=names.get(self.policy, self.policy),  # type: ignore[arg-type]
             prefetch=self.predictor is not None,
         )
@@ -87,7 +103,7 @@ def simulate(
 ) -> dict[str, Any]:
     """Run a trace through a machine, beginning with an empty cache.
 
-    Tokens of a prompt are one pass where the trace knows which they are; else every token is a pass of its own.
+    Tokens of a prompt are one pass where the trace knows which they are; else every token is generated.
 
     Args:
         scenario: machine, model, cache and policy.
@@ -97,7 +113,8 @@ def simulate(
 
     Returns:
         What `promoe simulate` writes: `policy, cache_rate, tokens, misses_per_token, hit_rate, ready_rate, bytes_per_token,
-        wasted_bytes_per_token, tpot_s, bound_s` and more (see `docs/simulate.md`). Per token means per decoded one.
+        wasted_bytes_per_token, tpot_s, bound_s` and more (see `docs/simulate.md`). Bytes and misses are per decoded
+        token, times per decode pass, which is a token of every sequence.
     """
     if scenario.policy == "belady":
         return _report(scenario, trace, _belady(scenario, trace))
@@ -109,6 +126,7 @@ class _Figures:
     """Sums over decode passes; `prefill_s` per prompt."""
 
     tokens: int = 0
+    passes: int = 0
     needed: int = 0
     hits: int = 0
     ready: int = 0
@@ -118,6 +136,8 @@ class _Figures:
     evictions: int = 0
     duration_s: float = 0.0
     stall_s: float = 0.0
+    compute_s: float = 0.0
+    """Of everything resident."""
     demand_bytes: float = 0.0
     """That a replay without prefetch misses."""
     prefill_s: tuple[float, ...] = ()
@@ -135,28 +155,23 @@ def _simulated(
     forecasts = None
     if scenario.predictor:
         forecasts = TraceForecasts(scenario.predictor, fit, _widened(trace, geometry.num_experts), scenario.lookahead)
-    demand_bytes, prefill_s = 0, []
-    for first, last in _passes(trace, f"{scenario.policy} {scenario.cache_rate:.1%}"):
-        num_tokens = last - first
-        phase: Literal["prefill", "decode"] = "decode" if num_tokens == 1 else "prefill"
-        simulator.recorder.begin_pass(phase, num_tokens, 1)
+    demand_bytes, compute_s, prefill_s = 0, 0.0, []
+    for phase, rows in _passes(scenario, trace):
+        num_tokens = len(rows)
+        simulator.recorder.begin_pass(phase, num_tokens, num_tokens if phase == "decode" else 1)
         start_s = simulator.now_s
         layer_s = geometry.layer_s(machine, num_tokens)
-        expert_s = geometry.expert_s(machine)
-        for layer_idx, tokens in enumerate(trace.experts[first:last].transpose(1, 0, 2).tolist()):
-            stream = False
-            if num_tokens > 1:
-                num_used = len(np.unique(trace.experts[first:last, layer_idx]))
-                expert_s = geometry.expert_s(machine, num_tokens * geometry.top_k / num_used)
-                stream = num_tokens > MAX_PREDICTED_TOKENS and num_used >= STREAMED_SHARE * geometry.num_experts
-            ask = None
-            if forecasts is not None and num_tokens == 1:
-                ask = partial(forecasts.of, first)
-            simulator.visit(
-                layer_idx, tokens, layer_s, expert_s, ask, stream and (config.prefetch or scenario.policy == "default")
-            )
+        for layer_idx, tokens in enumerate(trace.experts[rows].transpose(1, 0, 2).tolist()):
+            num_used = len({idx for token in tokens for idx in token})
+            expert_s = geometry.expert_s(machine, num_tokens * geometry.top_k / num_used)
+            stream = num_tokens > MAX_PREDICTED_TOKENS and num_used >= STREAMED_SHARE * geometry.num_experts
+            ask = None if forecasts is None or phase == "prefill" else partial(forecasts.of, rows)
+            stream = stream and (config.prefetch or scenario.policy == "default")
+            simulator.visit(layer_idx, tokens, layer_s, expert_s, ask, stream, scenario.batch)
+            if phase == "decode":
+                compute_s += layer_s + num_used * expert_s
             if replay is not None:
-                missed = replay.visit(layer_idx, tokens)
+                missed = replay.visit(layer_idx, tokens, scenario.batch)
                 demand_bytes += missed if phase == "decode" else 0
         simulator.recorder.end_pass(simulator.now_s - start_s)
         if phase == "prefill":
@@ -165,6 +180,7 @@ def _simulated(
     moved = stats.bytes_demand + stats.bytes_prefetched
     return _Figures(
         tokens=stats.tokens,
+        passes=stats.passes,
         needed=stats.needed,
         hits=stats.hits,
         ready=stats.ready,
@@ -175,6 +191,7 @@ def _simulated(
         duration_s=stats.duration_s,
         stall_s=stats.stall_s,
         demand_bytes=moved if replay is None else demand_bytes,
+        compute_s=compute_s,
         prefill_s=tuple(prefill_s),
         layer_visits=stats.layer_visits + simulator.recorder.phase_stats("prefill").layer_visits,
     )
@@ -195,12 +212,14 @@ def _belady(scenario: Scenario, trace: RoutingTrace) -> _Figures:
     needed = trace.experts.size
     return _Figures(
         tokens=trace.num_tokens,
+        passes=trace.num_tokens,
         needed=needed,
         hits=needed - total,
         ready=needed - total,
         moved_bytes=total * geometry.expert_bytes,
         duration_s=trace.num_tokens * geometry.token_s(machine) + stall_s,
         stall_s=stall_s,
+        compute_s=trace.num_tokens * geometry.token_s(machine),
         demand_bytes=total * geometry.expert_bytes,
         layer_visits=missed.size,
     )
@@ -208,19 +227,21 @@ def _belady(scenario: Scenario, trace: RoutingTrace) -> _Figures:
 
 def _report(scenario: Scenario, trace: RoutingTrace, found: _Figures) -> dict[str, Any]:
     machine, geometry, tokens = scenario.machine, scenario.geometry, found.tokens
-    compute_s = geometry.token_s(machine)
-    transfer_s = ratio(machine.link_s(found.demand_bytes), tokens)
+    compute_s = ratio(found.compute_s, found.passes)
+    transfer_s = ratio(machine.link_s(found.demand_bytes), found.passes)
     figures: dict[str, Any] = {
         "policy": scenario.policy,
         "cache_rate": scenario.cache_rate,
         "slots": scenario.slots_per_layer * geometry.num_layers,
-        "slots_shared_by_layers": scenario.policy in ("default", "next_use"),
+        "slots_shared_by_layers": scenario.slots_shared,
         "predictor": scenario.predictor,
         "hardware": machine.name,
         "model": geometry.name,
         "expert_bytes": geometry.expert_bytes,
         "prompts": len(trace.prompt_lengths),
         "tokens": tokens,
+        "batch": scenario.batch,
+        "sequences_per_pass": ratio(tokens, found.passes),
         "layer_visits": found.layer_visits,
         "misses_per_token": ratio(found.needed - found.hits, tokens),
         "hit_rate": ratio(found.hits, found.needed),
@@ -229,8 +250,8 @@ def _report(scenario: Scenario, trace: RoutingTrace, found: _Figures) -> dict[st
         "prefetched_bytes_per_token": ratio(found.prefetched_bytes, tokens),
         "wasted_bytes_per_token": ratio(found.wasted_bytes, tokens),
         "evictions_per_token": ratio(found.evictions, tokens),
-        "tpot_s": ratio(found.duration_s, tokens),
-        "stall_s": ratio(found.stall_s, tokens),
+        "tpot_s": ratio(found.duration_s, found.passes),
+        "stall_s": ratio(found.stall_s, found.passes),
         "compute_s": compute_s,
         "transfer_s": transfer_s,
         "bound_s": max(compute_s, transfer_s),
@@ -240,20 +261,9 @@ def _report(scenario: Scenario, trace: RoutingTrace, found: _Figures) -> dict[st
     return {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in figures.items()}
 
 
-def _spans(trace: RoutingTrace) -> Iterator[tuple[int, int]]:
-    """Rows of each pass: a prompt's tokens together where they are known, every other token alone."""
-    if trace.generated is None:
-        yield from ((row, row + 1) for row in range(trace.num_tokens))
-        return
-    for start, length in zip(trace.prompt_starts.tolist(), trace.prompt_lengths.tolist(), strict=True):
-        prompt = int(np.count_nonzero(~trace.generated[start : start + length]))
-        if prompt:
-            yield start, start + prompt
-        yield from ((row, row + 1) for row in range(start + prompt, start + length))
-
-
-def _passes(trace: RoutingTrace, name: str) -> Iterator[tuple[int, int]]:
-    return iter(tqdm(list(_spans(trace)), f"simulate {name}", unit="pass", disable=None, leave=False))
+def _passes(scenario: Scenario, trace: RoutingTrace) -> Iterator[Pass]:
+    name = f"simulate {scenario.policy} {scenario.cache_rate:.1%}"
+    return iter(tqdm(list(passes(trace, scenario.batch)), name, unit="pass", disable=None, leave=False))
 
 
 def _popularity(trace: RoutingTrace, num_experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -30,10 +30,17 @@ class Simulator:
         reuse: what the reuse prior starts from.
         slowdown: times as long that computing takes while something is on its way (1: a copy engine moves the bytes; more:
             the cores that compute do).
+        group_s: what it costs to wake up for experts that arrive during a visit and to run them by themselves, however few
+            they are.
     """
 
     def __init__(
-        self, config: SchedulerConfig, wire: Wire, reuse: LearnedReuse | None = None, slowdown: float = 1.0
+        self,
+        config: SchedulerConfig,
+        wire: Wire,
+        reuse: LearnedReuse | None = None,
+        slowdown: float = 1.0,
+        group_s: float = 0.0,
     ) -> None:
         self.config = config
         self.recorder = Recorder(config.num_experts, config.expert_bytes)
@@ -41,6 +48,7 @@ class Simulator:
         self.scheduler = Scheduler(config, self.recorder, reuse)
         self._wire = wire
         self._slowdown = slowdown
+        self._group_s = group_s
         # Arrivals on the wire's timetable; the lease at its last chunk, None at the others.
         self._in_flight: deque[tuple[float, Lease | None]] = deque()
         self.recorder.prefetch_switched(config.prefetch)
@@ -59,6 +67,7 @@ class Simulator:
         expert_s: float,
         forecasts: Forecasts | None = None,
         stream_next: bool = False,
+        num_sequences: int = 1,
     ) -> None:
         """One MoE layer of a pass, and what lies before its gate.
 
@@ -69,6 +78,7 @@ class Simulator:
             expert_s: computing one of its experts.
             forecasts: asked once the gate has chosen.
             stream_next: a long prompt, which will use nearly all experts of the next layer.
+            num_sequences: tokens of the layer's next visit.
         """
         scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
         self._compute(layer_s)
@@ -76,8 +86,8 @@ class Simulator:
         if stream_next and layer_idx + 1 < self.config.num_layers:
             scheduler.stream(2, layer_idx + 1)
         self._send()
-        stall_s, waited_for, waiting = 0.0, 0, False
-        visit = scheduler.begin_visit(layer_idx, ids, tokens)
+        stall_s, waited_for, waiting, start_s = 0.0, 0, False, 0.0
+        visit = scheduler.begin_visit(layer_idx, ids, tokens, num_sequences)
         visit.admit()
         if forecasts is not None:
             for steps_ahead, target_idx, probabilities in forecasts(layer_idx):
@@ -87,8 +97,8 @@ class Simulator:
             group = visit.ready()
             if group:
                 waited_for += len(group) if waiting else 0
-                waiting = False
-                self._compute(len(group) * expert_s)
+                self._compute(len(group) * expert_s + (self._group_s if waiting else start_s))
+                waiting, start_s = False, self._group_s
                 visit.release(group)
                 visit.admit()
                 if len(self._in_flight) < IN_FLIGHT:

@@ -80,11 +80,25 @@ def test_static_says_that_it_knows_what_comes(trace: Path, tmp_path: Path, capsy
         (["--model", "mixtral-8x7b"], "expected 32 MoE layers of 8 experts, top 2; found 4 of 16, top 3"),
         (["--predictor", "gate"], "needs hidden states"),
         (["--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["--bits", "0"], "--bits must be more than 0 and at most 64"),
+        (["--batch", "0"], "--batch must be at least 1"),
     ],
 )
 def test_mistakes_are_answered(more: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--trace", str(trace), *more]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_batches_and_bits(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for number, more in enumerate((["--batch", "1"], ["--batch", "2", "--bits", "4"])):
+        out = tmp_path / f"{number}.json"
+        assert main(["simulate", "--trace", str(trace), *more, "--json", str(out)]) == 0
+        found.append(json.loads(out.read_text()))
+    assert "2 sequences at a time" in capsys.readouterr().out
+    plain, other = found
+    assert other["expert_bytes"] == plain["expert_bytes"] // 4
+    assert (plain["sequences_per_pass"], other["sequences_per_pass"]) == (1.0, 2.0)
 
 
 def test_a_fit_of_another_model_is_refused(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

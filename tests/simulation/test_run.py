@@ -104,6 +104,38 @@ def test_tokens_of_a_known_prompt_are_one_pass() -> None:
     assert whole["ttft_s"] < 6 * apart["tpot_s"]
 
 
+def test_sequences_that_are_generated_together_share_experts() -> None:
+    trace = topics(prompts=8, generated=True)
+    alone, together = (simulate(scenario(batch=batch), trace) for batch in (1, 4))
+    assert (alone["sequences_per_pass"], together["sequences_per_pass"]) == (1.0, 4.0)
+    assert alone["tokens"] == together["tokens"]
+    # A pass serves four tokens and needs fewer than four times the experts; it takes longer than one and less than four.
+    assert alone["compute_s"] < together["compute_s"] < 4 * alone["compute_s"]
+    assert alone["tpot_s"] < together["tpot_s"] < 4 * alone["tpot_s"]
+    assert together["tpot_s"] == pytest.approx(together["compute_s"] + together["stall_s"])
+    assert together["tpot_s"] >= together["bound_s"]
+
+
+@pytest.mark.parametrize("predictor", ["token", "oracle"])
+def test_forecasts_of_a_batch_are_of_any_of_its_tokens(predictor: str) -> None:
+    fit, held_out = topics(prompts=30).split(0.5)
+    plain = simulate(scenario(cache_rate=0.5, batch=3), held_out)
+    told = simulate(scenario(cache_rate=0.5, batch=3, predictor=predictor), held_out, fit)
+    assert told["hit_rate"] > plain["hit_rate"] - 0.005
+    if predictor == "oracle":
+        assert told["hit_rate"] > plain["hit_rate"] + 0.25 * (1 - plain["hit_rate"])
+
+
+def test_quotas_give_each_layer_its_own_slots() -> None:
+    trace, equal = topics(prompts=4), (4,) * LAYERS
+    found = simulate(scenario("lru"), trace)
+    assert simulate(scenario("lru", quotas=equal), trace) == found
+    quotas = (1, 7, *equal[2:])
+    other = scenario("next_use", quotas=quotas)
+    assert [pool.num_slots for pool in other.config().pools] == list(quotas)
+    assert simulate(other, trace)["slots_shared_by_layers"] is False
+
+
 def test_static_is_as_good_as_what_it_was_fitted_on() -> None:
     trace = topics(seed=1)
     hindsight = simulate(scenario("static"), trace)["misses_per_token"]
@@ -129,6 +161,8 @@ def test_the_figure_that_promoe_starts_from() -> None:
         ({"cache_rate": 0.05}, r"less than one slot.*at least 7%"),
         ({"policy": "belady", "predictor": "token"}, "knows the future"),
         ({"lookahead": 0}, "at least 1 layer"),
+        ({"batch": 0}, "--batch must be at least 1 sequence. Got 0"),
+        ({"batch": 2, "policy": "belady"}, "one sequence at a time"),
     ],
 )
 def test_what_makes_no_sense_is_refused(more: dict[str, Any], match: str) -> None:

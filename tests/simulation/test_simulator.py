@@ -20,6 +20,7 @@ def simulator(
     chunks: tuple[int, ...] = (3,),
     latency_s: float = 0.0,
     slowdown: float = 1.0,
+    group_s: float = 0.0,
     **switches: object,
 ) -> Simulator:
     """Experts of `sum(chunks)` bytes over a wire of a byte per second."""
@@ -30,7 +31,7 @@ def simulator(
         strict=True,
         **switches,  # type: ignore[arg-type]
     )
-    found = Simulator(config, Wire(1.0, latency_s), slowdown=slowdown)
+    found = Simulator(config, Wire(1.0, latency_s), slowdown=slowdown, group_s=group_s)
     found.recorder.begin_pass("decode", 1, 1)
     return found
 
@@ -49,6 +50,15 @@ def test_what_is_missing_is_waited_for_and_computed_as_it_comes() -> None:
     stats = sim.recorder.phase_stats("decode")
     assert (stats.needed, stats.hits, stats.ready, stats.stall_s) == (2, 0, 0, 3.0 + 2.0)
     assert (stats.bytes_demand, stats.bytes_prefetched) == (6, 0)
+
+
+def test_a_group_that_is_not_the_whole_layer_costs_more_than_its_experts() -> None:
+    sim = simulator(group_s=0.25)
+    # As above, but each of the two that are waited for costs a quarter more.
+    assert visit(sim, 0, [0, 1]) == 17.25
+    assert visit(sim, 0, [0, 1]) == 10.0 + 2.0, "all there: one group, and no waiting"
+    # Experts 0 and 1 until 12, expert 2 there at 13.
+    assert visit(sim, 0, [0, 1, 2]) == 14.25
 
 
 def test_what_is_there_runs_first_while_the_rest_arrives() -> None:
