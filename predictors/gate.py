@@ -130,12 +130,12 @@ def selection_probability(output: object, chosen: torch.Tensor | None, num_exper
         `[num_tokens, num_experts]`
     """
     logits = gate_logits(output, num_experts)
-    ids = None if chosen is None else chosen.reshape(-1, chosen.shape[-1]).numpy()
+    ids = None if chosen is None else chosen.reshape(-1, chosen.shape[-1]).cpu().numpy()
     if logits is None:
         assert ids is not None, "a gate must return logits over its experts or the chosen indices"
         probability = np.full((len(ids), num_experts), 0.05)
     else:
-        z = logits.reshape(-1, num_experts).to(torch.float64).numpy()
+        z = logits.reshape(-1, num_experts).to(torch.float64).cpu().numpy()
         top_k = ids.shape[1] if ids is not None else 1
         ranked = -np.partition(-z, top_k, axis=1) if top_k < num_experts else z
         threshold = (ranked[:, :top_k].min(axis=1) + ranked[:, top_k:].max(axis=1)) / 2 if top_k < num_experts else 0

@@ -97,6 +97,7 @@ class _LayerPredictor:
 
     def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
         """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
+        gate_input = gate_input.cpu()  # the weights are there
         if self._weight.dtype != gate_input.dtype:  # with the first visit: the dtype that the model runs in
             self._weight, self._bias = self._weight.to(gate_input.dtype), self._bias.to(gate_input.dtype)
         scores = self._scores(F.linear(gate_input, self._weight, self._bias).float().numpy())

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from promoe import predictors, seam
 from promoe.config import PromoeConfig
+from promoe.device_pool import DevicePool
+from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.handle import Handle
 from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
-from promoe.memory import SlotPool
+from promoe.links.device import DeviceLink
+from promoe.links.device_sources import PinnedSource, StagedSource
+from promoe.memory import Pool, SlotPool
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, at_run_time
+from promoe.placement import place
 from promoe.prediction import Forecaster
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
@@ -27,8 +34,10 @@ from promoe.refusals import refuse_changes
 from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
-from promoe.stores import Store
+from promoe.stores import HostStore, Store
 from promoe.threads import when_gone
+
+logger = logging.getLogger(__name__)
 
 PredictorChoice = str | Predictor | None
 LinkChoice = str | EmulatedLink
@@ -45,6 +54,8 @@ class Parts:
     config: PromoeConfig
     predictor: Predictor | None
     predictor_name: str | None
+    device: Device | None = None
+    """Where slots and all but the experts are to be; None: where the experts are."""
 
 
 def resolve_predictor(
@@ -62,7 +73,7 @@ def resolve_predictor(
     return choice, type(choice).__name__
 
 
-def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool) -> None:
+def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, on_device: bool = False) -> None:
     """What can be said about these arguments without a model, before anything slow begins.
 
     Raises:
@@ -80,6 +91,8 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool) -
         raise ConfigError(
             f'The \'link\' argument must be "auto", "file", "host" or an EmulatedLink. Got {link!r} instead.'
         )
+    if on_device and isinstance(link, EmulatedLink):
+        raise ConfigError("An EmulatedLink ends in RAM. Leave 'device' out, or use link=\"auto\".")
     if link == "file" and not on_disk:
         raise ConfigError(
             'link="file" reads experts from files, but this model\'s are in RAM. Open it with '
@@ -104,8 +117,18 @@ def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None)
     )
 
 
-def open_link(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
-    """The link that a user asked for, which `check_choices` let pass, over `store`."""
+def open_link(choice: LinkChoice, parts: Parts) -> Link:
+    """The link that a user asked for, which `check_choices` let pass."""
+    if (device := parts.device) is None:
+        return _link_into_ram(choice, parts.store, parts.config, sum(plan.nbytes for plan in parts.plans))
+    if isinstance(parts.store, HostStore):
+        return DeviceLink(PinnedSource(parts.store, device), device)
+    slot_bytes = max(plan.layout.slot_bytes for plan in parts.plans)
+    source = StagedSource(_link_into_ram("auto", parts.store, parts.config, 0), device, slot_bytes)
+    return DeviceLink(source, device, parts.config.workers)
+
+
+def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
     link: Link = (
         FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
         if isinstance(store, FileStore)
@@ -141,10 +164,12 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
     """
     layers, config = parts.layers, parts.config
     with ExitStack() as undo:
-        planned_bytes = sum(plan.nbytes for plan in parts.plans)
-        link = open_link(link_choice, parts.store, config, planned_bytes)
+        pools = [_pool(plan, parts.device) for plan in parts.plans]
+        if parts.device is not None:
+            _say_what_is_exact(layers, parts.device)
+            undo.callback(place(model, layers, parts.device))
+        link = open_link(link_choice, parts)
         undo.callback(link.close)
-        pools = [SlotPool(plan.layout, plan.spec.num_slots) for plan in parts.plans]
         settings = scheduler_config(parts)
         recorder = Recorder(settings.num_experts, settings.expert_bytes)
         scheduler = Scheduler(settings, recorder, getattr(parts.predictor, "reuse", None))
@@ -164,6 +189,8 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         called = _called_model(model, layers)
         undo.callback(passes.attach(called))
         undo.callback(refuse_changes(model, layers))
+        if parts.device is not None:
+            undo.callback(_generate_without_graphs(called))
         for owner in dict.fromkeys((called, model)):
             owner.promoe = handle  # type: ignore[assignment]
             undo.callback(delattr, owner, "promoe")
@@ -171,11 +198,37 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
     return handle
 
 
+def _pool(plan: PoolPlan, device: Device | None) -> Pool:
+    slots = plan.spec.num_slots
+    return SlotPool(plan.layout, slots) if device is None else DevicePool(plan.layout, slots, device)
+
+
 def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:
     """The model of Transformers in `model`: with an adapter it has a wrapper, but generates without it."""
     names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
     around = (name for name in names if all(layer.name.startswith(f"{name}." if name else "") for layer in layers))
     return model.get_submodule(next(around, ""))
+
+
+def _say_what_is_exact(layers: Sequence[MoELayer], device: Device) -> None:
+    """An expert's product by itself has the same bits whatever runs beside it; kernels over several may not."""
+    if others := sorted({layer.implementation for layer in layers} - {"eager"}):
+        logger.warning(
+            "On %s the experts implementation %s may differ from the unmodified model in the last bits. For identical output "
+            "call model.set_experts_implementation('eager') first.",
+            device.name,
+            ", ".join(others),
+        )
+
+
+def _generate_without_graphs(model: nn.Module) -> Callable[[], None]:
+    """With a static cache, `generate` would compile the forward and capture it as a CUDA graph. Returns the undo."""
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None:
+        return lambda: None
+    before = settings.disable_compile
+    settings.disable_compile = True
+    return partial(setattr, settings, "disable_compile", before)
 
 
 def _close(engine: Engine, store: Store) -> None:

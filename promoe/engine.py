@@ -19,7 +19,7 @@ import torch
 
 from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
 from promoe.links import Link
-from promoe.memory import SlotPool
+from promoe.memory import Pool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stores import Store
@@ -54,7 +54,7 @@ class Engine:
         scheduler: Scheduler,
         store: Store,
         link: Link,
-        pools: Sequence[SlotPool],
+        pools: Sequence[Pool],
         recorder: Recorder,
         stall_timeout_s: float = 60.0,
     ) -> None:
@@ -332,6 +332,7 @@ class EngineVisit:
         self._waited_for = 0
         self._at_once = False
         self._group: list[int] = []
+        self._reading: list[int] = []  # slots
         with engine.lock:
             engine._check_alive()
             self._visit = engine.scheduler.begin_visit(layer_idx, ids, tokens, num_sequences)
@@ -350,16 +351,19 @@ class EngineVisit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         engine = self._engine
-        with engine.lock:
-            self._visit.close()
-            if kind is None:
-                needed = len(self._ids)
-                engine.recorder.visit(
-                    self._layer_idx, self._ids, min(self._hits, needed), needed - self._waited_for, self._stall_s
-                )
-            engine._wake_workers()
-            if engine._waiting_visits:
-                engine._arrived.notify_all()
+        try:
+            self._end_reads()
+        finally:  # whatever a device says: what is granted is given back
+            with engine.lock:
+                self._visit.close()
+                if kind is None:
+                    needed = len(self._ids)
+                    engine.recorder.visit(
+                        self._layer_idx, self._ids, min(self._hits, needed), needed - self._waited_for, self._stall_s
+                    )
+                engine._wake_workers()
+                if engine._waiting_visits:
+                    engine._arrived.notify_all()
 
     def all_rows(self) -> Rows | None:
         """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
@@ -393,11 +397,18 @@ class EngineVisit:
             self._group = self._next_group()
 
     def _rows(self) -> Rows:
-        tensors, visit = self._pool.tensors, self._visit
-        return {expert_idx: tensors(visit.slot(expert_idx)) for expert_idx in self._group}
+        pool, visit = self._pool, self._visit
+        self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
+        pool.begin_read(self._reading)
+        return {expert_idx: pool.tensors(slot) for expert_idx, slot in zip(self._group, self._reading, strict=True)}
+
+    def _end_reads(self) -> None:
+        self._pool.end_read(self._reading)
+        self._reading = []
 
     def _next_group(self) -> list[int]:
         engine, visit = self._engine, self._visit
+        self._end_reads()
         with engine.lock:
             visit.release(self._group)
             engine._progress += 1

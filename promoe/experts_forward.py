@@ -161,7 +161,7 @@ def _fewest_rows(layer: MoELayer) -> int:
 
 def _row_kernel(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> RowKernel | None:
     """What to compute the rows by, if they are few, and if it has not been found to differ from the stock kernel."""
-    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS:
+    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS or hidden.device.type != "cpu":
         return None
     stock, row_dtype = layer.stock_forward_of(implementation), _row_dtype(layer, implementation, hidden)
     kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype)

@@ -12,7 +12,7 @@ from torch import nn
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError
 from promoe.governor import Governor
-from promoe.memory import SlotPool
+from promoe.memory import Pool
 from promoe.passes import PassState
 from promoe.report import text_report
 from promoe.runtime import Runtime
@@ -35,7 +35,7 @@ class Handle:
         config: PromoeConfig,
         runtime: Runtime,
         store: Store,
-        pools: Sequence[SlotPool],
+        pools: Sequence[Pool],
         predictor: str | None,
         undo: ExitStack,
         restore: Callable[[], None],
@@ -49,6 +49,7 @@ class Handle:
         self._predictor = predictor
         self._undo = undo
         self._restore = restore
+        self._stall_s = 0.0  # of all decode passes so far
         self._governor = Governor() if predictor is not None and config.governor else None
         with runtime.engine.lock:
             runtime.engine.recorder.prefetch_switched(predictor is not None)
@@ -109,7 +110,10 @@ class Handle:
         if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:
-                on = self._governor.pass_ended(duration_s)
+                before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
+                on = self._governor.pass_ended(
+                    duration_s, max(0.0, self._stall_s - before_s)
+                )  # less: counters were reset
             engine.set_prefetch(on)
 
     def keep(self, undo: ExitStack) -> None:

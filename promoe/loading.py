@@ -14,10 +14,12 @@ from torch import nn
 from promoe.adapters.base import is_buffer, set_tensor
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
 from promoe.config import PromoeConfig
-from promoe.errors import CheckpointError, ConfigError
+from promoe.devices import open_device
+from promoe.errors import CheckpointError
 from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer, model_type_of
 from promoe.opening import Progress, open_without_experts
+from promoe.placement import other_bytes
 from promoe.resident import ResidentHandle
 from promoe.scheduler import ExpertKey
 from promoe.sizes import CacheSize, check_cache, plan_pools
@@ -53,11 +55,13 @@ def from_pretrained(
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
-        cache: RAM for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what is free, less 2 GiB).
+        cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what
+            is free, less 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
             None for no prefetch.
         dtype: of the weights; None: the checkpoint's. Experts of another dtype are converted on arrival.
-        device: "cpu".
+        device: "cuda" puts the slots and everything but the routed experts on the GPU; experts come from the files, through
+            what of them the system keeps in RAM.
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
         config: everything else, see `PromoeConfig`.
         progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
@@ -73,23 +77,23 @@ def from_pretrained(
     """
     config = config or PromoeConfig()
     # What needs no model is checked before one is opened, which can take long.
-    if str(device) != "cpu":
-        raise ConfigError(f"The 'device' argument must be \"cpu\" in this version. Got {str(device)!r} instead.")
+    target = open_device(device)
     check_cache(cache)
-    check_choices(predictor, link, on_disk=True)
+    check_choices(predictor, link, on_disk=True, on_device=target is not None)
     opened = open_without_experts(
         path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.chunk_bytes, **from_pretrained_kwargs
     )
     model, layers, store = opened.model, opened.layers, opened.store
     try:
-        plans = plan_pools(cache, store.layouts, store.num_experts, free_ram_bytes())
+        free_bytes = free_ram_bytes() if target is None else target.free_bytes() - other_bytes(model, layers)
+        plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes)
         chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
-        if config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
+        if target is None and config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
             load_all_experts(layers, store, progress)
             store.close()
             model.promoe = ResidentHandle(model, layers, config, "memory")
             return model
-        parts = Parts(layers, store, plans, config, chosen, name)
+        parts = Parts(layers, store, plans, config, chosen, name, target)
         attach(model, parts, link, restore=lambda: load_all_experts(layers, store))
     except BaseException:
         store.close()

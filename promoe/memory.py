@@ -11,8 +11,8 @@ import ctypes
 import errno
 import logging
 import mmap
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -110,6 +110,42 @@ def _map_private(nbytes: int) -> mmap.mmap:
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
+class Pool(Protocol):
+    """A fixed number of slots of one layout, wherever they are."""
+
+    layout: ExpertLayout
+    num_slots: int
+    nbytes: int
+
+    def slot(self, idx: int) -> Any:
+        """Slot `idx` as a link that fills such slots takes it."""
+        ...
+
+    def address(self, idx: int) -> int:
+        """Where it starts."""
+        ...
+
+    def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
+        """Views over it by name, the same each time; to be read between `begin_read` and `end_read`."""
+        ...
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """What the calling thread computes from now on may read these slots, whose experts are resident."""
+        ...
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """The calling thread has begun all that reads these slots; to be said before they are given back."""
+        ...
+
+    def poison(self) -> None:
+        """Fill every slot with NaN, for tests."""
+        ...
+
+    def close(self) -> None:
+        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        ...
+
+
 class SlotPool:
     """A fixed pool of `num_slots` slots of one layout in fast memory.
 
@@ -171,6 +207,12 @@ class SlotPool:
         }
         # One winner when two threads are first at once: setdefault is atomic.
         return self._tensors.setdefault(idx, views)
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """What is in slots in RAM is there when a transfer is over."""
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """What was computed with slots in RAM is over when it returns."""
 
     def poison(self) -> None:
         """Fill every slot with bytes 0xFF (NaN in every float dtype), so that a read before a load is seen in tests."""

@@ -6,14 +6,17 @@ import logging
 import warnings
 from typing import Literal, TypeVar
 
+import torch
 from torch import nn
 
 from promoe import seam
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
 from promoe.config import PromoeConfig
+from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
+from promoe.placement import other_bytes
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
@@ -31,18 +34,21 @@ def patch(
     predictor: PredictorChoice = "gate",
     store: StoreChoice = "auto",
     link: LinkChoice = "auto",
+    device: str | torch.device = "cpu",
     config: PromoeConfig | None = None,
 ) -> Model:
     """Serve a model's routed experts from a fixed pool of slots, filled ahead of need. Output stays identical.
 
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
-        cache: fast memory for experts: "6GiB", "50%" of the routed experts, or bytes.
+        cache: fast memory, the GPU's where it has the slots, for experts: "6GiB", "50%" of the routed experts, or bytes.
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
             None for no prefetch.
         store: where experts always are: "host" (the model's own tensors) or "auto".
         link: "auto", "host", or an `EmulatedLink`. Without a GPU, "auto" uses experts where they lie: a model that is
             already in RAM gains nothing from slots in RAM.
+        device: "cuda" puts the slots and everything but the routed experts on the GPU; the experts stay in RAM, which is
+            pinned where they lie. They are never all on the GPU.
         config: everything else, see `PromoeConfig`.
 
     Returns:
@@ -64,12 +70,18 @@ def patch(
             'store="disk" is not available for a model that is already in memory. Open it with '
             "promoe.from_pretrained(path), which leaves the experts on disk."
         )
-    check_choices(predictor, link, on_disk=False)
+    target = open_device(device)
+    check_choices(predictor, link, on_disk=False, on_device=target is not None)
     layers = find_moe_layers(model)
     check_state(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
-    plans = plan_pools(cache, layouts, num_experts, free_ram_bytes())
+    free_bytes = free_ram_bytes() if target is None else target.free_bytes() - other_bytes(model, layers)
+    plans = plan_pools(cache, layouts, num_experts, free_bytes)
     chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
+    if target is not None:
+        host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
+        attach(model, Parts(layers, host, plans, config, chosen, name, target), link, restore=lambda: None)
+        return model
     if link == "auto":
         warnings.warn(
             "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where "

@@ -104,6 +104,10 @@ class Recorder:
         for expert_idx in needed:
             counts[expert_idx] += 1
 
+    def stall_s(self, phase: Phase) -> float:
+        """Seconds that compute has waited in passes of a phase."""
+        return sum(self._tallies[phase].stall_s)
+
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
         """The link moved `nbytes` of an expert of this layer; a prefetch that became urgent on its way is demand."""
         if cause == "demand":

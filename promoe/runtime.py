@@ -25,6 +25,10 @@ from promoe.prediction import Forecaster
 from promoe.predictors import LayerVisit
 from promoe.tracing import COMPUTE
 
+_NO_CAPTURE = (
+    "A CUDA graph was being captured while the experts ran. Which experts a token needs is not known then, so that their "
+    "weights could not be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
+)
 # Up to here ids are handled as Python lists, which is faster than tensor operations.
 MAX_LISTED_IDS = 256
 # A product of so many rows takes as long as reading the weights.
@@ -104,6 +108,8 @@ class Runtime:
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
                 check_no_grad(hidden, weights, *layer.parameters())
+            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise PromoeError(_NO_CAPTURE)
             start_s = time.perf_counter()
             state = self.passes.current()
             state.entered.add(layer.layer_idx)

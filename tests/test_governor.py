@@ -7,6 +7,7 @@ import pytest
 
 from promoe.governor import (
     FIRST_HOLD_PASSES,
+    LEAST_STALL_SHARE,
     MAX_HOLD_PASSES,
     MOST_ROUNDS,
     ROUND_TRIALS,
@@ -19,6 +20,7 @@ from promoe.governor import (
 TEST_PASSES = ROUND_TRIALS * TRIAL_PASSES
 LONGEST_PASSES = MOST_ROUNDS * TEST_PASSES
 FAST_S, SLOW_S = 0.010, 0.013
+STALL_SHARE = 2 * LEAST_STALL_SHARE
 
 
 def drive(governor: Governor, passes: int, duration_s: Callable[[bool, int], float]) -> list[bool]:
@@ -26,7 +28,8 @@ def drive(governor: Governor, passes: int, duration_s: Callable[[bool, int], flo
     settings = []
     for number in range(passes):
         settings.append(governor.on)
-        assert governor.pass_ended(duration_s(governor.on, number)) is governor.on
+        spent_s = duration_s(governor.on, number)
+        assert governor.pass_ended(spent_s, STALL_SHARE * spent_s) is governor.on
     return settings
 
 
@@ -166,3 +169,16 @@ def test_a_drift_that_hits_both_settings_does_not_decide() -> None:
     governor = Governor()
     drive(governor, LONGEST_PASSES, lambda on, number: prefetch_pays(on) + 0.0002 * number)
     assert governor.on is True
+
+
+def test_where_nothing_is_waited_for_there_is_nothing_to_win() -> None:
+    """Without a test: one trial with prefetch, before anything was known, and one without it."""
+    governor = Governor()
+    settings = []
+    for _ in range(3 * TRIAL_PASSES + FIRST_HOLD_PASSES):
+        settings.append(governor.on)
+        governor.pass_ended(FAST_S if governor.on else SLOW_S, 0.0 if governor.on else 0.5 * LEAST_STALL_SHARE * SLOW_S)
+    assert settings == [True] * TRIAL_PASSES + [False] * (len(settings) - TRIAL_PASSES)
+    # The next tests begin without prefetch, and end as soon.
+    for _ in range(10 * MAX_HOLD_PASSES):
+        assert governor.pass_ended(SLOW_S, 0.0) is False

@@ -26,6 +26,7 @@ from served import (
 from torch import nn
 
 import promoe
+from promoe import governor as governor_module
 from promoe import prediction
 from promoe.errors import ConfigError, EngineClosedError, PatchStateError
 from promoe.governor import ROUND_TRIALS, TRIAL_PASSES, Governor
@@ -321,8 +322,10 @@ class Scripted(Governor):
         super().__init__()
         self.script, self.lock = script, lock
         self.durations_s: list[float] = []
+        self.stalls_s: list[float] = []
 
-    def pass_ended(self, duration_s: float) -> bool:
+    def pass_ended(self, duration_s: float, stall_s: float) -> bool:
+        self.stalls_s.append(stall_s)
         assert self.lock.locked(), "several threads may run passes: the governor counts under the engine's lock"
         self.durations_s.append(duration_s)
         return self.script.pop(0)
@@ -349,9 +352,17 @@ def test_the_governor_judges_decode_passes_and_switches_prefetch() -> None:
         script += [False, True] * NEW_TOKENS
         assert_unharmed(model)
         assert len(governor.durations_s) == 4 + NEW_TOKENS
+        assert sum(governor.stalls_s) == pytest.approx(handle.stats().decode.stall_s)
+        handle.reset_stats()
+        script += [False, True] * NEW_TOKENS
+        assert_unharmed(model)
+        assert min(governor.stalls_s) >= 0.0
 
 
-def test_trials_run_by_themselves() -> None:
+def test_trials_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        governor_module, "LEAST_STALL_SHARE", 0.0
+    )  # with experts this small hardly anything is waited for
     with served(FAMILY, cache="50%", predictor="gate", governor=True) as model:
         handle = model.promoe
         on = []

@@ -18,7 +18,6 @@ from torch import nn
 
 from promoe.adapters.base import set_tensor
 from promoe.bench.systems import Kind
-from promoe.links.file import drop_files
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.opening import open_without_experts
 from promoe.running import load_tokenizer
@@ -48,8 +47,6 @@ def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) 
             model, checkpoint, folder
         )
         ready.write_text(json.dumps(mark))
-    # What was written is still in the page cache, and at nobody's cost.
-    drop_files(path for path in folder.rglob("*") if path.is_file())
 
 
 def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) -> Any:

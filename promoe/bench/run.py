@@ -127,10 +127,16 @@ class Bench:
             self.failed[system.name] = f"Its files could not be written. {error}"
 
     def _activation_bytes(self, sizes: Sizes) -> int:
-        """What a layer's experts take between their matrices for the longest prompt, in the stock kernels."""
+        """What a layer's experts take between their matrices for the longest prompt, in the stock kernels: with what the
+        activation function and the next product write, twice as much as comes out of the first."""
         longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
-        return longest * max(
-            top_k * nbytes // sizes.hidden_size for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
+        return (
+            2
+            * longest
+            * max(
+                top_k * nbytes // sizes.hidden_size
+                for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
+            )
         )
 
     def _refer(self, resident: Worker, task: Task) -> Reference:

@@ -24,6 +24,7 @@ from promoe.contention import Contention, measure_contention
 from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.systems import load_stock
 from promoe.links import EmulatedLink, FileLink
+from promoe.links.file import drop_files
 from promoe.links.probe import ProbeMode
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
@@ -196,6 +197,9 @@ class _Server:
 
     def open(self, opening: Opening) -> None:
         torch.set_num_threads(opening.threads)
+        # What others read or wrote of its files is still in the page cache, and would not count against its limit.
+        for folder in (opening.checkpoint, opening.folder):
+            drop_files(path for path in folder.rglob("*") if path.is_file())
         dtype = getattr(torch, opening.dtype)
         system = opening.system
         with _silent() if system.kind == "airllm" else nullcontext():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from promoe.stores.base import Chunk
 
@@ -17,12 +17,14 @@ class Link(Protocol):
     copies_from_ram: bool
     """Whether a short transfer takes less time than it takes to wake another thread for it."""
 
-    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
-        """Bring a chunk into its slot; when it returns, the bytes (converted where the chunk says so) are there.
+    def transfer(self, chunk: Chunk, destination: Any, address: int) -> None:
+        """Bring a chunk into its slot. When it returns, the bytes (converted where the chunk says so) are there; on a device,
+        they will be for whoever begins to read the slot by its pool.
 
         Args:
             chunk: what to move.
-            destination: the whole slot, writable; exactly `chunk.nbytes` from `chunk.slot_offset_bytes` on are written.
+            destination: the whole slot as its pool has it, in RAM a writable memoryview; exactly `chunk.nbytes` from
+                `chunk.slot_offset_bytes` on are written.
             address: where `destination` starts in memory.
 
         Raises:

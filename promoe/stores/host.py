@@ -62,7 +62,8 @@ class HostStore:
         self.num_experts: Sequence[int] = []
         self._names: list[str] = []  # per source
         self._tensors: list[torch.Tensor] = []  # per source; keeps the memory alive
-        self._bytes: list[Bytes] | None = []  # per source, read-only
+        self._raw: list[torch.Tensor] = []  # per source, its bytes from the first to the last element
+        self._bytes: list[Bytes] | None = []  # the same, read-only
         self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
         self._parts: list[list[_Part]] = []  # per layer
         for layer_idx, bank in enumerate(banks):
@@ -87,11 +88,25 @@ class HostStore:
         """The chunk's bytes where they lie, read-only, without a copy. Raises OSError after `close`."""
         sources = self._bytes
         if sources is None:
-            raise OSError(
-                errno.EBADF, f"Cannot read {chunk.nbytes} bytes of {self.describe(chunk)}: the store was closed"
-            )
+            raise self._closed(chunk)
         start = chunk.source_offset_bytes
         return sources[chunk.source_idx][start : start + chunk.source_nbytes].data
+
+    def tensor(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk's bytes where they lie, `[nbytes]` uint8, not to be written. Raises OSError after `close`."""
+        if self._bytes is None:
+            raise self._closed(chunk)
+        start = chunk.source_offset_bytes
+        return self._raw[chunk.source_idx][start : start + chunk.source_nbytes]
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """All tensors that it serves."""
+        return tuple(self._tensors)
+
+    def _closed(self, chunk: Chunk) -> OSError:
+        what = f"{chunk.nbytes} bytes of {self.describe(chunk)}"
+        return OSError(errno.EBADF, f"Cannot read {what}: the store was closed")
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
         """Copy the chunk into `destination`. Releases the GIL if it is long. Raises OSError after `close`."""
@@ -108,6 +123,7 @@ class HostStore:
     def close(self) -> None:
         """Drop the tensors; reading afterwards raises OSError. Closing twice is allowed."""
         self._bytes = None
+        self._raw.clear()
         self._tensors.clear()
 
     def _add_layer(self, layer_idx: int, banks: Mapping[str, Bank], chunk_bytes: int) -> None:
@@ -136,7 +152,10 @@ class HostStore:
         assert self._bytes is not None
         self._tensors.append(tensor)
         self._names.append(what)
-        self._bytes.append(_bytes_of(tensor))
+        self._raw.append(_bytes_of(tensor))
+        array: Bytes = self._raw[-1].numpy()
+        array.flags.writeable = False
+        self._bytes.append(array)
 
 
 def _check_tensor(what: str, tensor: torch.Tensor, num_experts: int) -> None:
@@ -158,11 +177,9 @@ def _check_tensor(what: str, tensor: torch.Tensor, num_experts: int) -> None:
         )
 
 
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """The bytes from the tensor's first to its last element, read-only, sharing memory."""
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from the tensor's first to its last element, `[nbytes]` uint8, sharing memory."""
     span_bytes = ((tensor.shape[0] - 1) * tensor.stride(0) + tensor[0].numel()) * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (span_bytes,), (1,))
-    array: Bytes = raw.numpy()
-    array.flags.writeable = False
-    return array
+    return raw

@@ -1,0 +1,130 @@
+"""Slots on a device, and who may read or overwrite one when.
+
+A copy into a slot waits for the kernels that read what was there; a kernel that reads it waits for the copies. Both waits are
+put into queues: the host waits for neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from promoe.devices import Device, Event, Queue
+from promoe.errors import ConfigError
+from promoe.memory import POISON_BYTE, SLOT_ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    from promoe.layout import ExpertLayout
+
+
+class DeviceSlot:
+    """The bytes of one slot. While it is written nobody reads it, and the other way round: the scheduler sees to that.
+
+    Args:
+        memory: `[slot_bytes]` uint8 on the device.
+    """
+
+    __slots__ = ("_arrived", "_awaited", "_reads", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._arrived: Event | None = None
+        self._awaited: set[Hashable] = set()  # queues that wait for it already
+        self._reads: dict[Hashable, Event] = {}  # by queue, after its latest read
+
+    def begin_write(self, queue: Queue) -> None:
+        """What `queue` is given from now on may overwrite the slot."""
+        for read in self._reads.values():
+            queue.wait(read)
+        self._reads.clear()
+
+    def end_write(self, arrived: Event) -> None:
+        """All writes that were put into a queue are before `arrived`."""
+        self._arrived = arrived
+        self._awaited.clear()
+
+    def begin_read(self, queue: Queue) -> None:
+        """What `queue` is given from now on may read what was written."""
+        if self._arrived is not None and queue.key not in self._awaited:
+            queue.wait(self._arrived)
+            self._awaited.add(queue.key)
+
+    def end_read(self, queue: Queue, read: Event) -> None:
+        """All reads that were put into `queue` are before `read`."""
+        self._reads[queue.key] = read
+
+
+class DevicePool:
+    """A fixed pool of `num_slots` slots of one layout on a device; as `SlotPool` is in RAM.
+
+    Args:
+        layout: how one expert lies in a slot.
+        num_slots: at least 1.
+        device: where.
+
+    Raises:
+        ConfigError: no slots, or the device has no memory for them.
+    """
+
+    def __init__(self, layout: ExpertLayout, num_slots: int, device: Device) -> None:
+        if num_slots < 1:
+            raise ConfigError(
+                f"A slot pool needs at least 1 slot ({layout.slot_bytes} bytes). Got {num_slots} instead."
+            )
+        assert layout.slot_bytes % SLOT_ALIGNMENT_BYTES == 0, layout.slot_bytes
+        self.layout = layout
+        self.num_slots = num_slots
+        self.nbytes = num_slots * layout.slot_bytes
+        self._device = device
+        self._memory: torch.Tensor | None = device.allocate(self.nbytes)
+        self._slots = [DeviceSlot(slot) for slot in self._memory.split(layout.slot_bytes)]
+        self._tensors: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def slot(self, idx: int) -> DeviceSlot:
+        """Slot `idx`, to be written."""
+        assert self._memory is not None, "the pool is closed"
+        return self._slots[idx]
+
+    def address(self, idx: int) -> int:
+        """The device's address of slot `idx`."""
+        return self.slot(idx).memory.data_ptr()
+
+    def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
+        """Views over slot `idx`, name -> tensor; the same objects each time. To be read between `begin_read` and `end_read`."""
+        cached = self._tensors.get(idx)
+        if cached is not None:
+            return cached
+        memory = self.slot(idx).memory
+        with torch.inference_mode(False):
+            views = {
+                spec.name: memory[spec.offset_bytes : spec.offset_bytes + spec.nbytes].view(spec.dtype).view(spec.shape)
+                for spec in self.layout.tensors
+            }
+        return self._tensors.setdefault(idx, views)
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """The calling thread's kernels may read these slots from now on."""
+        queue = self._device.current()
+        for idx in slots:
+            self._slots[idx].begin_read(queue)
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """The calling thread has launched all that reads these slots; to be said before they are given back."""
+        if not slots:
+            return
+        queue = self._device.current()
+        read = queue.mark()
+        for idx in slots:
+            self._slots[idx].end_read(queue, read)
+
+    def poison(self) -> None:
+        """Fill every slot with NaN, for tests."""
+        assert self._memory is not None, "the pool is closed"
+        self._memory.fill_(POISON_BYTE)
+
+    def close(self) -> None:
+        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        self._memory, self._tensors = None, {}
+        self._slots = []

@@ -1,0 +1,29 @@
+"""Devices beside the processor that slots can be on."""
+
+from __future__ import annotations
+
+import torch
+
+from promoe.devices.base import Device, Event, Queue
+from promoe.errors import ConfigError
+
+__all__ = ["Device", "Event", "Queue", "open_device"]
+
+
+def open_device(device: str | torch.device) -> Device | None:
+    """The device of a name; None: the processor itself.
+
+    Raises:
+        ConfigError: there is no such device, or slots cannot be on it.
+    """
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f'The \'device\' argument must be "cpu" or "cuda". Got {device!r} instead.') from error
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        raise ConfigError(f'The \'device\' argument must be "cpu" or "cuda". Got {str(device)!r} instead.')
+    from promoe.devices.cuda import CudaDevice
+
+    return CudaDevice(device)

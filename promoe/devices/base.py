@@ -1,0 +1,82 @@
+"""What a device beside the processor is: memory that is filled by copies which go on while the host does other things.
+
+Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue: another
+queue, or the host, can wait until everything before it was done. All that promoe's correctness on a device rests on is said
+in terms of these, so that it can be tested where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A place in a queue."""
+
+    def wait_on_host(self) -> None:
+        """Return when everything before it was done."""
+        ...
+
+
+class Queue(Protocol):
+    """Work in order."""
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for what is the same queue."""
+        ...
+
+    def mark(self) -> Event:
+        """The place after all that was put into it so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What is put into it from now on begins after `event`. Returns at once."""
+        ...
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Put in a copy of bytes from host memory to the device. Returns at once where `source` is pinned."""
+        ...
+
+
+class Device(Protocol):
+    """One device."""
+
+    torch_device: torch.device
+    """Where its tensors are."""
+
+    @property
+    def name(self) -> str:
+        """For reports: "NVIDIA H100"."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Memory that is free now."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """`[nbytes]` uint8 on the device, aligned to at least 256 bytes.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        ...
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """`[nbytes]` uint8 in host memory that copies need not be staged from."""
+        ...
+
+    def current(self) -> Queue:
+        """Where the calling thread's kernels go."""
+        ...
+
+    def new_queue(self) -> Queue:
+        """One beside that, for copies."""
+        ...
+
+    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
+        """Pin the host memory of tensors where it lies: bytes for which that was not possible, and the undo."""
+        ...

@@ -1,0 +1,160 @@
+"""CUDA as a `Device`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from promoe.errors import ConfigError
+from promoe.units import format_memory
+
+PAGE_BYTES = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class CudaEvent:
+    """A place in a stream."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: torch.cuda.Event) -> None:
+        self.raw = raw
+
+    def wait_on_host(self) -> None:
+        """Block this thread, not the interpreter, until it is reached."""
+        self.raw.synchronize()
+
+
+class CudaQueue:
+    """A stream."""
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    @property
+    def key(self) -> Hashable:
+        """The stream's handle."""
+        handle: int = self._stream.cuda_stream
+        return handle
+
+    def mark(self) -> CudaEvent:
+        """Record an event. It blocks who waits for it on the host instead of letting a core spin."""
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        return CudaEvent(event)
+
+    def wait(self, event: Any) -> None:
+        """Let the stream wait."""
+        self._stream.wait_event(event.raw)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to the device."""
+        with torch.cuda.stream(self._stream):
+            destination.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """One GPU.
+
+    Args:
+        device: "cuda" or "cuda:1".
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+
+    def __init__(self, device: str | torch.device) -> None:
+        wanted = torch.device(device)
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available() or (wanted.index or 0) >= count:
+            found = f"{count} GPUs" if torch.cuda.is_available() else "no GPU that this build of torch can use"
+            raise ConfigError(
+                f"The 'device' argument asks for \"{wanted}\". Found {found}: torch {torch.__version__}. Use "
+                'device="cpu", or install a build of torch for your GPU.'
+            )
+        self.torch_device = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+
+    @property
+    def name(self) -> str:
+        """As the driver calls it."""
+        name: str = torch.cuda.get_device_name(self.torch_device)
+        return name
+
+    def free_bytes(self) -> int:
+        """As the driver says, and what torch keeps for reuse."""
+        free_bytes: int = torch.cuda.mem_get_info(self.torch_device)[0]
+        reserved, allocated = (f(self.torch_device) for f in (torch.cuda.memory_reserved, torch.cuda.memory_allocated))
+        return free_bytes + int(reserved) - int(allocated)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory; torch's allocator aligns to 512 bytes."""
+        try:
+            with torch.inference_mode(False):
+                return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"No memory for a cache of {format_memory(nbytes)} on {self.torch_device}, which has "
+                f"{format_memory(self.free_bytes())} free. Choose a smaller cache."
+            ) from error
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory; ordinary memory, with a warning, where the system gives none."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            logger.warning("No pinned memory (%s): copies to %s are slower.", error, self.torch_device)
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def current(self) -> CudaQueue:
+        """The calling thread's stream."""
+        return CudaQueue(torch.cuda.current_stream(self.torch_device))
+
+    def new_queue(self) -> CudaQueue:
+        """A stream of its own."""
+        return CudaQueue(torch.cuda.Stream(self.torch_device))
+
+    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
+        """Register the pages of the tensors' memory with the driver."""
+        runtime: Any = torch.cuda.cudart()
+        to_pin = [tensor for tensor in tensors if not tensor.is_pinned()]
+        keep = [tensor.untyped_storage() for tensor in to_pin]  # no page may be given back while it is registered
+        pinned: list[int] = []
+        refused_bytes = 0
+        for start, end in page_ranges([(storage.data_ptr(), storage.nbytes()) for storage in keep]):
+            if runtime.cudaHostRegister(start, end - start, 0) == runtime.cudaError.success:
+                pinned.append(start)
+            else:
+                refused_bytes += end - start
+                self._forget_error()
+
+        def undo() -> None:
+            while pinned:
+                runtime.cudaHostUnregister(pinned.pop())
+            keep.clear()
+
+        return refused_bytes, undo
+
+    def _forget_error(self) -> None:
+        """The runtime tells a failure once more at the next launch."""
+        try:
+            torch.zeros(1, device=self.torch_device)
+        except RuntimeError as error:
+            logger.debug("after memory could not be pinned: %s", error)
+
+
+def page_ranges(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages that blocks of (address, bytes) are in, as disjoint ranges [start, end): a page is registered once."""
+    found: list[tuple[int, int]] = []
+    for address, nbytes in sorted(blocks):
+        start, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES) * PAGE_BYTES
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found

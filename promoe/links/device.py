@@ -1,0 +1,92 @@
+"""Host to device: chunks copied from pinned memory by the device's copy engine, two in flight at a time."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import deque
+from typing import Protocol
+
+import torch
+
+from promoe.device_pool import DeviceSlot
+from promoe.devices import Device, Event
+from promoe.stores.base import Chunk
+from promoe.wire import IN_FLIGHT
+
+
+class Source(Protocol):
+    """Where a device link takes bytes from: host memory, pinned if copies are to go on beside the host."""
+
+    def fetch(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `sent` was called for it.
+
+        Raises:
+            OSError: it cannot be had.
+        """
+        ...
+
+    def sent(self, copied: Event) -> None:
+        """The copy of what this thread fetched last will have been made at `copied`."""
+        ...
+
+    def describe(self) -> str:
+        """For reports: "pinned memory"."""
+        ...
+
+    def close(self) -> None:
+        """Give back memory and files; nothing is fetched any more, and all copies were made."""
+        ...
+
+
+class DeviceLink:
+    """Copies chunks to slots on a device. A transfer is over when its copy is in the device's queue.
+
+    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it, and the next transfer
+    waits, on the host, until no more than two copies are in flight, so that what is more urgent never waits for more than
+    these.
+
+    Args:
+        source: where bytes come from.
+        device: where the slots are.
+        workers: threads that fetch and copy.
+    """
+
+    copies_from_ram = False
+
+    def __init__(self, source: Source, device: Device, workers: int = 1) -> None:
+        self.workers = workers
+        self._source = source
+        self._device = device
+        self._queue = device.new_queue()
+        self._lock = threading.Lock()
+        self._in_flight: deque[Event] = deque()
+        self._closed = False
+
+    def transfer(self, chunk: Chunk, destination: DeviceSlot, address: int) -> None:
+        """Put one chunk's copy into the queue; see `Link.transfer`."""
+        fetched = self._source.fetch(chunk)
+        with self._lock:  # one queue, in order; who waits here would have to wait in any case
+            if self._closed:
+                raise OSError(errno.EBADF, "The link is closed")
+            while len(self._in_flight) >= IN_FLIGHT:
+                self._in_flight.popleft().wait_on_host()
+            destination.begin_write(self._queue)
+            start = chunk.slot_offset_bytes
+            self._queue.copy(destination.memory[start : start + chunk.nbytes], fetched)
+            copied = self._queue.mark()
+            destination.end_write(copied)
+            self._in_flight.append(copied)
+        self._source.sent(copied)
+
+    def describe(self) -> str:
+        """One line for reports: "pinned memory to NVIDIA H100, 2 copies in flight"."""
+        return f"{self._source.describe()} to {self._device.name}, {IN_FLIGHT} copies in flight"
+
+    def close(self) -> None:
+        """Refuse further transfers, and give back the host's memory once the copies in flight were made."""
+        with self._lock:
+            self._closed = True
+            while self._in_flight:
+                self._in_flight.popleft().wait_on_host()
+        self._source.close()

@@ -1,0 +1,59 @@
+"""Everything of a model but its routed experts, moved to the device that has the slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from promoe.devices import Device
+from promoe.errors import ConfigError
+from promoe.moe_layers import MoELayer
+from promoe.units import format_memory
+
+
+def other_tensors(model: nn.Module, layers: Sequence[MoELayer]) -> Iterator[torch.Tensor]:
+    """Parameters and buffers that are no routed expert's, each once."""
+    seen = {id(tensor) for layer in layers for tensor in layer.parameters()}
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def other_bytes(model: nn.Module, layers: Sequence[MoELayer]) -> int:
+    """What they take."""
+    return sum(tensor.nbytes for tensor in other_tensors(model, layers))
+
+
+def place(model: nn.Module, layers: Sequence[MoELayer], device: Device) -> Callable[[], None]:
+    """Move them to a device. The tensor objects stay, so that ties between them do. Returns the undo.
+
+    Raises:
+        ConfigError: the device has no room for them; nothing was moved then.
+    """
+    moved: list[tuple[torch.Tensor, torch.device]] = []
+
+    def undo() -> None:
+        while moved:
+            tensor, before = moved.pop()
+            tensor.data = tensor.data.to(before)
+
+    try:
+        with torch.inference_mode(False):
+            for tensor in other_tensors(model, layers):
+                before = tensor.device
+                tensor.data = tensor.data.to(device.torch_device)
+                moved.append((tensor, before))
+    except BaseException as error:
+        undo()
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ConfigError(
+            f"The model without its routed experts takes {format_memory(other_bytes(model, layers))}, and {device.name} has "
+            f"{format_memory(device.free_bytes())} free beside the slots. Choose a smaller cache, or load the model with a "
+            "smaller dtype."
+        ) from error
+    return undo

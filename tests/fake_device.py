@@ -1,0 +1,152 @@
+"""A device that is not there: queues whose work is done when a test says, or when somebody waits for it, and no sooner.
+
+Its memory is RAM. Copies are made late, so that whoever reads without having waited reads NaN.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+
+import torch
+
+from promoe.errors import ConfigError
+
+_numbers = count()
+ALIGNMENT_BYTES = 256
+
+
+class FakeEvent:
+    """Done once its queue has come to it."""
+
+    def __init__(self, queue: FakeQueue) -> None:
+        self.queue = queue
+        self.done = False
+
+    def wait_on_host(self) -> None:
+        self.queue.device.host_waits += 1
+        self.queue.run_until(self)
+
+
+class FakeQueue:
+    """Work in order.
+
+    Args:
+        device: whose.
+        eager: for a processor that computes where it is called: work is done at once, and waiting is waiting.
+    """
+
+    def __init__(self, device: FakeDevice, eager: bool = False) -> None:
+        self.device = device
+        self.key: Hashable = next(_numbers)
+        self._eager = eager
+        self._work: deque[Callable[[], object] | FakeEvent | tuple[FakeEvent]] = deque()  # a tuple: to be waited for
+
+    def mark(self) -> FakeEvent:
+        event = FakeEvent(self)
+        event.done = self._eager
+        if not self._eager:
+            self._work.append(event)
+        return event
+
+    def wait(self, event: FakeEvent) -> None:
+        if self._eager:
+            event.queue.run_until(event)
+        else:
+            self._work.append((event,))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.device.copied_bytes += source.numel()
+        self.put(lambda: destination.copy_(source))
+
+    def put(self, work: Callable[[], object]) -> None:
+        """Put in a kernel."""
+        self._work.append(work)
+        if self._eager:
+            self.step()
+
+    @property
+    def blocked(self) -> bool:
+        """Whether there is nothing that it can do now."""
+        first = self._work[0] if self._work else None
+        return first is None or (isinstance(first, tuple) and not first[0].done)
+
+    def step(self) -> None:
+        """Do the next piece of work; waiting for what has happened is one."""
+        assert not self.blocked
+        work = self._work.popleft()
+        if isinstance(work, FakeEvent):
+            work.done = True
+        elif not isinstance(work, tuple):
+            work()
+
+    def run_until(self, event: FakeEvent) -> None:
+        """Everything up to an event of this queue, and what that waits for. One thread at a time does the device's work."""
+        with self.device.working:
+            while not event.done:
+                first = self._work[0]
+                if isinstance(first, tuple) and not first[0].done:
+                    first[0].queue.run_until(first[0])
+                self.step()
+
+
+class FakeDevice:
+    """Satisfies `promoe.devices.Device`.
+
+    Args:
+        memory_bytes: of the device.
+        compute: where kernels go; by default they are done where they are called.
+    """
+
+    name = "fake device"
+
+    def __init__(self, memory_bytes: int = 2**40, eager: bool = True) -> None:
+        self.torch_device = torch.device("cpu")
+        self.compute = FakeQueue(self, eager)
+        self.queues = [self.compute]
+        self.memory_bytes = memory_bytes
+        self.working = threading.RLock()
+        self.copied_bytes = 0
+        self.host_waits = 0
+        self.pinned: list[torch.Tensor] = []
+        self.unpinnable_bytes = 0
+
+    def free_bytes(self) -> int:
+        return self.memory_bytes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes > self.memory_bytes:
+            raise ConfigError(f"No memory for a cache of {nbytes} bytes on the {self.name}. Choose a smaller cache.")
+        self.memory_bytes -= nbytes
+        memory = torch.full((nbytes + ALIGNMENT_BYTES,), 0xFF, dtype=torch.uint8)
+        return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:nbytes]
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+
+    def current(self) -> FakeQueue:
+        return self.compute
+
+    def new_queue(self) -> FakeQueue:
+        self.queues.append(FakeQueue(self))
+        return self.queues[-1]
+
+    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
+        self.pinned = list(tensors)
+        return self.unpinnable_bytes, self.pinned.clear
+
+    def run_some(self, draw: random.Random, steps: int) -> None:
+        """So many pieces of work, of queues drawn among those that can go on."""
+        for _ in range(steps):
+            able = [queue for queue in self.queues if not queue.blocked]
+            if not able:
+                return
+            draw.choice(able).step()
+
+    def run_all(self, draw: random.Random) -> None:
+        """Everything that was put in, in an order that the queues allow."""
+        self.run_some(draw, 10**9)
+        assert not any(queue._work for queue in self.queues), "queues wait for each other"

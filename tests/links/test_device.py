@@ -1,0 +1,140 @@
+"""The link to a device, over a device that is not there."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from fake_device import FakeDevice
+
+from promoe.device_pool import DevicePool
+from promoe.links import HostLink, Link
+from promoe.links.device import DeviceLink
+from promoe.links.device_sources import PinnedSource, StagedSource
+from promoe.scheduler import ExpertKey
+from promoe.stores import HostStore
+from promoe.wire import IN_FLIGHT
+
+EXPERTS, ROWS, COLUMNS = 5, 24, 64
+CHUNK_BYTES = 4096
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(EXPERTS, ROWS, COLUMNS, generator=draw) for name in ("up", "down")}
+
+
+@pytest.fixture
+def store(tensors: dict[str, torch.Tensor]) -> HostStore:
+    return HostStore([tensors], CHUNK_BYTES)
+
+
+def link_over(source: str, store: HostStore, device: FakeDevice) -> DeviceLink:
+    if source == "pinned":
+        return DeviceLink(PinnedSource(store, device), device)
+    return DeviceLink(StagedSource(HostLink(store), device, store.layouts[0].slot_bytes), device, workers=2)
+
+
+@pytest.mark.parametrize("source", ["pinned", "staged"])
+def test_an_expert_is_there_for_who_waits(source: str, store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], 2, device), link_over(source, store, device)
+    assert isinstance(link, Link)
+    draw = random.Random(0)
+    for expert_idx in (*range(EXPERTS), 0, 3):
+        slot = draw.randrange(2)
+        for chunk in store.chunks(ExpertKey(0, expert_idx)):
+            link.transfer(chunk, pool.slot(slot), pool.address(slot))
+        pool.begin_read([slot])
+        for name, stack in tensors.items():
+            assert torch.equal(pool.tensors(slot)[name], stack[expert_idx])
+        pool.end_read([slot])
+    link.close()
+
+
+def test_at_most_two_copies_are_in_flight(store: HostStore) -> None:
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], 1, device), link_over("pinned", store, device)
+    chunks = store.chunks(ExpertKey(0, 1))
+    assert len(chunks) > IN_FLIGHT
+    for number, chunk in enumerate(chunks, 1):
+        link.transfer(chunk, pool.slot(0), 0)
+        assert device.host_waits == max(0, number - IN_FLIGHT)
+    link.close()
+    assert device.host_waits == len(chunks), "the host's memory is given back when nothing reads it any more"
+
+
+def test_a_buffer_is_not_written_before_its_copy_was_made(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
+    """Copies are made as late as they can be; each must still find its own bytes."""
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("staged", store, device)
+    for expert_idx in range(EXPERTS):
+        for chunk in store.chunks(ExpertKey(0, expert_idx)):
+            link.transfer(chunk, pool.slot(expert_idx), 0)
+    pool.begin_read(range(EXPERTS))
+    for expert_idx in range(EXPERTS):
+        assert torch.equal(pool.tensors(expert_idx)["down"], tensors["down"][expert_idx])
+    link.close()
+
+
+def test_what_is_pinned_is_unpinned(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
+    device = FakeDevice()
+    link = link_over("pinned", store, device)
+    assert {tensor.data_ptr() for tensor in device.pinned} == {tensor.data_ptr() for tensor in tensors.values()}
+    assert link.describe() == "pinned memory to fake device, 2 copies in flight"
+    link.close()
+    assert device.pinned == []
+
+
+def test_what_cannot_be_pinned_is_said_once(store: HostStore, caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice()
+    device.unpinnable_bytes = 2 * 2**20
+    link = link_over("pinned", store, device)
+    (record,) = caplog.records
+    assert "2.0 MiB of the experts could not be pinned" in record.message
+    assert "(2.0 MiB pageable)" in link.describe()
+    link.close()
+
+
+@pytest.mark.parametrize("source", ["pinned", "staged"])
+def test_a_closed_link_or_store_refuses(source: str, store: HostStore) -> None:
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], 1, device), link_over(source, store, device)
+    chunk = store.chunks(ExpertKey(0, 0))[0]
+    link.close()
+    with pytest.raises(OSError, match="closed"):
+        link.transfer(chunk, pool.slot(0), 0)
+    other = link_over("pinned", store, device)
+    store.close()
+    with pytest.raises(OSError, match="the store was closed"):
+        other.transfer(chunk, pool.slot(0), 0)
+
+
+def test_files_can_be_the_source(tmp_path: Path) -> None:
+    """Through the same link that fills slots in RAM."""
+    from tiny_checkpoint import write_checkpoint
+
+    from promoe.links import FileLink
+    from promoe.opening import open_without_experts
+    from promoe.stores.base import read_expert
+
+    store = open_without_experts(write_checkpoint(tmp_path / "checkpoint")).store
+    device = FakeDevice()
+    slot_bytes = store.layouts[0].slot_bytes
+    link = DeviceLink(StagedSource(FileLink(store, "page_cache"), device, slot_bytes), device, 2)
+    pool = DevicePool(store.layouts[0], 1, device)
+    key = ExpertKey(1, 5)
+    for chunk in store.chunks(key):
+        link.transfer(chunk, pool.slot(0), 0)
+    pool.begin_read([0])
+    expected = bytearray(slot_bytes)
+    read_expert(store, key, memoryview(expected))
+    for spec in store.layouts[0].tensors:
+        part = slice(spec.offset_bytes, spec.offset_bytes + spec.nbytes)
+        assert bytes(pool.slot(0).memory[part].tolist()) == bytes(expected[part])
+    assert "through pinned buffers to fake device" in link.describe()
+    link.close()
+    store.close()

@@ -1,0 +1,106 @@
+"""Slots on a device: a read after what was written, a write after what reads, whatever the queues do meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from fake_device import FakeDevice, FakeQueue
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from promoe.device_pool import DevicePool, DeviceSlot
+from promoe.errors import ConfigError
+from promoe.layout import ExpertLayout
+
+LAYOUT = ExpertLayout.of({"up": (torch.Size([4, 16]), torch.float32), "down": (torch.Size([16, 4]), torch.float32)})
+
+
+def test_tensors_are_views_over_the_slot() -> None:
+    device = FakeDevice()
+    pool = DevicePool(LAYOUT, 3, device)
+    assert pool.nbytes == 3 * LAYOUT.slot_bytes
+    tensors = pool.tensors(1)
+    assert pool.tensors(1) is tensors
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"up": (4, 16), "down": (16, 4)}
+    assert tensors["up"].isnan().all()
+    pool.slot(1).memory.zero_()
+    assert not tensors["up"].any()
+    assert pool.tensors(0)["down"].isnan().all()
+    assert pool.address(2) - pool.address(1) == LAYOUT.slot_bytes
+    pool.poison()
+    assert tensors["down"].isnan().all()
+    pool.close()
+    pool.close()
+
+
+def test_no_slots_and_no_memory_are_said() -> None:
+    with pytest.raises(ConfigError, match="at least 1 slot"):
+        DevicePool(LAYOUT, 0, FakeDevice())
+    with pytest.raises(ConfigError, match="Choose a smaller cache"):
+        DevicePool(LAYOUT, 2, FakeDevice(memory_bytes=LAYOUT.slot_bytes))
+
+
+class Machine:
+    """Writes and reads one slot through queues that run as they like, and remembers what every read saw."""
+
+    def __init__(self, readers: int) -> None:
+        self.device = FakeDevice(eager=False)
+        self.slot = DeviceSlot(torch.full((1,), 255, dtype=torch.uint8))
+        self.copies = self.device.new_queue()
+        self.readers: list[FakeQueue] = [self.device.compute, *(self.device.new_queue() for _ in range(readers - 1))]
+        self.written = 255
+        self.seen: list[tuple[int, int]] = []  # what was to be read, what was
+
+    def write(self, value: int) -> None:
+        self.slot.begin_write(self.copies)
+        self.copies.copy(self.slot.memory, torch.tensor([value], dtype=torch.uint8))
+        self.slot.end_write(self.copies.mark())
+        self.written = value
+
+    def read(self, reader: int) -> None:
+        queue, expected = self.readers[reader % len(self.readers)], self.written
+        self.slot.begin_read(queue)
+        queue.put(lambda: self.seen.append((expected, int(self.slot.memory))))
+        self.slot.end_read(queue, queue.mark())
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.integers(0, 254)),
+        st.tuples(st.just("read"), st.integers(0, 2)),
+        st.tuples(st.just("run"), st.integers(1, 8)),
+    ),
+    max_size=40,
+)
+
+
+@given(operations, st.integers(1, 3), st.integers(0, 2**32))
+@settings(deadline=None)
+def test_every_read_sees_the_last_write_before_it(todo: list[tuple[str, int]], readers: int, seed: int) -> None:
+    machine, draw = Machine(readers), random.Random(seed)
+    for name, number in todo:
+        if name == "run":
+            machine.device.run_some(draw, number)
+        else:
+            getattr(machine, name)(number)
+    machine.device.run_all(draw)
+    assert len(machine.seen) == sum(name == "read" for name, _ in todo)
+    assert all(expected == found for expected, found in machine.seen)
+    assert machine.device.host_waits == 0, "the host waits for nothing that a queue can wait for"
+
+
+@pytest.mark.parametrize("forgotten", ["begin_read", "end_read", "begin_write"])
+def test_without_any_one_of_its_waits_it_would_be_wrong(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The property above can fail."""
+    monkeypatch.setattr(DeviceSlot, forgotten, lambda *args: None)
+    wrong = 0
+    for seed in range(50):
+        machine, draw = Machine(2), random.Random(seed)
+        for number in range(6):
+            machine.write(number)
+            machine.read(number)
+        machine.device.run_all(draw)
+        wrong += any(expected != found for expected, found in machine.seen)
+    assert wrong > 0

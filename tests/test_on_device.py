@@ -1,0 +1,191 @@
+"""Whole models with their slots on a device that is not there: copies are made as late as may be, slots hold NaN before."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from served import PROMPTS
+from tiny_checkpoint import write_checkpoint
+from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from untouched import assert_same, leaving_untouched, snapshot
+
+import promoe
+from promoe import loading, patching
+from promoe.devices import open_device
+from promoe.errors import ConfigError
+from promoe.links import EmulatedLink
+
+NEW_TOKENS = 4
+CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, min_group_bytes=0, chunk_bytes=4096)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    """What "cuda" opens."""
+    found = FakeDevice()
+    for module in (patching, loading):
+        monkeypatch.setattr(module, "open_device", lambda name: found if str(name) == "cuda" else open_device(name))
+    return found
+
+
+def answer(model: nn.Module, prompt: str = "one") -> Any:
+    """Tokens and scores."""
+    with torch.inference_mode():
+        found: Any = model.generate(  # type: ignore[operator]
+            **PROMPTS[prompt],
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+    return found.sequences, torch.stack(found.scores)
+
+
+@contextmanager
+def on_device(model: PreTrainedModel, **more: Any) -> Iterator[Any]:
+    promoe.patch(model, device="cuda", config=CONFIG, **more)
+    try:
+        yield model
+    finally:
+        promoe.unpatch(model)
+
+
+def assert_same_answers(model: nn.Module, expected: Any, prompt: str = "one") -> None:
+    tokens, scores = answer(model, prompt)
+    assert torch.equal(tokens, expected[0])
+    assert torch.equal(scores, expected[1])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_the_bits_are_those_of_the_unmodified_model(family: str, implementation: str, device: FakeDevice) -> None:
+    model = build(family, experts_implementation=implementation)
+    expected = {prompt: answer(model, prompt) for prompt in PROMPTS}
+    for cache, predictor in (("30%", "gate"), ("100%", None)):
+        with on_device(model, cache=cache, predictor=predictor) as served:
+            for prompt, values in expected.items():
+                assert_same_answers(served, values, prompt)
+            stats = served.promoe.stats()
+            assert device.copied_bytes >= stats.decode.bytes_demand + stats.prefill.bytes_demand > 0
+            assert "pinned memory to fake device" in stats.link
+    assert_same_answers(model, expected["one"])
+
+
+@pytest.mark.parametrize("predictor", ["random", "previous", "popularity", None])
+def test_one_slot_serves_every_layer(predictor: str | None, device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    expected = answer(model)
+    slot_bytes = promoe.find_moe_layers(model)[0].layout.slot_bytes
+    with on_device(model, cache=slot_bytes, predictor=predictor) as served:
+        assert served.promoe.stats().cache_slots == 1
+        assert_same_answers(served, expected)
+
+
+def test_a_forgotten_wait_is_seen(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above can fail: who reads a slot without waiting for its copies reads NaN."""
+    from promoe.device_pool import DevicePool
+
+    monkeypatch.setattr(DevicePool, "begin_read", lambda pool, slots: None)
+    model = build("qwen2_moe")
+    expected = answer(model)
+    with on_device(model, cache="30%", predictor=None) as served:
+        assert not torch.equal(answer(served)[1], expected[1])
+
+
+def test_experts_stay_where_they_are_and_nothing_is_left(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    before = snapshot(model)
+    moved: list[int] = []
+    with on_device(model, cache="30%") as served:
+        layers = promoe.find_moe_layers(served)
+        assert {t.data_ptr() for t in device.pinned} == {t.data_ptr() for layer in layers for t in layer.parameters()}
+        moved.append(device.copied_bytes)
+        answer(served)
+    assert moved == [0], "patching itself copies no expert to the device"
+    assert device.pinned == []
+    after = snapshot(model)
+    assert before.keys() == after.keys()
+
+
+def test_a_device_without_room_leaves_the_model_as_it_was(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    device.memory_bytes = 1000
+    with leaving_untouched(model), pytest.raises(ConfigError, match="Choose a smaller cache"):
+        promoe.patch(model, device="cuda", cache="50%")
+
+
+def test_auto_leaves_room_for_the_rest_of_the_model(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    layer = promoe.find_moe_layers(model)[0]
+    experts = {id(parameter) for one in promoe.find_moe_layers(model) for parameter in one.parameters()}
+    rest_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if id(t) not in experts)
+    device.memory_bytes = 2 * 2**30 + rest_bytes + 5 * layer.layout.slot_bytes
+    with on_device(model, cache="auto") as served:
+        assert served.promoe.stats().cache_slots == 5
+
+
+def test_what_does_not_go_with_a_device_is_refused(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    with leaving_untouched(model):
+        with pytest.raises(ConfigError, match="An EmulatedLink ends in RAM"):
+            promoe.patch(model, device="cuda", link=EmulatedLink(1e9))
+        for name, match in (("mps", r"Got 'mps'"), ("gpu", r"Got 'gpu'")):
+            with pytest.raises(ConfigError, match=match):
+                promoe.patch(model, device=name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_that_is_said() -> None:
+    model = build("qwen2_moe")
+    with leaving_untouched(model), pytest.raises(ConfigError, match=r'asks for "cuda"\. Found no GPU that this build'):
+        promoe.patch(model, device="cuda")
+
+
+def test_a_checkpoint_is_served_from_its_files(device: FakeDevice, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    expected = answer(AutoModelForCausalLM.from_pretrained(folder).eval())
+    model = promoe.from_pretrained(folder, device="cuda", cache="30%", config=CONFIG)
+    assert_same_answers(model, expected)
+    assert "through pinned buffers to fake device" in model.promoe.stats().link  # type: ignore[union-attr]
+    promoe.unpatch(model)
+    assert_same_answers(model, expected)
+
+
+def test_generate_is_kept_from_capturing_graphs(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    before = model.generation_config.disable_compile
+    with on_device(model) as served:
+        assert served.generation_config.disable_compile is True
+    assert model.generation_config.disable_compile == before
+
+
+def test_tied_weights_stay_tied(device: FakeDevice) -> None:
+    model = build("qwen2_moe", tie_word_embeddings=True)
+    with on_device(model) as served:
+        assert served.lm_head.weight is served.model.embed_tokens.weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_an_interrupted_placement_is_taken_back(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    from promoe import assembly
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("injected")
+
+    model = build("qwen2_moe")
+    before, reference = snapshot(model), copy.deepcopy(model)
+    monkeypatch.setattr(assembly.seam, "attach", broken)
+    with pytest.raises(RuntimeError, match="injected"):
+        promoe.patch(model, device="cuda")
+    assert_same(before, snapshot(model))
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(own, other)
