@@ -80,7 +80,7 @@ def prompts_of(checkpoint: Path, count: int) -> tuple[list[Any], Any]:
     """`count` ordinary prompts and one of 512 tokens, on the GPU."""
     tokenizer: Any = load_tokenizer(str(checkpoint))
     texts = find_example().prompts(max(count, 8))
-    inputs = [prompt_inputs(tokenizer, [text]) for text in texts]
+    inputs = [prompt_inputs(tokenizer, text) for text in texts]
     ids = torch.cat([one["input_ids"][0] for one in inputs]).repeat(8)[:LONG_TOKENS][None]
     inputs = [*inputs[:count], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
     return [{name: tensor.to("cuda") for name, tensor in one.items()} for one in inputs], tokenizer

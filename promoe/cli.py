@@ -21,6 +21,7 @@ def run(
     cache: str = "50%",
     predictor: str = "gate",
     store: Literal["auto", "disk", "host"] = "auto",
+    device: str = "cpu",
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
@@ -39,6 +40,7 @@ def run(
             or "none" for no prefetch
         store: where experts stay: "disk" (the checkpoint's files), "host" (all of them in RAM, the stock model), or "auto"
             (disk)
+        device: "cuda" puts the slots and everything but the experts on the GPU
         max_new_tokens: longest answer, in tokens
         temperature: of sampling; 0 takes the most likely token each time
         seed: of sampling
@@ -54,6 +56,7 @@ def run(
             cache=int(cache) if cache.isdigit() else cache,
             predictor=None if predictor.lower() == "none" else predictor,
             store=store,
+            device=device,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,

@@ -39,6 +39,7 @@ class Request:
     cache: CacheSize = "50%"
     predictor: str | None = "gate"
     store: Literal["auto", "disk", "host"] = "auto"
+    device: str = "cpu"
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -50,6 +51,8 @@ class Request:
             raise ConfigError(f"--max-new-tokens must be at least 1. Got {self.max_new_tokens} instead.")
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
+        if self.store == "host" and self.device != "cpu":
+            raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
         if not self.prompt.strip():
             raise ConfigError("The prompt is empty. Give the model something to answer, in quotes.")
 
@@ -76,11 +79,12 @@ def answer(request: Request) -> Generation:
             request.model,
             cache="100%" if request.store == "host" else request.cache,
             predictor=request.predictor,
+            device=request.device,
             progress=progress,
         )
     handle: Any = model.promoe
     try:
-        inputs = prompt_inputs(tokenizer, request.prompt)
+        inputs = {name: ids.to(model.device) for name, ids in prompt_inputs(tokenizer, request.prompt).items()}
         with ExitStack() as stack:
             if request.trace is not None:
                 stack.enter_context(handle.trace(request.trace))

@@ -112,6 +112,13 @@ def test_a_missing_model_and_an_empty_prompt_are_explained(
     assert "Cannot open the tokenizer" in capsys.readouterr().err
 
 
+def test_devices_that_cannot_be_had_are_explained(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--device", "abacus"]) == 2
+    assert 'must be "cpu" or "cuda". Got \'abacus\'' in capsys.readouterr().err
+    assert cli.main(["run", checkpoint, PROMPT, "--device", "cuda", "--store", "host"]) == 2
+    assert "--store host keeps all experts in RAM" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["--trace", "--report"])
 def test_outputs_are_refused_before_the_model_is_opened(
     checkpoint: str, tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

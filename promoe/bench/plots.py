@@ -100,7 +100,7 @@ def _draw_panel(axis: Axes, tables: Sequence[Table], panel: _Panel) -> None:
     axis.set_xticks(range(len(tables)), [table.cache for table in tables])
     axis.set_xlabel("cache, share of the routed experts", fontsize=9, color=SOFT)
     axis.set_ylabel(panel.unit, fontsize=9, color=SOFT)
-    _scale(axis, drawn)
+    _scale(axis, drawn, logarithmic=panel.unit != "%")
     axis.grid(color=GRID)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
@@ -112,11 +112,11 @@ def _points(rows: Sequence[Row | None], value: Callable[[Row], float | None]) ->
     return [(x, y) for x, y in found if y is not None and is_number(y)]
 
 
-def _scale(axis: Axes, values: Sequence[float]) -> None:
-    """From zero, unless the values are of different orders."""
+def _scale(axis: Axes, values: Sequence[float], logarithmic: bool) -> None:
+    """From zero, unless the values are of different orders and `logarithmic` is allowed."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    if not values or max(values) <= 5 * min(values):
+    if not logarithmic or not values or max(values) <= 5 * min(values):
         axis.set_ylim(0, 1.08 * max(values, default=0.0) or 1.0)
         return
     if min(values) <= 0:
