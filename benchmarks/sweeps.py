@@ -1,10 +1,11 @@
 """What a batch, and fewer bits per weight, change: simulated on recorded routing.
 
-    python benchmarks/sweeps.py TRACE ... [--cache 25] [--batches 1 2 4 8] [--bits 16 8 4.25] [--max-tokens N] [--json FILE]
+    python benchmarks/sweeps.py TRACE ... [--cache 25] [--batches 1 2 4 8] [--bits 16 8 4.25] [--prompts 16]
+                                [--prompt-tokens 60] [--json FILE]
 
-Per trace two tables: sequences generated together, with as many slots; and bits per weight of the experts, with as many *bytes*
-of slots, so that fewer bits are more slots. The last 30 per cent of the prompts are simulated, the others are what predictors
-are fitted on. Machine: RTX 4090 over PCIe 4.0, as in `promoe simulate`.
+Per trace two tables: sequences generated together, with as many slots; and bits per weight of the experts, with as many
+*bytes* of slots, so that fewer bits are more slots. The first tokens of some prompts of the last 30 per cent are simulated,
+the other 70 are what predictors are fitted on. Machine: RTX 4090 over PCIe 4.0, as in `promoe simulate`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import Scenario, simulate
 from promoe.training.evaluate_command import open_trace
+from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_megabytes, format_ms, format_percent, format_times, ratio
 
 SYSTEMS = {"lru": ("lru", None), "next-use": ("default", None), "next-use, token": ("default", "token")}
 FIT_SHARE, FULL_BITS = 0.7, 16.0
 
 
-def run(path: str, system: str, cache: float, batch: int, bits: float, max_tokens: int | None) -> dict[str, Any]:
+def shortened(trace: RoutingTrace, prompts: int, tokens: int) -> RoutingTrace:
+    """The first tokens of each of the first prompts, so that a batch stays full for long."""
+    starts, lengths = trace.prompt_starts[:prompts], np.minimum(trace.prompt_lengths[:prompts], tokens)
+    rows = np.concatenate([np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])
+    return replace(trace, experts=trace.experts[rows], token_ids=trace.token_ids[rows], prompt_lengths=lengths)
+
+
+def run(path: str, system: str, cache: float, batch: int, bits: float, prompts: int, tokens: int) -> dict[str, Any]:
     trace = replace(open_trace(path), generated=None)
     fit, held_out = trace.split(FIT_SHARE)
     geometry = geometry_of("auto", trace.num_layers, trace.num_experts, trace.top_k)
@@ -40,8 +51,7 @@ def run(path: str, system: str, cache: float, batch: int, bits: float, max_token
         predictor,
         batch=batch,
     )
-    held_out = held_out if max_tokens is None else held_out.first(max_tokens)
-    return simulate(scenario, held_out, replace(fit, num_experts=geometry.num_experts))
+    return simulate(scenario, shortened(held_out, prompts, tokens), replace(fit, num_experts=geometry.num_experts))
 
 
 def show(title: str, found: dict[Any, dict[str, Any]]) -> None:
@@ -70,7 +80,8 @@ def main() -> None:
     parser.add_argument("--cache", type=float, default=25, help="per cent of the routed experts, at 16 bits")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--bits", nargs="*", type=float, default=[16, 8, 4.25])
-    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--prompt-tokens", type=int, default=60, help="of each prompt, at most")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/sweeps.json"))
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -82,7 +93,9 @@ def main() -> None:
                 "bits": [(bits, 1, bits) for bits in options.bits],
             }
             jobs = {
-                (sweep, value, system): workers.submit(run, path, system, cache, batch, bits, options.max_tokens)
+                (sweep, value, system): workers.submit(
+                    run, path, system, cache, batch, bits, options.prompts, options.prompt_tokens
+                )
                 for sweep, settings in sweeps.items()
                 for value, batch, bits in settings
                 for system in SYSTEMS
