@@ -105,6 +105,7 @@ def test_patch_signature() -> None:
         "predictor": "gate",
         "store": "auto",
         "link": "auto",
+        "device": "cpu",
         "config": None,
     }
     assert next(iter(inspect.signature(promoe.patch).parameters)) == "model"

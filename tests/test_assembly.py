@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeDevice
 from served import checkpoint, config
 from tiny_models import build
 from transformers import PreTrainedModel
@@ -25,6 +27,7 @@ from promoe.assembly import (
 )
 from promoe.errors import ConfigError
 from promoe.links import FileLink, HostLink
+from promoe.links.device import DeviceLink
 from promoe.opening import OpenedModel, open_without_experts
 from promoe.predictors import KINDS
 from promoe.predictors.gate import GatePredictor
@@ -118,25 +121,41 @@ def test_links_that_cannot_reach_the_experts(link: Any, on_disk: bool, message: 
 
 
 def test_links_over_experts_in_ram(model: PreTrainedModel) -> None:
-    store = parts_of(model).store
+    parts = parts_of(model, workers=3)
     for choice in ("auto", "host"):
-        link = open_link(choice, store, PromoeConfig(workers=3), planned_bytes=1)
+        link = open_link(choice, parts)
         assert (type(link), link.workers) == (HostLink, 3)
         link.close()
-    emulated = open_link(LINK, store, PromoeConfig(), planned_bytes=1)
+    emulated = open_link(LINK, parts)
     assert "emulated" in emulated.describe()
     emulated.close()
 
 
-def test_links_over_experts_in_files(opened: OpenedModel) -> None:
+def test_links_over_experts_in_files(model: PreTrainedModel, opened: OpenedModel) -> None:
+    parts = replace(parts_of(model, workers=3, read_mode="page_cache"), store=opened.store)
     for choice in ("auto", "file"):
-        link = open_link(choice, opened.store, PromoeConfig(workers=3, read_mode="page_cache"), planned_bytes=1)
+        link = open_link(choice, parts)
         assert (type(link), link.workers) == (FileLink, 3)
         assert "page cache" in link.describe()
         link.close()
-    emulated = open_link(LINK, opened.store, PromoeConfig(), planned_bytes=1)
+    emulated = open_link(LINK, parts)
     assert "emulated" in emulated.describe()
     emulated.close()
+
+
+def test_links_to_a_device(model: PreTrainedModel, opened: OpenedModel) -> None:
+    in_ram = replace(parts_of(model, workers=3), device=FakeDevice())
+    link = open_link("auto", in_ram)
+    assert (type(link), link.workers) == (DeviceLink, 1), "one thread keeps two copies in flight"
+    assert "pinned memory to fake device" in link.describe()
+    link.close()
+    in_files = replace(in_ram, store=opened.store)
+    link = open_link("auto", in_files)
+    assert (type(link), link.workers) == (DeviceLink, 3), "so many threads read"
+    assert "through pinned buffers" in link.describe()
+    link.close()
+    with pytest.raises(ConfigError, match="An EmulatedLink ends in RAM"):
+        check_choices(None, LINK, on_disk=False, on_device=True)
 
 
 def test_a_file_link_is_told_what_the_slots_will_take(
