@@ -149,6 +149,7 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
         hints=config.early_preemption,
         prefetch=parts.predictor is not None,
         min_probability=config.min_probability,
+        waste_share=config.waste_share,
         strict=config.strict,
     )
 

@@ -27,6 +27,8 @@ class PromoeConfig:
         stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
         lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
         min_probability: a prediction below this calibrated probability is not fetched.
+        waste_share: how much of all that is moved may be predictions that do not come true. The nearer it comes to that, the
+            surer a prediction has to be; 1 sets no limit.
         governor: measure whether prefetch pays, and switch it off while it does not.
         bypass: when the cache holds every expert, simply load them and run the stock forward.
         chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096.
@@ -44,6 +46,7 @@ class PromoeConfig:
     stream: bool = True
     lookahead: int = 1
     min_probability: float = 0.5
+    waste_share: float = 0.025
     governor: bool = True
     bypass: bool = True
     chunk_bytes: int = 4 * 1024 * 1024
@@ -58,12 +61,13 @@ class PromoeConfig:
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         for name in ("lookahead", "chunk_bytes", "min_group_bytes", "workers"):
             self._require(_is_int(getattr(self, name)), name, "a whole number")
-        for name in ("min_probability", "stall_timeout_s"):
+        for name in ("min_probability", "waste_share", "stall_timeout_s"):
             self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
         self._require(self.eviction in get_args(EvictionName), "eviction", f"one of {get_args(EvictionName)}")
         self._require(self.read_mode in get_args(ReadMode), "read_mode", f"one of {get_args(ReadMode)}")
         self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
         self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
+        self._require(0.0 <= self.waste_share <= 1.0, "waste_share", "from 0 to 1")
         self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
         self._require(self.workers >= 1, "workers", "at least 1 thread")
         self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")

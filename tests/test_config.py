@@ -10,7 +10,7 @@ from promoe import ConfigError, PromoeConfig, PromoeError
 
 BOOLEANS = ("early_preemption", "reorder", "stream", "governor", "bypass", "strict")
 WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "min_group_bytes", "workers")
-NUMBERS = ("min_probability", "stall_timeout_s")
+NUMBERS = ("min_probability", "waste_share", "stall_timeout_s")
 
 
 def config(**fields: Any) -> PromoeConfig:
@@ -26,6 +26,7 @@ def test_defaults() -> None:
         "reorder": True,
         "lookahead": 1,
         "min_probability": 0.5,
+        "waste_share": 0.025,
         "governor": True,
         "bypass": True,
         "chunk_bytes": 4 * 2**20,
@@ -74,6 +75,8 @@ def test_equal_settings_are_equal() -> None:
         {"min_probability": 1.0},
         {"min_probability": 1},
         {"min_probability": 1e-9},
+        {"waste_share": 0.0},
+        {"waste_share": 1},
         {"workers": 1},
         {"stall_timeout_s": 1},
         {"stall_timeout_s": 1e-3},
@@ -104,6 +107,9 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("min_probability", -0.1, r"in \(0, 1\]"),
         ("min_probability", 50, r"in \(0, 1\]"),
         ("min_probability", math.nan, r"in \(0, 1\]"),
+        ("waste_share", -0.01, "from 0 to 1"),
+        ("waste_share", 1.5, "from 0 to 1"),
+        ("waste_share", math.nan, "from 0 to 1"),
         ("workers", 0, "at least 1 thread"),
         ("stall_timeout_s", 0.0, "more than 0 seconds"),
         ("stall_timeout_s", -1, "more than 0 seconds"),

@@ -45,6 +45,7 @@ FIELDS = {
     "early_preemption": st.booleans(),
     "lookahead": st.integers(1, 5),
     "min_probability": st.sampled_from([0.01, 0.3, 0.9]),
+    "waste_share": st.sampled_from([0.0, 0.025, 1.0]),
     "governor": st.booleans(),
     "chunk_bytes": st.sampled_from([4096, 4 * 1024 * 1024]),
     "min_group_bytes": st.sampled_from([0, 0, 10**9]),

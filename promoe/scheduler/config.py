@@ -36,6 +36,7 @@ class SchedulerConfig:
         hints: act on the gate's ids before the experts' forward asks (ProMoE's "early preemption").
         prefetch: act on forecasts.
         min_probability: speculation below this calibrated probability is not sent.
+        waste_share: of all bytes moved, what speculation may waste; the nearer it is to that, the surer it has to be.
         calibrate: correct forecasts by what they were worth so far (see `calibration`); off: take them at their word.
         strict: a completion with an outdated lease is an error (tests) instead of a counted event.
     """
@@ -48,6 +49,7 @@ class SchedulerConfig:
     hints: bool = True
     prefetch: bool = True
     min_probability: float = 0.5
+    waste_share: float = 0.025
     calibrate: bool = True
     strict: bool = False
     expert_bytes: tuple[int, ...] = field(init=False)

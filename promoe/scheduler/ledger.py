@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .budget import WasteBudget
 from .config import Cause, Observer
 
 
@@ -9,15 +10,21 @@ class Ledger:
     """Tells the observer; remembers, per expert, what arrived since a visit last asked for it.
 
     Prefetched bytes are either used, wasted or still pending: nothing is counted twice or lost.
+
+    Args:
+        observer: is told.
+        budget: of what prefetch may waste; kept up to date.
     """
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: Observer, budget: WasteBudget) -> None:
         self.observer = observer
+        self._budget = budget
         self._unasked: dict[int, dict[Cause, int]] = {}  # code -> bytes by cause
 
     def arrived(self, layer_idx: int, code: int, cause: Cause, nbytes: int, pinned: bool) -> None:
         """Bytes are in the slot of an expert that some visit has pinned, or not."""
         self.observer.transferred(layer_idx, cause, nbytes)
+        self._budget.moved(nbytes)
         if not pinned:
             by_cause = self._unasked.setdefault(code, {"demand": 0, "prefetch": 0})
             by_cause[cause] += nbytes
@@ -27,7 +34,8 @@ class Ledger:
     def arrived_late(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
         """Bytes are in a slot that its expert has lost."""
         self.observer.transferred(layer_idx, cause, nbytes)
-        self.observer.wasted(layer_idx, nbytes, cause)
+        self._budget.moved(nbytes)
+        self._wasted(layer_idx, cause, nbytes)
 
     @property
     def has_unasked(self) -> bool:
@@ -47,7 +55,12 @@ class Ledger:
             return
         for cause, nbytes in by_cause.items():
             if nbytes:
-                self.observer.wasted(layer_idx, nbytes, cause)
+                self._wasted(layer_idx, cause, nbytes)
+
+    def _wasted(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
+        self.observer.wasted(layer_idx, nbytes, cause)
+        if cause == "prefetch":
+            self._budget.wasted(nbytes)
 
     def pending_bytes(self) -> int:
         """Prefetched bytes in slots that no visit asked for yet."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import eviction
+from .budget import WasteBudget
 from .cache import ABSENT, DRAINING, LOADING, RESIDENT, ExpertCache, Load
 from .calibration import Calibration
 from .config import Cause, NullObserver, Observer, SchedulerConfig
@@ -26,6 +27,8 @@ from .visit import Visit
 
 # Chunks: more than any expert has.
 NO_LIMIT = 2**62
+# The waste budget reacts to the waste of one expert per layer, or of so many.
+LEAST_SPAN_EXPERTS = 16
 
 
 class Lease(NamedTuple):
@@ -82,7 +85,9 @@ class Scheduler:
         self._hint_queue: deque[int] = deque()  # those of them with chunks to send
         self._speculation = Speculation()
         self._failed_speculation: set[int] = set()  # not tried again before it is demanded
-        self._ledger = Ledger(self.observer)
+        span_bytes = max(LEAST_SPAN_EXPERTS, config.num_layers) * max(config.expert_bytes)
+        self._budget = WasteBudget(config.min_probability, config.waste_share, span_bytes)
+        self._ledger = Ledger(self.observer, self._budget)
         self._caches = [ExpertCache(pool.num_slots, num_codes) for pool in config.pools]
         self._rooms = [
             Room(cache, self.max_experts, self.eviction, self._hinted, self._speculation, self._ledger)
@@ -256,7 +261,7 @@ class Scheduler:
     def _worth_sending(self, layer_idx: int, p_next: Floats) -> list[tuple[int, float]]:
         state = self._cache_of[layer_idx].state
         base = layer_idx * self.max_experts
-        likely = np.flatnonzero(p_next >= self.config.min_probability)
+        likely = np.flatnonzero(p_next >= self._budget.threshold)
         wishes = [(base + expert_idx, float(p_next[expert_idx])) for expert_idx in likely.tolist()]
         return [(c, p) for c, p in wishes if state[c] != RESIDENT and c not in self._failed_speculation]
 

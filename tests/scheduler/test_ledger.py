@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from promoe.scheduler.budget import WasteBudget
 from promoe.scheduler.ledger import Ledger
 
 from .replay import Tally
@@ -9,7 +10,7 @@ from .replay import Tally
 
 def ledger() -> tuple[Ledger, Tally]:
     tally = Tally()
-    return Ledger(tally), tally
+    return Ledger(tally, WasteBudget(0.5, 0.025, 1000)), tally
 
 
 def test_prefetched_bytes_are_pending_until_asked_for() -> None:
@@ -59,3 +60,18 @@ def test_bytes_that_arrive_in_a_lost_slot_are_wasted() -> None:
     book.arrived_late(0, "prefetch", 10)
     assert tally.moved == tally.wasted_bytes == {"prefetch": 10}
     assert book.pending_bytes() == 0
+
+
+def test_what_is_moved_and_wasted_is_put_on_the_budget() -> None:
+    budget = WasteBudget(0.5, 0.1, 100)
+    ledger = Ledger(Tally(), budget)
+    ledger.arrived(0, 1, "prefetch", 50, pinned=False)
+    ledger.arrived(0, 2, "demand", 50, pinned=False)
+    ledger.dropped(0, 2)  # a hint that no visit followed: no prediction
+    assert budget.threshold == 0.5
+    ledger.dropped(0, 1)
+    assert budget.threshold == 0.75
+    ledger.arrived_late(0, "prefetch", 40)
+    assert budget.threshold == 0.5 + 0.5 * (50 - 4 + 40) / 100
+    ledger.arrived_late(0, "demand", 60)
+    assert budget.threshold == 0.5 + 0.5 * (50 - 4 + 40 - 6) / 100

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.scheduler.scheduler import LEAST_SPAN_EXPERTS
 
 from .replay import (
     Forecaster,
@@ -146,6 +147,21 @@ def test_a_forecast_equal_to_the_reuse_prior_changes_nothing(name: str, cache_ra
             run.step(token, layer_idx)
             assert run.scheduler.resident() == plain.scheduler.resident(), (token, layer_idx)
     assert run.tally.evictions == plain.tally.evictions > 0
+
+
+@every_run
+def test_wrong_predictions_waste_no_more_than_their_budget(name: str, cache_rate: float) -> None:
+    """Half of what is predicted with 90% is wrong, and is taken at its word."""
+    runs = {
+        share: with_forecasts(name, cache_rate, good(routing(name), 5, 0.5), calibrate=False, waste_share=share)
+        for share in (0.025, 1.0)
+    }
+    wasted = {share: run.tally.wasted_bytes["prefetch"] for share, run in runs.items()}
+    moved = runs[0.025].tally.moved_bytes
+    expert_bytes, num_slots = 300, runs[0.025].config.pools[0].num_slots
+    at_once = expert_bytes * (LEAST_SPAN_EXPERTS + num_slots)  # what is owed, and what fits into slots before it shows
+    assert wasted[0.025] <= 0.025 * moved + at_once
+    assert wasted[1.0] > 2 * wasted[0.025]
 
 
 def test_with_prefetch_off_nothing_is_moved_for_a_forecast() -> None:

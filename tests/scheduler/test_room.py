@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from promoe.scheduler.budget import WasteBudget
 from promoe.scheduler.cache import DRAINING, LOADING, RESIDENT, ExpertCache, Load
 from promoe.scheduler.eviction import Static
 from promoe.scheduler.ledger import Ledger
@@ -25,7 +26,7 @@ class Pool:
         self.hinted: dict[int, set[int]] = {}
         self.speculation = Speculation()
         self.tally = Tally()
-        self.ledger = Ledger(self.tally)
+        self.ledger = Ledger(self.tally, WasteBudget(0.5, 0.025, 1000))
         self.room = Room(self.cache, NUM_EXPERTS, self.eviction, self.hinted, self.speculation, self.ledger)
 
     def resident(self, *codes: int) -> Pool:

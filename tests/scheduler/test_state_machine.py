@@ -55,6 +55,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         hints=draw(st.booleans()),
         prefetch=draw(st.sampled_from([True, True, False])),
         min_probability=draw(st.sampled_from([0.5, 0.1, 0.0])),
+        waste_share=draw(st.sampled_from([1.0, 0.025, 0.0])),
         calibrate=draw(st.booleans()),
         strict=draw(st.booleans()),
     )
