@@ -1,0 +1,276 @@
+"""Mixed requests on a small cache, for half an hour, with faults injected: is every answer right, and does anything grow?
+
+    python benchmarks/soak.py [--minutes 30] [--cache 12.5%] [--failed 2e-4] [--model FOLDER] [--seed 0] [--json FILE]
+
+The demo model, widened (4.1 GB of experts), answers requests drawn at random: greedy, sampled, beams, padded batches, a long
+prompt, two threads at once, and an answer that is given up half way. Logits, or beams' tokens and scores, are compared bit by bit
+with those of the unmodified model, which answered each kind once before. Transfers fail, are torn, or take longer, at random;
+a request that fails is asked again until it is answered. Printed: requests, faults and what became of them, percentiles of
+TPOT, and what memory, threads and open files did after the warm-up (the first tenth).
+
+Ends with status 1 if an answer was wrong, a fault was not survived, or anything grew: anonymous memory by more than 1%, threads
+or open files at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from memory import anonymous_bytes
+from transformers.generation.streamers import BaseStreamer
+
+import promoe
+from promoe.config import PromoeConfig
+from promoe.demo.command import DTYPE, Demo
+from promoe.demo.options import Options
+from promoe.demo.systems import load_stock
+from promoe.links.faults import FaultKind, Faults, seeded
+from promoe.units import format_bytes, format_ms
+
+MOST_TRIES = 20
+GROWTH = 0.01
+WARM_UP_SHARE = 0.1
+
+
+class GivenUpError(Exception):
+    """What the client of a request raises that it does not want any more."""
+
+
+class Client(BaseStreamer):  # type: ignore[misc]
+    """Takes times of tokens; gives up after `patience` of them."""
+
+    def __init__(self, patience: int | None = None) -> None:
+        self.times_s: list[float] = []
+        self._patience = patience
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt, then each token."""
+        self.times_s.append(time.perf_counter())
+        if self._patience is not None and len(self.times_s) > self._patience:
+            raise GivenUpError
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Something to ask: inputs of `generate`; whether it is streamed, and when its client gives up."""
+
+    kind: str
+    inputs: dict[str, Any]
+    seed: int = 0
+    streamed: bool = False
+    patience: int | None = None
+
+    def answer(self, model: Any) -> tuple[list[torch.Tensor], list[float]]:
+        """Everything that must be the same bit by bit, and seconds between tokens (if streamed)."""
+        client = Client(self.patience) if self.streamed else None
+        if self.inputs.get("do_sample"):
+            torch.manual_seed(self.seed)
+        try:
+            with torch.inference_mode():
+                out = model.generate(
+                    **self.inputs, streamer=client, return_dict_in_generate=True, output_logits=True, pad_token_id=0
+                )
+        except GivenUpError:
+            assert self.patience is not None
+            return [], []
+        times_s = [] if client is None else np.diff(client.times_s[1:]).tolist()
+        return [out.sequences, *out.logits], times_s
+
+
+def make_requests(demo: Demo, rng: random.Random) -> list[Request]:
+    """Of each kind some."""
+    prompts = [prompt["input_ids"][0].tolist() for prompt in demo.task.prompts]
+    everything = [token for prompt in prompts for token in prompt]
+
+    def batch(*rows: list[int]) -> dict[str, Any]:
+        longest = max(map(len, rows))
+        padded = [[0] * (longest - len(row)) + row for row in rows]
+        return {
+            "input_ids": torch.tensor(padded),
+            "attention_mask": torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]),
+        }
+
+    def some(most: int) -> list[int]:
+        start = rng.randrange(len(everything) - most)
+        return everything[start : start + rng.randint(2, most)]
+
+    greedy = [Request("greedy", {**batch(some(60)), "max_new_tokens": n}, streamed=True) for n in (4, 12, 32, 64)]
+    sampled = [
+        Request("sampled", {**batch(some(40)), "max_new_tokens": n, "do_sample": True, "top_p": 0.9}, n, True)
+        for n in (8, 24)
+    ]
+    beams = [Request("beams", {**batch(some(30)), "max_new_tokens": n, "num_beams": 3}) for n in (6, 12)]
+    batches = [
+        Request("batch", {**batch(*(some(50) for _ in range(n))), "max_new_tokens": 8, "min_new_tokens": 8})
+        for n in (2, 4, 8)
+    ]
+    long = [Request("long prompt", {**batch(everything[:n]), "max_new_tokens": 4}) for n in (300, 700)]
+    given_up = [
+        Request("given up", {**batch(some(40)), "max_new_tokens": 40}, streamed=True, patience=n) for n in (2, 9)
+    ]
+    return [*greedy, *sampled, *beams, *batches, *long, *given_up]
+
+
+class Soak:
+    """One run."""
+
+    def __init__(self, model: Any, requests: list[Request], expected: list[list[torch.Tensor]], seed: int) -> None:
+        self.model = model
+        self.requests = requests
+        self.expected = expected
+        self.rng = random.Random(seed)
+        self.answered: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.gaps_s: list[float] = []
+        self._lock = threading.Lock()
+
+    def ask(self, number: int) -> None:
+        """One request, until it is answered."""
+        request = self.requests[number]
+        for _ in range(MOST_TRIES):
+            try:
+                found, gaps_s = request.answer(self.model)
+            except promoe.PromoeError as error:
+                with self._lock:
+                    self.errors[type(error).__name__] += 1
+                continue
+            expected = self.expected[number] if request.patience is None else []
+            same = len(found) == len(expected) and all(map(torch.equal, found, expected))
+            with self._lock:
+                self.answered[request.kind] += 1
+                self.gaps_s += gaps_s
+                if not same:
+                    self.wrong.append(f"{request.kind}, request {number}")
+            return
+        self.wrong.append(f"{request.kind}, request {number}: no answer in {MOST_TRIES} tries")
+
+    def ask_two_at_once(self) -> None:
+        """Two greedy ones in a thread each."""
+        numbers = [number for number, request in enumerate(self.requests) if request.kind == "greedy"]
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self.ask, self.rng.sample(numbers, 2)))
+        self.answered["two threads at once"] += 1
+
+    def step(self) -> None:
+        """Something drawn at random."""
+        number = self.rng.randrange(len(self.requests) + 1)
+        self.ask_two_at_once() if number == len(self.requests) else self.ask(number)
+
+
+def look() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    return {
+        "anonymous_bytes": anonymous_bytes(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def report(soak: Soak, injected: Counter[FaultKind], looks: list[dict[str, int]], transfers: int) -> dict[str, Any]:
+    """Print it, and return it for the JSON."""
+    after, last = looks[: max(1, len(looks) // 10)], looks[-max(1, len(looks) // 10) :]
+    grown = {name: median(look[name] for look in last) / median(look[name] for look in after) - 1 for name in last[0]}
+    p50, p95, p99 = np.percentile(soak.gaps_s, [50, 95, 99]).tolist() if soak.gaps_s else [float("nan")] * 3
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(soak.answered.items()))
+    print(f"requests answered: {soak.answered.total()} ({kinds}), {len(soak.wrong)} wrong or never")
+    print(
+        f"faults injected into {transfers} transfers: {dict(injected)}; errors that users saw, and asked again: {dict(soak.errors)}"
+    )
+    print(
+        f"TPOT of single answers: p50 {format_ms(p50)}, p95 {format_ms(p95)}, p99 {format_ms(p99)} ms ({len(soak.gaps_s)} tokens)"
+    )
+    held = median(look["anonymous_bytes"] for look in after)
+    print(
+        f"after the warm-up: {format_bytes(int(held))} of anonymous memory, {grown['anonymous_bytes']:+.2%} to the end; ",
+        end="",
+    )
+    print(", ".join(f"{name} {after[0][name]} -> {last[-1][name]}" for name in ("threads", "files")))
+    for what in soak.wrong:
+        print(f"  WRONG: {what}")
+    return {
+        "answered": soak.answered,
+        "wrong": soak.wrong,
+        "errors": soak.errors,
+        "injected": injected,
+        "tpot_s": {"p50": p50, "p95": p95, "p99": p99},
+        "growth": grown,
+        "looks": looks,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--cache", default="12.5%")
+    parser.add_argument(
+        "--failed",
+        type=float,
+        default=2e-4,
+        help="share of transfers that fail, and as many each that are torn, out of memory, or break",
+    )
+    parser.add_argument("--slow", type=float, default=0.02, help="share of transfers that take up to 20 ms more")
+    parser.add_argument("--model", type=Path, help="a checkpoint in place of the widened demo model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/soak.json"))
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    demo = Demo(dataclasses.replace(Options(), prompts=12))
+    checkpoint = options.model or demo.example.widened(demo.out, demo.options.repeat, DTYPE)
+    requests = make_requests(demo, random.Random(options.seed))
+    stock = load_stock(checkpoint, DTYPE)
+    expected = [request.answer(stock)[0] for request in requests]
+    del stock
+    gc.collect()
+    shares: dict[FaultKind, float] = {
+        "slow": options.slow,
+        **dict.fromkeys(("failed", "torn", "short", "no_memory"), options.failed),
+    }
+    model: Any = promoe.from_pretrained(
+        checkpoint,
+        cache=options.cache,
+        dtype=DTYPE,
+        link=Faults(seeded(options.seed, shares, 0.02)),
+        config=PromoeConfig(),
+    )
+    soak = Soak(model, requests, expected, options.seed)
+    link: Any = model.promoe.runtime.engine.link
+    looks: list[dict[str, int]] = []
+    start_s = time.monotonic()
+    until_s = start_s + 60 * options.minutes
+    while time.monotonic() < until_s:
+        soak.step()
+        if time.monotonic() > start_s + 60 * options.minutes * WARM_UP_SHARE:
+            looks.append(look())
+    found = report(soak, link.injected, looks, link._started)
+    model.promoe.close()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(found, indent=2))
+    print(f"written to {options.json}")
+    grown = found["growth"]
+    if soak.wrong or grown["anonymous_bytes"] > GROWTH or grown["threads"] > 0 or grown["files"] > 0:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
