@@ -1,6 +1,7 @@
 """What each idea buys in decode, on the real disk and behind an emulated link whose transfer time equals compute.
 
-    python benchmarks/decode.py [--caches 12.5% 25% 50%] [--emulated 25%] [--pairs 6] [--new-tokens 24] [--json FILE]
+    python benchmarks/decode.py [--caches 12.5% 25% 50%] [--emulated 25%] [--pairs 6] [--new-tokens 24] [--waste SHARE ...]
+        [--json FILE]
 
 Real disk: the model computes on every core, reads take what they need of them. Emulated link: one core less computes,
 for on the machines that it stands for a copy engine moves the bytes and the host is free to plan.
@@ -10,6 +11,8 @@ the demo's table (medians; `bound` = max(C, B / W)), and ratios of TPOT per pair
 
 - on-demand LRU in id order / preemption, reordering and next-use eviction
 - the latter / the same with gate prefetch; with the trained predictor of the demo model; with random predictions
+
+`--waste 1 0.025` compares those with prefetch under these limits instead (`PromoeConfig.waste_share`; 1 is none).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,9 +46,18 @@ RATIOS = (
 )
 
 
-def measure(demo: Demo, source: Any, resident: Any, reference: Reference, cache: str, title: str) -> dict[str, Any]:
+def measure(
+    demo: Demo,
+    source: Any,
+    resident: Any,
+    reference: Reference,
+    cache: str,
+    title: str,
+    compared: tuple[System, ...],
+    ratios: Sequence[tuple[str, str, str]],
+) -> dict[str, Any]:
     """All systems at one cache rate; printed, and returned for the JSON."""
-    result = compare(source, resident, reference, demo.task, cache, demo.out / "benchmark-timeline.json", systems(demo))
+    result = compare(source, resident, reference, demo.task, cache, demo.out / "benchmark-timeline.json", compared)
     print(f"\n{title}, cache {cache}, link {result.link}, W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
     print(text_comparison(result.runs, baseline=SYSTEMS[0].name))
     row: dict[str, Any] = {
@@ -57,12 +70,14 @@ def measure(demo: Demo, source: Any, resident: Any, reference: Reference, cache:
         },
         "ratios": {},
     }
-    for slow, fast, wanted in RATIOS:
+    for slow, fast, wanted in ratios:
         ratio = paired_speedup(tpots_s(result.answers[slow]), tpots_s(result.answers[fast]))
         row["ratios"][f"{slow} / {fast}"] = ratio
-        print(f"  {slow} / {fast}: {ratio.value:.3f} ({ratio.low:.3f} - {ratio.high:.3f}); wanted: {wanted}")
+        print(
+            f"  {slow} / {fast}: {ratio.value:.3f} ({ratio.low:.3f} - {ratio.high:.3f}){wanted and f'; wanted: {wanted}'}"
+        )
     for run in result.runs:
-        if run.name in (GATE, LEARNED, RANDOM):
+        if run.stats.predictor is not None:
             print(f"  {run.name}: prefetch on {run.stats.decode.prefetch_on_share:.0%} of decode layer visits")
     return row
 
@@ -70,6 +85,23 @@ def measure(demo: Demo, source: Any, resident: Any, reference: Reference, cache:
 def systems(demo: Demo) -> tuple[System, ...]:
     """The demo's, its predictor included, and one with useless predictions."""
     return (*demo.systems, System(RANDOM, SYSTEMS[3].config, predictor="random"))
+
+
+def limited(demo: Demo, shares: Sequence[float]) -> tuple[System, ...]:
+    """Without prefetch, and each kind of it under these limits of waste."""
+    return (
+        SYSTEMS[0],
+        SYSTEMS[2],
+        *(
+            dataclasses.replace(
+                system,
+                name=f"{system.name}, {share:.1%}",
+                config=dataclasses.replace(system.config, waste_share=share),
+            )
+            for system in demo.systems[3:]
+            for share in shares
+        ),
+    )
 
 
 class SlowedFiles(OnDisk):
@@ -98,9 +130,14 @@ def main() -> None:
     parser.add_argument("--emulated", nargs="*", default=["25%"], help="emulated link, transfer = compute")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--waste", type=float, nargs="+", help="limits of what prefetch may waste, as shares")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/decode.json"))
     options = parser.parse_args()
     demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
+    compared, ratios = systems(demo), RATIOS
+    if options.waste:
+        compared = limited(demo, options.waste)
+        ratios = tuple((NEXT_USE, system.name, "") for system in compared[2:])
     rows = []
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     disk = OnDisk(checkpoint, DTYPE)
@@ -109,14 +146,15 @@ def main() -> None:
     if options.caches:
         reference = _reference(resident, demo)
         for cache in options.caches:
-            rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT"))
+            rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT", compared, ratios))
     if options.emulated:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         reference = _reference(resident, demo)
         for cache in options.emulated:
             link = SlowedFiles(checkpoint, DTYPE)
             link.equalise(reference, cache)
-            rows.append(measure(demo, link, resident, reference, cache, "emulated link, transfer = compute"))
+            title = "emulated link, transfer = compute"
+            rows.append(measure(demo, link, resident, reference, cache, title, compared, ratios))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(rows, indent=2))
     print(f"\nwritten to {options.json}")
