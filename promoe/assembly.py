@@ -19,7 +19,7 @@ from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.handle import Handle
-from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
+from promoe.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Link
 from promoe.links.device import DeviceLink
 from promoe.links.device_sources import PinnedSource, StagedSource
 from promoe.memory import Pool, SlotPool
@@ -40,7 +40,7 @@ from promoe.threads import when_gone
 logger = logging.getLogger(__name__)
 
 PredictorChoice = str | Predictor | None
-LinkChoice = str | EmulatedLink
+LinkChoice = str | EmulatedLink | Faults
 LINK_NAMES = ("auto", "file", "host")
 
 
@@ -87,12 +87,14 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, o
             "The 'predictor' argument must be None, a name, or an object with a method predict(visit). "
             f"Got {found} instead."
         )
-    if not isinstance(link, EmulatedLink) and link not in LINK_NAMES:
+    if not isinstance(link, (EmulatedLink, Faults)) and link not in LINK_NAMES:
         raise ConfigError(
             f'The \'link\' argument must be "auto", "file", "host" or an EmulatedLink. Got {link!r} instead.'
         )
-    if on_device and isinstance(link, EmulatedLink):
-        raise ConfigError("An EmulatedLink ends in RAM. Leave 'device' out, or use link=\"auto\".")
+    if on_device and not isinstance(link, str):
+        raise ConfigError(
+            "An EmulatedLink ends in RAM, and so does a link with Faults. Leave 'device' out, or use link=\"auto\"."
+        )
     if link == "file" and not on_disk:
         raise ConfigError(
             'link="file" reads experts from files, but this model\'s are in RAM. Open it with '
@@ -134,7 +136,7 @@ def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, plann
         if isinstance(store, FileStore)
         else HostLink(store, config.workers)
     )
-    return choice.bind(store, over=link) if isinstance(choice, EmulatedLink) else link
+    return link if isinstance(choice, str) else choice.bind(store, over=link)
 
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:

@@ -7,7 +7,6 @@ expert has arrived, and again from the moment that its expert is evicted.
 from __future__ import annotations
 
 import functools
-import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from faults import DelayedLink
 from predictors.trained_predictors import make, sizes_of
 from tiny_models import build, left_padded, token_ids
 from torch import nn
@@ -26,7 +24,8 @@ import promoe
 from promoe.assembly import predictor_context
 from promoe.engine import Engine
 from promoe.gate_output import gate_indices
-from promoe.links import EmulatedLink, FileLink, FileStore, HostLink, Link
+from promoe.links import EmulatedLink, FaultyLink, FileLink, FileStore, HostLink, Link
+from promoe.links.faults import seeded
 from promoe.memory import POISON_BYTE
 from promoe.predictors import Predictor
 from promoe.predictors.learned import LearnedPredictor
@@ -71,7 +70,8 @@ def copying_link(store: Store, workers: int = 2) -> Link:
 
 def delayed(seed: int, max_delay_s: float = 5e-4, workers: int = 2) -> LinkOver:
     """A link whose chunks take random times, and so arrive in any order."""
-    return LinkOver(lambda store: DelayedLink(plain_link(store, workers), random.Random(seed), max_delay_s))
+    plan = seeded(seed, {"slow": 1.0}, max_delay_s)
+    return LinkOver(lambda store: FaultyLink(plain_link(store, workers), plan))
 
 
 def config(**fields: Any) -> promoe.PromoeConfig:

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from faults import FailingLink
 
 from promoe.engine import Engine
 from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
-from promoe.links import HostLink, Link
+from promoe.links import Fault, FaultyLink, HostLink, Link
 from promoe.memory import SlotPool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, PoolSpec, Scheduler, SchedulerConfig
@@ -442,12 +441,13 @@ def test_a_group_that_another_forward_runs_is_progress() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------
 
 
-class Failing(FailingLink):
-    """Fails every transfer of the experts in `broken`."""
+class Failing(FaultyLink):
+    """Fails every transfer of the experts in `broken`, after writing garbage; workers do all transfers."""
 
     def __init__(self, link: Link) -> None:
         self.broken: set[ExpertKey] = set()
-        super().__init__(link, lambda chunk: self.key(chunk) in self.broken)
+        super().__init__(link, lambda number, chunk: Fault("torn") if self.key(chunk) in self.broken else None)
+        self.copies_from_ram = False
 
     def key(self, chunk: Chunk) -> ExpertKey:
         return ExpertKey(chunk.source_idx, chunk.source_offset_bytes // (WIDTH * 4))
@@ -496,7 +496,7 @@ def test_a_failed_prefetch_is_counted_logged_once_and_retried_only_on_demand(cap
             for _ in range(3):
                 assert engine.forecast(engine.scheduler.step, 1, 1, forecast)
                 settle(engine)
-        tried = link.failures
+        tried = link.injected["torn"]
         assert 1 <= tried <= 3  # the chunks that were in flight together; none after the first was known to fail
         assert len(caplog.records) == 1
         assert "prefetch of ExpertKey(layer_idx=1, expert_idx=2) failed" in caplog.text

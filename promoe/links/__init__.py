@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from promoe.links.base import Link
 from promoe.links.emulated import BoundEmulatedLink, EmulatedLink
+from promoe.links.faults import Fault, Faults, FaultyLink
 from promoe.links.file import FileLink, FileStore, drop_page_cache
 from promoe.links.host import HostLink
 
 __all__ = [
     "BoundEmulatedLink",
     "EmulatedLink",
+    "Fault",
+    "Faults",
+    "FaultyLink",
     "FileLink",
     "FileStore",
     "HostLink",
