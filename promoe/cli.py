@@ -230,7 +230,31 @@ def bench(
     return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {"demo": demo, "run": run, "bench": bench, "simulate": simulate}
+def doctor(folder: str = ".", *, chaos: bool = False, json: str | None = None) -> int:
+    """Say what this machine is and can do, what would be slow on it and why. The first part is for bug reports, too.
+
+    Measures the disk with a file of 256 MiB, which it deletes, and RAM. Takes some seconds.
+
+    Args:
+        folder: where models are: its disk is measured
+        chaos: also ask a tiny model while its reads fail in every way, and compare its answers bit by bit
+        json: file for all that was found
+    """
+    from pathlib import Path
+
+    from promoe.doctor.command import run_doctor
+
+    right = run_doctor(Path(folder), chaos, None if json is None else Path(json), sys.stdout)
+    return 0 if right else EXIT_DIFFERENT_TOKENS
+
+
+COMMANDS: dict[str, Callable[..., int]] = {
+    "demo": demo,
+    "run": run,
+    "bench": bench,
+    "simulate": simulate,
+    "doctor": doctor,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

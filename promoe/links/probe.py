@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from promoe.errors import ConfigError
@@ -98,8 +99,26 @@ def probe_read_bandwidth(
     requests = _requests(all_chunks(store) if chunks is None else chunks, request_bytes)
     if not requests:
         raise ConfigError("A probe needs at least one chunk to read. Got none.")
+    return _probe([file.path for file in store.files], requests, request_bytes, depth, mode, seconds, seed)
+
+
+def probe_file(path: Path, request_bytes: int, depth: int, mode: ProbeMode, seconds: float) -> ReadBandwidth:
+    """The same for a whole file of at least `request_bytes`, whatever is in it."""
+    whole_bytes = path.stat().st_size // request_bytes * request_bytes
+    requests = [(0, offset_bytes, request_bytes) for offset_bytes in range(0, whole_bytes, request_bytes)]
+    return _probe([path], requests, request_bytes, depth, mode, seconds, seed=0)
+
+
+def _probe(
+    paths: Sequence[Path],
+    requests: list[tuple[int, int, int]],
+    request_bytes: int,
+    depth: int,
+    mode: ProbeMode,
+    seconds: float,
+    seed: int,
+) -> ReadBandwidth:
     random.Random(seed).shuffle(requests)
-    paths = [file.path for file in store.files]
     direct = mode == "direct"
     descriptors = DirectFiles(paths).descriptors if direct else tuple(Descriptor(path, os.O_RDONLY) for path in paths)
     nbytes = max(1, DESTINATION_BYTES // request_bytes) * request_bytes

@@ -1,0 +1,87 @@
+"""What `promoe doctor` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from promoe.doctor.advice import advice
+from promoe.doctor.chaos import Outcome, chaos
+from promoe.doctor.facts import Facts, find_facts
+from promoe.output import write_atomically
+from promoe.units import aligned, format_memory, format_number
+
+WIDTH = 100
+
+
+def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO) -> bool:
+    """Find out, print, and say whether all answers were right.
+
+    Args:
+        folder: where models are.
+        with_chaos: also ask a tiny model, with faults.
+        to_json: file for all of it.
+        out: gets the text, as a block that can be pasted.
+    """
+    facts = find_facts(folder)
+    print("```", *facts_lines(facts), "```", sep="\n", file=out)
+    found = advice(facts)
+    print("\nWhat would be slow, and why" if found else "\nNothing stands out.", file=out)
+    for text in found:
+        print(textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    "), file=out)
+    outcomes = chaos() if with_chaos else []
+    if outcomes:
+        print("\nA tiny model, its reads failing\n", file=out)
+        print(*chaos_lines(outcomes), sep="\n", file=out)
+    if to_json is not None:
+        whole = {
+            "facts": dataclasses.asdict(facts),
+            "advice": found,
+            "chaos": [outcome._asdict() for outcome in outcomes],
+        }
+        write_atomically(to_json, [json.dumps(whole, indent=2), "\n"])
+    return all(outcome.survived for outcome in outcomes)
+
+
+def facts_lines(facts: Facts) -> list[str]:
+    """Names and values, aligned."""
+    disk, limit = facts.disk, facts.locked_limit_bytes
+    past_cache = "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{_gigabytes(disk.direct_bytes_per_s)} O_DIRECT"
+    free = "unknown" if facts.free_ram_bytes is None else format_memory(facts.free_ram_bytes)
+    pairs = {
+        "versions": ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
+        "system": facts.system,
+        "processor": f"{facts.processor}, {facts.cores} cores, {facts.threads} threads compute, {facts.kernels}"
+        + (", bf16 products" if facts.bfloat16 else ""),
+        "RAM": f"{format_memory(facts.total_ram_bytes)}, {free} of it free"
+        + (" to this process (control group)" if facts.limited_by_group else ""),
+        "": f"{_gigabytes(facts.copy_bytes_per_s)} copied by one core; huge pages: {facts.huge_pages}; may lock "
+        + ("any amount" if limit is None else format_memory(limit)),
+        "disk": f"{disk.folder}, {format_memory(disk.free_bytes)} free",
+        " ": f"{past_cache}, {_gigabytes(disk.cached_bytes_per_s)} from the page cache",
+        "GPU": "none that torch can use",
+    }
+    for idx, gpu in enumerate(facts.gpus):
+        pairs["GPU" + str(idx or "")] = (
+            f"{gpu.name}, {format_memory(gpu.free_bytes)} free, {_gigabytes(gpu.pinned_bytes_per_s)} from pinned memory"
+        )
+    width = max(map(len, pairs))
+    return [f"{name.strip().ljust(width)}  {value}" for name, value in pairs.items()]
+
+
+def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """A table."""
+    rows = [["fault", "injected", "errors", "answers right", "then"]]
+    for outcome in outcomes:
+        errors = ", ".join(f"{count} {name}" for name, count in outcome.errors.items()) or "none"
+        then = textwrap.shorten(outcome.end, 44, placeholder=" ...")
+        rows.append([outcome.kind, str(outcome.injected), errors, str(outcome.right), then])
+    return [f"  {line}" for line in aligned(rows)]
+
+
+def _gigabytes(bytes_per_s: float) -> str:
+    return f"{format_number(bytes_per_s / 1e9)} GB/s"

@@ -1,0 +1,222 @@
+"""What a machine is and what it can do, found and measured. Judges nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from promoe.control_groups import CGROUPS, PROC, memory_groups
+from promoe.devices.cuda import CudaDevice
+from promoe.errors import ConfigError
+from promoe.links.direct import DirectUnsupportedError
+from promoe.links.file import drop_files
+from promoe.links.free_ram import free_ram_bytes
+from promoe.links.probe import probe_file
+
+MIB = 1024 * 1024
+PACKAGES = ("promoe", "torch", "transformers", "safetensors", "numpy")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+PROBE_FILE_BYTES = 256 * MIB
+REQUEST_BYTES = 4 * MIB
+READERS = 2
+# More than processors' caches hold.
+COPIED_BYTES = 128 * MIB
+COPIES = 5
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU, and what is copied to it in a second."""
+
+    name: str
+    free_bytes: int
+    pinned_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where models are, and how fast they are read from there past the page cache (None: that is not to be had) and from it."""
+
+    folder: str
+    free_bytes: int
+    direct_bytes_per_s: float | None
+    cached_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that `promoe doctor` finds out."""
+
+    versions: dict[str, str]
+    """Of packages; "none" for one that is not installed."""
+    system: str
+    processor: str
+    cores: int
+    """That this process may use."""
+    threads: int
+    """That torch computes with."""
+    kernels: str
+    """The best instructions that torch's kernels use: "AVX512"."""
+    bfloat16: bool
+    """Whether the processor multiplies bf16 numbers itself."""
+    total_ram_bytes: int
+    free_ram_bytes: int | None
+    limited_by_group: bool
+    """Whether a control group leaves this process less RAM than the machine has free."""
+    locked_limit_bytes: int | None
+    """Memory that this process may lock; None: no limit."""
+    huge_pages: str
+    """"always", "madvise", "never", or "unknown"."""
+    copy_bytes_per_s: float
+    """Of RAM to RAM, with one core."""
+    disk: Disk
+    gpus: list[Gpu]
+
+
+def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Facts:
+    """Look and measure; takes some seconds, and 256 MiB on the disk for as long.
+
+    Args:
+        folder: where models are.
+        proc: for tests.
+        cgroups: for tests.
+
+    Raises:
+        ConfigError: the folder is none, or nothing can be written there.
+    """
+    soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    ungrouped = free_ram_bytes(proc, Path("/nonexistent"))
+    free = free_ram_bytes(proc, cgroups)
+    return Facts(
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        system=f"{platform.system()} {platform.release()}",
+        processor=_processor(proc),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        kernels=torch.backends.cpu.get_cpu_capability(),
+        bfloat16=_multiplies_bfloat16(proc),
+        total_ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        free_ram_bytes=free,
+        limited_by_group=bool(memory_groups(proc, cgroups))
+        and free is not None
+        and ungrouped is not None
+        and free < ungrouped,
+        locked_limit_bytes=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
+        huge_pages=_huge_pages(),
+        copy_bytes_per_s=_copy_bandwidth(),
+        disk=_disk(folder),
+        gpus=[_gpu(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else [],
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_fields(proc: Path) -> dict[str, str]:
+    """Of the first processor, by name."""
+    with suppress(OSError):
+        lines = (proc / "cpuinfo").read_text().splitlines()
+        return {
+            name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines)) if name
+        }
+    return {}
+
+
+def _processor(proc: Path) -> str:
+    return _cpu_fields(proc).get("model name") or platform.processor() or platform.machine()
+
+
+def _multiplies_bfloat16(proc: Path) -> bool:
+    flags = set(_cpu_fields(proc).get("flags", "").split()) | set(_cpu_fields(proc).get("Features", "").split())
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _huge_pages() -> str:
+    try:
+        text = HUGE_PAGES.read_text()
+    except OSError:
+        return "unknown"
+    return text.partition("[")[2].partition("]")[0] or "unknown"
+
+
+def _per_second(nbytes: int, act: Callable[[], object]) -> float:
+    """Median over some goes, after one to warm up."""
+    times_s = []
+    for _ in range(COPIES + 1):
+        start_s = time.perf_counter()
+        act()
+        times_s.append(time.perf_counter() - start_s)
+    return nbytes / median(times_s[1:])
+
+
+def _copy_bandwidth() -> float:
+    source = torch.ones(COPIED_BYTES, dtype=torch.uint8).numpy()
+    destination = source.copy()
+
+    def copy() -> None:
+        destination[:] = source
+
+    return _per_second(COPIED_BYTES, copy)
+
+
+def _disk(folder: Path) -> Disk:
+    with _probe_file(folder) as path:
+        drop_files([path])
+        try:
+            direct = probe_file(path, REQUEST_BYTES, READERS, "direct", 1.0).bytes_per_s
+        except DirectUnsupportedError:
+            direct = None
+        probe_file(path, REQUEST_BYTES, 1, "page_cache", 0.5)  # what was dropped is read again
+        cached = probe_file(path, REQUEST_BYTES, READERS, "page_cache", 0.5).bytes_per_s
+        stat = os.statvfs(folder)
+    return Disk(str(folder.resolve()), stat.f_bavail * stat.f_frsize, direct, cached)
+
+
+@contextmanager
+def _probe_file(folder: Path) -> Iterator[Path]:
+    """A file of bytes that no file system stores in less."""
+    path = folder / f".promoe-doctor-{os.getpid()}"
+    try:
+        with path.open("xb") as file:
+            for _ in range(PROBE_FILE_BYTES // REQUEST_BYTES):
+                file.write(os.urandom(REQUEST_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        yield path
+    except OSError as error:
+        if isinstance(error, DirectUnsupportedError):
+            raise
+        raise ConfigError(
+            f"The disk of '{folder}' could not be measured with a file of {PROBE_FILE_BYTES // MIB} MiB: {error}. Name a "
+            "folder that you may write to, on the disk that your models are on."
+        ) from error
+    finally:
+        with suppress(OSError):  # none was made
+            path.unlink()
+
+
+def _gpu(index: int) -> Gpu:
+    device = CudaDevice(f"cuda:{index}")
+    source = device.allocate_pinned(COPIED_BYTES)
+    destination = device.allocate(COPIED_BYTES)
+    queue = device.new_queue()
+
+    def copy() -> None:
+        queue.copy(destination, source)
+        queue.mark().wait_on_host()
+
+    return Gpu(device.name, device.free_bytes(), _per_second(COPIED_BYTES, copy))
