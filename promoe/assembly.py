@@ -184,7 +184,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             forecaster = Forecaster(parts.predictor, engine, in_order=isinstance(parts.predictor, OraclePredictor))
             undo.callback(forecaster.close)
         passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
-        runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream)
+        runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream, parts.device)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
         for layer in layers:

@@ -29,13 +29,14 @@ class PassState:
     phase: Phase = "prefill"
     num_sequences: int = 1
     real: torch.Tensor | None = None
-    """`[num_tokens]` bool, False for padding; None: no padding."""
+    """`[num_tokens]` bool in host memory, False for padding; None: no padding."""
     start_s: float = 0.0
     gated: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
 
     def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
-        """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]`."""
+        """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]` in host
+        memory."""
         real = self.real if self.real is not None and len(self.real) == len(index) else None
         if self.phase == "prefill" and self.num_sequences > 1 and len(index) % self.num_sequences == 0:
             # All sequences' tokens of one position are equally old.
@@ -164,10 +165,10 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
 
 
 def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:
-    """`[batch * length]` bool from a 2-d attention mask, or None where nothing is padding (or nothing is known)."""
+    """`[batch * length]` bool in host memory from a 2-d attention mask; None where nothing is padding (or nothing is known)."""
     if length == 1 or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
         return None
     if mask.shape[1] < length:
         return None
-    real = mask[:, -length:].reshape(-1).bool()
+    real = mask[:, -length:].reshape(-1).bool().cpu()
     return None if bool(real.all()) else real

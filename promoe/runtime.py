@@ -15,7 +15,9 @@ from torch import nn
 
 from promoe import seam
 from promoe.adapters.base import changed_since
+from promoe.chosen import DeviceIds, HostIds, IdReader
 from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
+from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
@@ -29,8 +31,6 @@ _NO_CAPTURE = (
     "A CUDA graph was being captured while the experts ran. Which experts a token needs is not known then, so that their "
     "weights could not be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
 )
-# Up to here ids are handled as Python lists, which is faster than tensor operations.
-MAX_LISTED_IDS = 256
 # A product of so many rows takes as long as reading the weights.
 ROWS_FOR_THE_PRICE_OF_ONE = 6
 
@@ -45,6 +45,7 @@ class Runtime:
         passes: watches the model's forward passes.
         min_group_bytes: see `PromoeConfig`.
         stream: see `PromoeConfig`.
+        device: where the model computes; None: the processor.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Runtime:
         passes: PassObserver,
         min_group_bytes: int = 0,
         stream: bool = True,
+        device: Device | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
@@ -63,6 +65,7 @@ class Runtime:
         self._min_group_bytes = min_group_bytes
         self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
+        self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
@@ -86,7 +89,8 @@ class Runtime:
             index = layer.chosen(output)
             if index is None:
                 return
-            tokens, ids = chosen_experts(index)
+            _refuse_capture(index)
+            _, tokens, ids = self._ids.at_gate(layer.name, index)
             if layer.num_ids > layer.num_experts:
                 ids, tokens = _with_weights(layer, ids, tokens)
             state = self.passes.current()
@@ -108,15 +112,13 @@ class Runtime:
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
                 check_no_grad(hidden, weights, *layer.parameters())
-            if hidden.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise PromoeError(_NO_CAPTURE)
+            _refuse_capture(hidden)
             start_s = time.perf_counter()
             state = self.passes.current()
             state.entered.add(layer.layer_idx)
-            # The ids actually passed are the authority: between gate and experts some families change them.
-            tokens, ids = chosen_experts(index)
+            on_host, tokens, ids = self._ids.at_experts(layer.name, index)
             hits = self._hits_at_gate(layer.layer_idx, ids)
-            real_tokens = state.real_tokens(index, tokens)
+            real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
             with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
@@ -198,8 +200,10 @@ class Runtime:
         out must still be there as it was patched.
 
         Raises:
-            PromoeError: a block or its experts were replaced behind our back (by a fused kernel, for example).
+            PromoeError: a block or its experts were replaced behind our back (by a fused kernel, for example), or ids were
+                changed after they had been read.
         """
+        self._ids.check()
         if len(state.entered) == len(self.layers):
             return
         left_out = [layer for layer in self.layers if layer.layer_idx not in state.entered]
@@ -208,6 +212,11 @@ class Runtime:
         block_forwards = self._block_forwards
         if gone := [layer for layer in left_out if seam.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
             raise _went_around(gone, "MoE layers {}")
+
+
+def _refuse_capture(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise PromoeError(_NO_CAPTURE)
 
 
 def _went_around(layers: Sequence[MoELayer], what: str) -> PromoeError:
@@ -226,13 +235,3 @@ def _with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list
     """Without the ids that need no weights, which nothing has to be fetched for."""
     kept = [[idx for idx in token if idx < layer.num_experts] for token in tokens or ()]
     return [idx for idx in ids if idx < layer.num_experts], kept if tokens is not None else tokens
-
-
-def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:
-    """The experts of each token `[T][K]` (None if there are many tokens), and the distinct ones in ascending order."""
-    if index.numel() <= MAX_LISTED_IDS:
-        tokens: list[list[int]] = index.tolist()
-        if len(tokens) == 1:
-            return tokens, sorted(set(tokens[0]))
-        return tokens, sorted({expert_idx for token in tokens for expert_idx in token})
-    return None, torch.unique(index).tolist()

@@ -27,7 +27,7 @@ class FakeEvent:
         self.done = False
 
     def wait_on_host(self) -> None:
-        self.queue.device.host_waits += 1
+        self.queue.host_waits += 1
         self.queue.run_until(self)
 
 
@@ -36,19 +36,21 @@ class FakeQueue:
 
     Args:
         device: whose.
-        eager: for a processor that computes where it is called: work is done at once, and waiting is waiting.
+        eager: for a processor that computes where it is called: kernels are done at once, and waiting is waiting. What is
+            copied to the host arrives late all the same.
     """
 
     def __init__(self, device: FakeDevice, eager: bool = False) -> None:
         self.device = device
         self.key: Hashable = next(_numbers)
+        self.host_waits = 0
         self._eager = eager
         self._work: deque[Callable[[], object] | FakeEvent | tuple[FakeEvent]] = deque()  # a tuple: to be waited for
 
     def mark(self) -> FakeEvent:
         event = FakeEvent(self)
-        event.done = self._eager
-        if not self._eager:
+        event.done = self._eager and not self._work
+        if not event.done:
             self._work.append(event)
         return event
 
@@ -62,11 +64,18 @@ class FakeQueue:
         self.device.copied_bytes += source.numel()
         self.put(lambda: destination.copy_(source))
 
+    def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        assert any(destination.data_ptr() == memory.data_ptr() for memory in self.device.pinned_buffers)
+        if self._eager:  # what the kernels after it do to the source is done before it
+            source = source.clone()
+        self._work.append(lambda: destination.copy_(source))
+
     def put(self, work: Callable[[], object]) -> None:
         """Put in a kernel."""
-        self._work.append(work)
         if self._eager:
-            self.step()
+            work()
+        else:
+            self._work.append(work)
 
     @property
     def blocked(self) -> bool:
@@ -110,9 +119,14 @@ class FakeDevice:
         self.memory_bytes = memory_bytes
         self.working = threading.RLock()
         self.copied_bytes = 0
-        self.host_waits = 0
+        self.pinned_buffers: deque[torch.Tensor] = deque(maxlen=100)
         self.pinned: list[torch.Tensor] = []
         self.unpinnable_bytes = 0
+
+    @property
+    def host_waits(self) -> int:
+        """Of all queues."""
+        return sum(queue.host_waits for queue in self.queues)
 
     def free_bytes(self) -> int:
         return self.memory_bytes
@@ -121,11 +135,13 @@ class FakeDevice:
         if nbytes > self.memory_bytes:
             raise ConfigError(f"No memory for a cache of {nbytes} bytes on the {self.name}. Choose a smaller cache.")
         self.memory_bytes -= nbytes
-        memory = torch.full((nbytes + ALIGNMENT_BYTES,), 0xFF, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            memory = torch.full((nbytes + ALIGNMENT_BYTES,), 0xFF, dtype=torch.uint8)
         return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:nbytes]
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
+        self.pinned_buffers.append(torch.full((nbytes,), 0xFF, dtype=torch.uint8))
+        return self.pinned_buffers[-1]
 
     def current(self) -> FakeQueue:
         return self.compute

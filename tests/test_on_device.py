@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from untouched import assert_same, leaving_untouched, snapshot
 import promoe
 from promoe import loading, patching
 from promoe.devices import open_device
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, PromoeError
 from promoe.links import EmulatedLink
 
 NEW_TOKENS = 4
@@ -99,6 +99,63 @@ def test_a_forgotten_wait_is_seen(device: FakeDevice, monkeypatch: pytest.Monkey
     expected = answer(model)
     with on_device(model, cache="30%", predictor=None) as served:
         assert not torch.equal(answer(served)[1], expected[1])
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_the_host_waits_once_per_layer_visit_and_once_per_pass(
+    implementation: str, mode: Callable[[], Any], device: FakeDevice
+) -> None:
+    model = build("qwen2_moe", experts_implementation=implementation)
+    ids = PROMPTS["short"]["input_ids"]
+    with mode(), on_device(model, cache="30%", predictor=None) as served:
+        for inputs in (ids, ids[:, :1]):
+            served.promoe.reset_stats()
+            before = device.compute.host_waits
+            served(input_ids=inputs)
+            visits = served.promoe.stats().layer_visits
+            assert visits == 3
+            assert device.compute.host_waits - before == visits + 1
+
+
+def logits_with(model: nn.Module, hook: Callable[..., Any]) -> torch.Tensor:
+    """Of a prompt, while a hook sees what the second layer's experts are called with."""
+    handle = promoe.find_moe_layers(model)[1].experts.register_forward_pre_hook(hook)
+    try:
+        with torch.inference_mode():
+            return model(**PROMPTS["one"]).logits  # type: ignore[no-any-return]
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_ids_that_are_changed_after_the_gate_are_read_again(implementation: str, device: FakeDevice) -> None:
+    def rotate(experts: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return args[0], (args[1] + 3) % 8, args[2]
+
+    model = build("qwen2_moe", experts_implementation=implementation)
+    expected = logits_with(model, rotate)
+    with on_device(model, cache="30%") as served:
+        before = device.compute.host_waits
+        assert torch.equal(logits_with(served, rotate), expected)
+        assert device.compute.host_waits - before == 3 + 1 + 1
+
+
+@pytest.mark.parametrize("layer_idx", [1, 2])
+def test_ids_that_are_changed_in_place_are_an_error(layer_idx: int, device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    expected = answer(model)
+    with on_device(model, cache="30%") as served:
+        layer = promoe.find_moe_layers(served)[layer_idx]
+
+        def change(experts: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            args[1].add_(3).remainder_(8)
+
+        hook = layer.experts.register_forward_pre_hook(change)
+        with torch.inference_mode(), pytest.raises(PromoeError, match=rf"'model.layers.{layer_idx}.mlp.experts'"):
+            served(**PROMPTS["one"])
+        hook.remove()
+        assert_same_answers(served, expected)
 
 
 def test_experts_stay_where_they_are_and_nothing_is_left(device: FakeDevice) -> None:

@@ -27,9 +27,9 @@ from tiny_models import IMPLEMENTATIONS, left_padded
 from torch import nn
 
 import promoe
+from promoe.chosen import MAX_LISTED_IDS
 from promoe.errors import EngineClosedError, PromoeError
 from promoe.moe_layers import MoELayer
-from promoe.runtime import MAX_LISTED_IDS, chosen_experts
 
 FAMILY, LAYERS, EXPERT_BYTES = "qwen2_moe", 3, 24576
 ONE_WORKER = LinkOver(lambda store: plain_link(store, 1))
@@ -57,18 +57,6 @@ def scheduler_calls(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[t
 
 
 # -- ids --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tokens", [1, 2, MAX_LISTED_IDS // 2, MAX_LISTED_IDS // 2 + 1])
-def test_chosen_experts_as_lists_and_as_tensors(tokens: int) -> None:
-    index = torch.randint(0, 64, (tokens, 2), generator=torch.Generator().manual_seed(tokens))
-    listed, ids = chosen_experts(index)
-    assert ids == sorted(set(index.flatten().tolist()))
-    assert listed == (index.tolist() if index.numel() <= MAX_LISTED_IDS else None)
-
-
-def test_chosen_experts_of_no_tokens() -> None:
-    assert chosen_experts(torch.empty(0, 2, dtype=torch.long)) == ([], [])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

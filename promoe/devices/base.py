@@ -41,6 +41,10 @@ class Queue(Protocol):
         """Put in a copy of bytes from host memory to the device. Returns at once where `source` is pinned."""
         ...
 
+    def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Put in a copy of a tensor on the device to one in pinned memory. Returns at once."""
+        ...
+
 
 class Device(Protocol):
     """One device."""

@@ -58,6 +58,8 @@ class CudaQueue:
         with torch.cuda.stream(self._stream):
             destination.copy_(source, non_blocking=True)
 
+    copy_to_host = copy
+
 
 class CudaDevice:
     """One GPU.
