@@ -83,7 +83,7 @@ class WeightedSum:
             return
         if self._rows is None:
             self._rows = out.new_empty((self._pairs.count, out.shape[-1]))
-        self._rows.index_copy_(0, selection.positions, out)
+        self._rows.index_copy_(0, selection.position_tensor, out)
 
     def _raw_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         kernel = self._row_kernel

@@ -52,6 +52,7 @@ def run_resident(
     top_k_weights: torch.Tensor,
     rows: ExpertRows,
     ids: Sequence[Sequence[int]] | None = None,
+    on_host: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole layer in one stock call, for when every needed expert is in `rows`.
 
@@ -62,6 +63,7 @@ def run_resident(
         top_k_weights: `[T, K]`, routing weights of any float dtype.
         rows: expert id -> its tensors by parameter name. They are read until this returns, and must not require grad.
         ids: `top_k_index.tolist()`, where the caller has it already.
+        on_host: `top_k_index` in host memory, if the layer computes on a device, which is then not asked for it.
 
     Returns:
         `[T, H]` in the dtype of `hidden`.
@@ -70,9 +72,11 @@ def run_resident(
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
         AssertionError: an expert in `top_k_index` has no rows.
     """
-    if _row_kernel(layer, layer.implementation, hidden, top_k_index.numel()) is not None:
+    if on_host is None and _row_kernel(layer, layer.implementation, hidden, top_k_index.numel()) is not None:
         return run_groups(layer, hidden, top_k_index, top_k_weights, (rows,), ids)
     check_no_grad(hidden, top_k_weights)
+    if ids is None and on_host is not None:
+        ids = on_host.tolist()
     flat = None if ids is None else [expert for row in ids for expert in row]
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
 
@@ -84,6 +88,7 @@ def run_groups(
     top_k_weights: torch.Tensor,
     groups: Iterable[ExpertRows],
     ids: Sequence[Sequence[int]] | None = None,
+    on_host: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The whole layer in groups of experts, in whatever order they get ready.
 
@@ -96,6 +101,7 @@ def run_groups(
             the first group that has it; experts that no token chose are left alone. A group's tensors are not read any
             more once the next group is asked for. The iterator is always run to its end.
         ids: `top_k_index.tolist()`, where the caller has it already.
+        on_host: `top_k_index` in host memory, if the layer computes on a device, which is then not asked for it.
 
     Returns:
         `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
@@ -107,8 +113,13 @@ def run_groups(
     """
     check_no_grad(hidden, top_k_weights)
     implementation = layer.implementation
-    pairs = Pairs(top_k_index, layer.num_ids, implementation == "eager", ids)
-    row_kernel = _row_kernel(layer, implementation, hidden, pairs.count)
+    by_choice = implementation == "eager"
+    if on_host is None:
+        pairs = Pairs(top_k_index, layer.num_ids, by_choice, ids)
+        row_kernel = _row_kernel(layer, implementation, hidden, pairs.count)
+    else:
+        pairs = Pairs(on_host, layer.num_ids, by_choice, ids, hidden.device)
+        row_kernel = None  # the bits of a device's grouped kernel need not be those of products one by one
     combine: Combine | None = None
     whole: torch.Tensor | None = None
     if layer.num_ids > layer.num_experts:  # the ids without weights are ready from the start
@@ -116,7 +127,8 @@ def run_groups(
     for rows in groups:
         experts = pairs.take(rows)
         if len(experts) == len(pairs.experts) and row_kernel is None:
-            whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, None)
+            flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()
+            whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, flat)
         elif experts:
             combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
             combine.add(pairs.select(experts), rows)
@@ -161,7 +173,7 @@ def _fewest_rows(layer: MoELayer) -> int:
 
 def _row_kernel(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> RowKernel | None:
     """What to compute the rows by, if they are few, and if it has not been found to differ from the stock kernel."""
-    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS or hidden.device.type != "cpu":
+    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS:
         return None
     stock, row_dtype = layer.stock_forward_of(implementation), _row_dtype(layer, implementation, hidden)
     kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype)

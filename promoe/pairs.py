@@ -12,6 +12,8 @@ from functools import cached_property
 
 import torch
 
+from promoe.devices import send
+
 # Up to here (decode) Python lists beat tensor operations, which cost some microseconds each.
 FEW_PAIRS = 64
 
@@ -23,10 +25,11 @@ class Selection:
     Attributes:
         experts: their ids, ascending.
         sizes: pairs per expert.
-        positions: `[P]`, position of each pair; a list where the pairs of the whole call are few.
+        positions: `[P]` in host memory, position of each pair; a list where the pairs of the whole call are few.
         top_k: K, choices per token.
         one_each: there is one token, and no expert has it twice.
         device: where its tensors are.
+        listed: `ids` are wanted however many they are.
     """
 
     experts: list[int]
@@ -35,6 +38,7 @@ class Selection:
     top_k: int
     one_each: bool
     device: torch.device
+    listed: bool = False
 
     def __len__(self) -> int:
         """P."""
@@ -42,13 +46,13 @@ class Selection:
 
     @cached_property
     def position_tensor(self) -> torch.Tensor:
-        """`positions` as a tensor."""
-        return torch.as_tensor(self.positions, device=self.device)
+        """`positions` as a tensor where the others are."""
+        return send(self.positions, self.device)
 
     @cached_property
     def ids(self) -> list[int] | None:
-        """The expert of each pair, as a list for few pairs."""
-        if isinstance(self.positions, torch.Tensor):
+        """The expert of each pair, as a list where there are few pairs or it is wanted in any case."""
+        if isinstance(self.positions, torch.Tensor) and not self.listed:
             return None
         if self.one_each:
             return self.experts
@@ -58,7 +62,7 @@ class Selection:
     def index(self) -> torch.Tensor:
         """`[P, 1]`, the expert of each pair."""
         if self.ids is not None:
-            return torch.tensor(self.ids, device=self.device).unsqueeze(1)
+            return send(self.ids, self.device).unsqueeze(1)
         experts = torch.tensor(self.experts, device=self.device)
         return experts.repeat_interleave(torch.tensor(self.sizes, device=self.device)).unsqueeze(1)
 
@@ -82,21 +86,29 @@ class Pairs:
     """All pairs of a call, and which experts are still to be computed.
 
     Args:
-        top_k_index: `[T, K]`, expert ids in 0..num_experts-1.
+        top_k_index: `[T, K]` in host memory, expert ids in 0..num_experts-1.
         num_experts: E.
         by_choice: within an expert, all tokens' first choices come first, as in the eager loops. Else the pairs are where
             torch.sort puts them, as in grouped_mm: it is not stable, so asking it is the only way to know.
         ids: `top_k_index.tolist()`, where the caller has it.
+        device: that the layer computes on; None: the processor.
 
     Raises:
         AssertionError: an id is out of range.
     """
 
     def __init__(
-        self, top_k_index: torch.Tensor, num_experts: int, by_choice: bool, ids: Sequence[Sequence[int]] | None = None
+        self,
+        top_k_index: torch.Tensor,
+        num_experts: int,
+        by_choice: bool,
+        ids: Sequence[Sequence[int]] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._index = top_k_index
         self._by_choice = by_choice
+        self._device = device or top_k_index.device
+        self._on_device = device is not None
         self.num_tokens, self.top_k = top_k_index.shape
         self.count = self.num_tokens * self.top_k
         self._few: dict[int, list[int]] = {}  # expert -> positions
@@ -125,9 +137,10 @@ class Pairs:
             sizes = [len(positions) for positions in listed]
             one_each = self.num_tokens == 1 and max(sizes) == 1
             positions = [position for some in listed for position in some]
-            return Selection(experts, sizes, positions, self.top_k, one_each, self._index.device)
+            return Selection(experts, sizes, positions, self.top_k, one_each, self._device, self._on_device)
         blocks = [self._many[expert] for expert in experts]
-        return Selection(experts, [len(b) for b in blocks], torch.cat(blocks), self.top_k, False, self._index.device)
+        sizes, positions_of_many = [len(block) for block in blocks], torch.cat(blocks)
+        return Selection(experts, sizes, positions_of_many, self.top_k, False, self._device, self._on_device)
 
     def _group_few(self, ids: Sequence[Sequence[int]]) -> dict[int, list[int]]:
         num_tokens, top_k = self.num_tokens, self.top_k
@@ -151,6 +164,7 @@ class Pairs:
     def _sorted_positions(self) -> torch.Tensor:
         """`[T * K]`: all positions, by expert, in the kernel's order."""
         if not self._by_choice:
-            return torch.sort(self._index.reshape(-1)).indices
+            # CUDA's sort is stable, except for up to 32 numbers.
+            return torch.sort(self._index.reshape(-1), stable=self._device.type == "cuda").indices
         by_choice = torch.sort(self._index.t().reshape(-1), stable=True).indices
         return (by_choice % self.num_tokens) * self.top_k + by_choice // self.num_tokens

@@ -65,6 +65,7 @@ class Runtime:
         self._min_group_bytes = min_group_bytes
         self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
+        self._on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
@@ -124,11 +125,12 @@ class Runtime:
             with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
                 self._predict_beside(layer)
                 rows = visit.all_rows()
+                host_index = on_host if self._on_device else None
                 if rows is not None:
-                    result = run_resident(layer, hidden, index, weights, rows, tokens)
+                    result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
                 else:
                     at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
-                    result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens)
+                    result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens, host_index)
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,

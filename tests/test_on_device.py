@@ -16,13 +16,16 @@ from tiny_checkpoint import write_checkpoint
 from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from unread import Unread
 from untouched import assert_same, leaving_untouched, snapshot
 
 import promoe
 from promoe import loading, patching
+from promoe.chosen import HostIds
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PromoeError
 from promoe.links import EmulatedLink
+from promoe.moe_layers import MoELayer
 
 NEW_TOKENS = 4
 CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, min_group_bytes=0, chunk_bytes=4096)
@@ -116,6 +119,39 @@ def test_the_host_waits_once_per_layer_visit_and_once_per_pass(
             visits = served.promoe.stats().layer_visits
             assert visits == 3
             assert device.compute.host_waits - before == visits + 1
+
+
+def run_block(layer: MoELayer, tokens: int, kind: type[torch.Tensor] = torch.Tensor) -> torch.Tensor:
+    """What a layer's block makes of some tokens, which stand for tensors on a device if that is their kind."""
+    hidden = torch.randn(1, tokens, 64, generator=torch.Generator().manual_seed(tokens))
+    with torch.inference_mode():
+        output = layer.block(hidden.as_subclass(kind))
+    found: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return found.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("cache", ["20%", "100%"])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_nothing_is_asked_of_the_device_but_the_ids(
+    family: str, implementation: str, cache: str, tokens: int, device: FakeDevice
+) -> None:
+    model = build(family, experts_implementation=implementation, top_k=3)
+    layer = promoe.find_moe_layers(model)[1]
+    expected = run_block(layer, tokens)
+    with on_device(model, cache=cache, predictor=None):
+        for _ in range(2):
+            assert torch.equal(run_block(layer, tokens, Unread), expected)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_a_read_is_seen(implementation: str, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail."""
+    monkeypatch.setattr("promoe.runtime.DeviceIds", lambda device: HostIds())
+    model = build("qwen3_moe", experts_implementation=implementation)
+    with on_device(model, cache="20%", predictor=None) as served, pytest.raises(AssertionError, match="host wait"):
+        run_block(promoe.find_moe_layers(served)[1], 40, Unread)
 
 
 def logits_with(model: nn.Module, hook: Callable[..., Any]) -> torch.Tensor:

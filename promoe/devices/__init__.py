@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from promoe.devices.base import Device, Event, Queue
+from promoe.devices.sending import send
 from promoe.errors import ConfigError
 
-__all__ = ["Device", "Event", "Queue", "open_device"]
+__all__ = ["Device", "Event", "Queue", "open_device", "send"]
 
 
 def open_device(device: str | torch.device) -> Device | None:

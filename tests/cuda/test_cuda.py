@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -54,6 +56,48 @@ def test_answers_beside_the_unmodified_model_on_the_gpu(implementation: str, dty
         assert torch.equal(found_tokens, tokens)
         promoe.unpatch(model)
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises, but for waiting for an event."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("cache", ["20%", "100%"])
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_the_host_waits_for_ids_alone(implementation: str, cache: str, tokens: int) -> None:
+    model = build("qwen3_moe", experts_implementation=implementation, dtype=torch.bfloat16, top_k=3)
+    layer = promoe.find_moe_layers(model)[1]
+    promoe.patch(model, device="cuda", cache=cache, predictor=None, config=CONFIG)
+    hidden = torch.randn(1, tokens, 64, device="cuda", dtype=torch.bfloat16)
+    with torch.inference_mode():
+        for _ in range(2):  # the first time, memory is pinned and libraries are loaded
+            layer.block(hidden)
+        torch.cuda.synchronize()
+        with no_synchronisation():
+            layer.block(hidden)
+    promoe.unpatch(model)
+
+
+def test_ids_that_are_changed_in_place_are_an_error() -> None:
+    model = build("qwen2_moe", dtype=torch.bfloat16)
+    promoe.patch(model, device="cuda", cache="30%", config=CONFIG)
+    experts = promoe.find_moe_layers(model)[1].experts
+
+    def change(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        args[1].add_(3).remainder_(8)
+
+    hook = experts.register_forward_pre_hook(change)
+    with torch.inference_mode(), pytest.raises(PromoeError, match="changed in place"):
+        model(token_ids(1, 12, seed=1).to("cuda"))
+    hook.remove()
+    promoe.unpatch(model)
 
 
 def test_experts_are_never_all_on_the_gpu() -> None:
