@@ -16,6 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from promoe.devices import send
+from promoe.slot_rows import SlotOrder, SlotRows, has_grouped_kernel
+
 # For each expert that can be used now: its tensors by parameter name, shaped like one row of the stack.
 ExpertRows = Mapping[int, Mapping[str, torch.Tensor]]
 
@@ -29,12 +32,14 @@ class CallRows:
             index tensor. They must be the ids in that tensor.
     """
 
-    __slots__ = ("_segments", "ids", "rows")
+    __slots__ = ("_segments", "_slot_ids", "_slot_order", "ids", "rows")
 
     def __init__(self, rows: ExpertRows, ids: Sequence[int] | None = None) -> None:
         self.rows = rows
         self.ids = ids
         self._segments: tuple[list[int], list[int]] | None = None
+        self._slot_ids: torch.Tensor | None = None
+        self._slot_order: SlotOrder | None = None
 
     def segments(self, offs: torch.Tensor) -> tuple[list[int], list[int]]:
         """Experts that have tokens, ascending, and how many each has. `offs[E]`: ends of the experts' token ranges."""
@@ -46,6 +51,21 @@ class CallRows:
                 counts = [(e, b - a) for e, (a, b) in enumerate(zip([0, *ends], ends, strict=False)) if a != b]
             self._segments = [e for e, _ in counts], [n for _, n in counts]
         return self._segments
+
+    def slot_ids(self, experts: Sequence[int], slots: Mapping[int, int], device: torch.device) -> torch.Tensor:
+        """`[n]`, the slot of each of `experts`, on `device`; those of `ids` are sent once."""
+        if experts is not self.ids:
+            return send([slots[expert] for expert in experts], device)
+        if self._slot_ids is None:
+            self._slot_ids = send([slots[expert] for expert in experts], device)
+        return self._slot_ids
+
+    def slot_order(self, slots: Mapping[int, int], offs: torch.Tensor) -> SlotOrder:
+        """The pairs by slot, for pairs that are sorted by expert."""
+        if self._slot_order is None:
+            experts, sizes = self.segments(offs)
+            self._slot_order = SlotOrder([slots[expert] for expert in experts], sizes, offs.device)
+        return self._slot_order
 
     def row(self, expert: int, name: str) -> torch.Tensor:
         """Tensor `name` of `expert`.
@@ -140,6 +160,10 @@ class SlotBank:
             raise AssertionError(f"{self!r}: the call has {len(experts)} ids, the kernel asks for {len(ids)}")
         if not experts:
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
+        if isinstance(call.rows, SlotRows):
+            for expert in set(experts):
+                call.row(expert, name)  # raises where it is not ready
+            return call.rows.stacks[name].index_select(0, call.slot_ids(experts, call.rows.slots, self.device))
         first = experts[0]
         if experts.count(first) == len(experts):
             # One expert: kernels read the weights only, so n views of the slot do, and no byte is copied.
@@ -151,7 +175,10 @@ class SlotBank:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> torch.Tensor:
         if func is torch._grouped_mm or getattr(func, "__name__", "") == "grouped_mm_fallback":
-            return _grouped_mm(*args, **(kwargs or {}))
+            in_one = (
+                func is torch._grouped_mm and isinstance(args[1]._call.rows, SlotRows) and has_grouped_kernel(args[0])
+            )
+            return (_grouped_mm_of_slots if in_one else _grouped_mm)(*args, **(kwargs or {}))
         raise NotImplementedError(
             f"{getattr(func, '__name__', func)} reached a SlotBank: it would need all experts at once. This experts kernel "
             "is not one of the supported ones."
@@ -179,6 +206,27 @@ def _grouped_mm(
     experts, sizes = call.segments(offs)
     matrices = [call.row(expert, name) for expert in experts]
     return products(x, [matrix.t() for matrix in matrices] if transposed else matrices, sizes, bank.shape[2])
+
+
+def _grouped_mm_of_slots(
+    x: torch.Tensor,
+    bank: SlotBank,
+    offs: torch.Tensor,
+    bias: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    """The same by torch's own grouped product over the slots that experts are in."""
+    call, name = bank._call, bank._name
+    experts, _ = call.segments(offs)
+    if not experts:
+        return _grouped_mm(x, bank, offs, bias, out_dtype)
+    assert isinstance(call.rows, SlotRows), call.rows
+    assert bias is None, f"grouped_mm with bias={bias!r}"
+    assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
+    for expert in experts:
+        call.row(expert, name)  # raises where it is not ready
+    stack = call.rows.stacks[name]
+    return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if bank._transposed else stack)
 
 
 def products(x: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: Sequence[int], width: int) -> torch.Tensor:

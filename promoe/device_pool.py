@@ -14,6 +14,7 @@ import torch
 from promoe.devices import Device, Event, Queue
 from promoe.errors import ConfigError
 from promoe.memory import POISON_BYTE, SLOT_ALIGNMENT_BYTES
+from promoe.slot_rows import SlotRows
 
 if TYPE_CHECKING:
     from promoe.layout import ExpertLayout
@@ -81,6 +82,7 @@ class DevicePool:
         self._memory: torch.Tensor | None = device.allocate(self.nbytes)
         self._slots = [DeviceSlot(slot) for slot in self._memory.split(layout.slot_bytes)]
         self._tensors: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._stacks = self._views(self._memory.view(num_slots, layout.slot_bytes))
 
     def slot(self, idx: int) -> DeviceSlot:
         """Slot `idx`, to be written."""
@@ -96,13 +98,20 @@ class DevicePool:
         cached = self._tensors.get(idx)
         if cached is not None:
             return cached
-        memory = self.slot(idx).memory
+        return self._tensors.setdefault(idx, self._views(self.slot(idx).memory))
+
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> SlotRows:
+        """Expert id -> the tensors of the slot that it is in; kernels for stacks read the slots as one."""
+        slot_of = dict(zip(experts, slots, strict=True))
+        return SlotRows({expert: self.tensors(slot) for expert, slot in slot_of.items()}, slot_of, self._stacks)
+
+    def _views(self, memory: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """An expert's tensors in `memory[..., slot_bytes]`, by name: `[..., *shape]`."""
         with torch.inference_mode(False):
-            views = {
-                spec.name: memory[spec.offset_bytes : spec.offset_bytes + spec.nbytes].view(spec.dtype).view(spec.shape)
+            return {
+                spec.name: memory[..., spec.offset_bytes : spec.end_bytes].view(spec.dtype).unflatten(-1, spec.shape)
                 for spec in self.layout.tensors
             }
-        return self._tensors.setdefault(idx, views)
 
     def begin_read(self, slots: Sequence[int]) -> None:
         """The calling thread's kernels may read these slots from now on."""
@@ -126,5 +135,5 @@ class DevicePool:
 
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
-        self._memory, self._tensors = None, {}
+        self._memory, self._tensors, self._stacks = None, {}, {}
         self._slots = []

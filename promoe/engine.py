@@ -400,7 +400,7 @@ class EngineVisit:
         pool, visit = self._pool, self._visit
         self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
         pool.begin_read(self._reading)
-        return {expert_idx: pool.tensors(slot) for expert_idx, slot in zip(self._group, self._reading, strict=True)}
+        return pool.rows(self._group, self._reading)
 
     def _end_reads(self) -> None:
         self._pool.end_read(self._reading)

@@ -129,6 +129,10 @@ class Pool(Protocol):
         """Views over it by name, the same each time; to be read between `begin_read` and `end_read`."""
         ...
 
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, torch.Tensor]]:
+        """Expert id -> the tensors of the slot that it is in, for kernels."""
+        ...
+
     def begin_read(self, slots: Sequence[int]) -> None:
         """What the calling thread computes from now on may read these slots, whose experts are resident."""
         ...
@@ -207,6 +211,10 @@ class SlotPool:
         }
         # One winner when two threads are first at once: setdefault is atomic.
         return self._tensors.setdefault(idx, views)
+
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, torch.Tensor]]:
+        """See `Pool.rows`."""
+        return {expert: self.tensors(slot) for expert, slot in zip(experts, slots, strict=True)}
 
     def begin_read(self, slots: Sequence[int]) -> None:
         """What is in slots in RAM is there when a transfer is over."""
