@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from torch import nn
 
 import promoe
 from promoe.errors import ConfigError, PromoeError
+from promoe.pairs import Pairs
+from promoe.slot_rows import MAX_GROUPS, SlotOrder
+from promoe.units import aligned
 
 pytestmark = [
     pytest.mark.cuda,
@@ -37,25 +41,61 @@ def answer(model: nn.Module, ids: torch.Tensor) -> Any:
     return found.sequences.cpu(), torch.stack(found.scores).cpu()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, ...]]]:
+    """Rows that are printed when all tests of this file have run."""
+    rows = [("implementation", "dtype", "cache", "prompt", "same bits", "largest difference", "same tokens")]
+    yield rows
+    print("\n" + "\n".join(aligned(rows)))
+
+
+@pytest.mark.parametrize("length", [12, 600])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_answers_beside_the_unmodified_model_on_the_gpu(implementation: str, dtype: torch.dtype) -> None:
-    """Bits where the kernel computes an expert by itself (eager); elsewhere the distance is printed, and bounded."""
-    ids = token_ids(1, 12, seed=1)
-    resident = build("qwen2_moe", experts_implementation=implementation, dtype=dtype).to("cuda")
-    tokens, scores = answer(resident, ids)
-    model = build("qwen2_moe", experts_implementation=implementation, dtype=dtype)
+def test_answers_beside_the_unmodified_model_on_the_gpu(
+    implementation: str, dtype: torch.dtype, length: int, table: list[tuple[str, ...]]
+) -> None:
+    """Bits where the kernel computes an expert by itself (eager); elsewhere they are printed, and their distance bounded."""
+    ids = token_ids(1, length, seed=1)
+    sizes: dict[str, Any] = {"experts_implementation": implementation, "dtype": dtype, "max_position_embeddings": 1024}
+    tokens, scores = answer(build("qwen2_moe", **sizes).to("cuda"), ids)
+    model = build("qwen2_moe", **sizes)
     for cache in ("5%", "30%", "100%"):
         promoe.patch(model, device="cuda", cache=cache, config=CONFIG)
         found_tokens, found_scores = answer(model, ids)
-        distance = float((found_scores - scores).abs().max())
-        print(f"{implementation} {dtype} cache {cache}: largest difference of a score {distance:g}")
-        if implementation == "eager":
-            assert torch.equal(found_scores, scores)
-        assert distance < (1e-3 if dtype == torch.float32 else 0.25)
-        assert torch.equal(found_tokens, tokens)
         promoe.unpatch(model)
+        same, same_tokens = torch.equal(found_scores, scores), torch.equal(found_tokens, tokens)
+        distance = float((found_scores - scores).abs().max())
+        words = tuple("yes" if one else "no" for one in (same, same_tokens))
+        name = str(dtype).removeprefix("torch.")
+        table.append((implementation, name, cache, str(length), words[0], f"{distance:g}", words[1]))
+        if implementation == "eager":
+            assert same
+        assert distance < (1e-3 if dtype == torch.float32 else 0.25)
+        assert same_tokens or dtype != torch.float32
     assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+def test_groups_are_sorted_as_on_the_gpu() -> None:
+    """From 33 pairs on torch's sort is stable there, as ours on the host is; up to 32 its order within an expert is unknown."""
+    index = torch.randint(0, 4, (50, 3), generator=torch.Generator().manual_seed(0))
+    pairs = Pairs(index, 4, by_choice=False, device=torch.device("cuda"))
+    found = pairs.select(pairs.experts).position_tensor
+    assert found.is_cuda
+    assert torch.equal(found, torch.sort(index.reshape(-1).cuda()).indices)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs a grouped kernel: sm90"
+)
+def test_grouped_products_over_more_slots_than_the_kernel_takes() -> None:
+    draw = torch.Generator("cuda").manual_seed(0)
+    stack = torch.randn(2 * MAX_GROUPS, 64, 128, device="cuda", dtype=torch.bfloat16, generator=draw)
+    slots, sizes = [2000, 3, MAX_GROUPS + 7, 1], [5, 1, 20, 2]
+    x = torch.randn(sum(sizes), 64, device="cuda", dtype=torch.bfloat16, generator=draw)
+    found = SlotOrder(slots, sizes, stack.device).multiply(x, stack)
+    expected = [rows @ stack[slot] for rows, slot in zip(x.split(sizes), slots, strict=True)]
+    torch.testing.assert_close(found, torch.cat(expected))
 
 
 @contextmanager
@@ -100,20 +140,26 @@ def test_ids_that_are_changed_in_place_are_an_error() -> None:
     promoe.unpatch(model)
 
 
-def test_experts_are_never_all_on_the_gpu() -> None:
+def test_experts_are_never_all_on_the_gpu_and_nothing_stays_there() -> None:
     model = build("qwen2_moe", hidden=256, intermediate=512, num_experts=32)
     layers = promoe.find_moe_layers(model)
     experts_bytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    promoe.patch(model, device="cuda", cache="10%", config=CONFIG)
-    answer(model, token_ids(1, 12, seed=1))
-    rest_bytes = sum(p.nbytes for p in model.parameters() if p.is_cuda)
-    peak_bytes = torch.cuda.max_memory_allocated() - before
-    promoe.unpatch(model)
+    for _ in range(2):  # the first time, libraries take memory that they keep
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        promoe.patch(model, device="cuda", cache="10%", config=CONFIG)
+        answer(model, token_ids(1, 12, seed=1))
+        rest_bytes = sum(p.nbytes for p in model.parameters() if p.is_cuda)
+        peak_bytes = torch.cuda.max_memory_allocated() - before
+        promoe.unpatch(model)
+        gc.collect()
+        left_bytes = torch.cuda.memory_allocated() - before
+    mib = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (peak_bytes, experts_bytes, rest_bytes, left_bytes)]
+    print("peak {}, of experts {}, of the rest {}, left after unpatching {}".format(*mib))
     assert peak_bytes < rest_bytes + 0.1 * experts_bytes + 64 * 2**20
     assert peak_bytes < experts_bytes
+    assert left_bytes == 0
 
 
 def test_the_experts_memory_is_pinned_while_it_is_served() -> None:
@@ -126,12 +172,13 @@ def test_the_experts_memory_is_pinned_while_it_is_served() -> None:
     assert not parameter.is_pinned()
 
 
-def test_two_threads_with_streams_of_their_own() -> None:
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_two_threads_with_streams_of_their_own(implementation: str) -> None:
+    """Each waits for its own copies; what both get is what one alone gets."""
     ids = [token_ids(1, 12, seed=seed) for seed in (1, 2)]
-    model = build("qwen2_moe", experts_implementation="eager")
-    resident = build("qwen2_moe", experts_implementation="eager").to("cuda")
-    expected = [answer(resident, one) for one in ids]
+    model = build("qwen2_moe", experts_implementation=implementation)
     promoe.patch(model, device="cuda", cache="20%", config=CONFIG)
+    expected = [answer(model, one) for one in ids]
     found: dict[int, Any] = {}
 
     def run(number: int) -> None:
@@ -145,20 +192,45 @@ def test_two_threads_with_streams_of_their_own() -> None:
         thread.join()
     promoe.unpatch(model)
     for number in range(2):
-        assert torch.equal(found[number][1], expected[number][1])
+        assert torch.equal(found[number][0], expected[number][0])
+        if implementation == "eager":
+            assert torch.equal(found[number][1], expected[number][1])
 
 
-def test_no_memory_on_the_gpu_leaves_the_model_as_it_was() -> None:
-    model = build("qwen2_moe", num_experts=32)
+def test_a_stream_that_is_not_the_default_one_waits_for_copies() -> None:
+    ids = token_ids(1, 12, seed=1)
+    model = build("qwen2_moe", experts_implementation="eager")
+    tokens, scores = answer(build("qwen2_moe", experts_implementation="eager").to("cuda"), ids)
+    promoe.patch(model, device="cuda", cache="5%", config=CONFIG)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = answer(model, ids)
+    promoe.unpatch(model)
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], scores)
+
+
+@pytest.mark.parametrize("lacking", ["slots", "the rest"])
+def test_no_memory_on_the_gpu_leaves_the_model_as_it_was(lacking: str) -> None:
+    """No room for the slots; or for them, but then not for everything else."""
+    sizes: dict[str, Any] = {"hidden": 512, "intermediate": 2048, "num_experts": 32}
+    if lacking == "the rest":
+        sizes |= {"intermediate": 32, "vocab_size": 400_000}
+    model, reference = build("qwen2_moe", **sizes), build("qwen2_moe", **sizes)
+    torch.cuda.empty_cache()
     free_bytes = torch.cuda.mem_get_info()[0]
-    hog = torch.empty(max(0, free_bytes - 2**29), dtype=torch.uint8, device="cuda")
-    rest = torch.empty(2**29 - 2**26, dtype=torch.uint8, device="cuda")
-    big = build("qwen2_moe", hidden=512, intermediate=2048, num_experts=32)
+    hog = torch.empty(max(0, free_bytes - 2**28), dtype=torch.uint8, device="cuda")
     with pytest.raises(ConfigError, match="Choose a smaller cache"):
-        promoe.patch(big, device="cuda", cache="100%")
-    assert not hasattr(big, "promoe")
-    assert {parameter.device.type for parameter in big.parameters()} == {"cpu"}
-    del hog, rest, model
+        promoe.patch(model, device="cuda", cache="100%", config=CONFIG)
+    del hog
+    torch.cuda.empty_cache()
+    assert not hasattr(model, "promoe")
+    for own, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert own.device.type == "cpu"
+        assert not own.is_pinned()
+        assert torch.equal(own, other)
+    ids = token_ids(1, 12, seed=1)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
 
 
 def test_capture_is_refused() -> None:
