@@ -1,11 +1,17 @@
-"""RAM to GPU: the tests that need one, then systems beside each other at several cache sizes. Minutes, on one GPU.
+"""RAM to GPU: the tests that need one, then systems beside each other at several cache sizes. At most 8 minutes, on one GPU.
 
-    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75%] [--pairs 3] [--new-tokens 32] [--repeat 208] [--no-tests] [--json FILE]
+    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75%] [--pairs 3] [--new-tokens 32] [--repeat 208] [--minutes 8] [--no-tests]
+        [--implementation grouped_mm] [--json FILE]
 
-The demo model with its experts widened to real size (208: 17 MB each) in RAM, shared by all systems; everything else of
-each system on the GPU. Systems take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with everything on
-the GPU, B the bytes that the same policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those
-of the model on the GPU are counted: kernels that compute an expert by itself (`eager`) give the same bits.
+Two models: the demo model with its experts widened to real size (208: 17 MB each), and one with the geometry of
+Qwen1.5-MoE-A2.7B (24 layers of 60 experts of 17 MB, 28.6 GB in all) and random weights, whose routing is random too, so that
+its hit rates say nothing. Experts are in RAM, shared by all systems; everything else of each system is on the GPU. Systems
+take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with everything on the GPU, B the bytes that the same
+policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those of the model on the GPU are counted.
+What no time or no memory is left for is left out, and said.
+
+`accelerate cpu_offload` brings every layer's weights when it runs, from pageable memory; `streamed layers` is the same idea at
+its best: experts pinned, and the next layer's copied while this one computes.
 """
 
 from __future__ import annotations
@@ -15,8 +21,10 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -24,35 +32,67 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import promoe
-from promoe.bound import RoutingRecorder, bytes_per_token, token_bound_s
+from promoe.adapters.base import set_tensor
+from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
 from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.example import find_example
 from promoe.demo.systems import SYSTEMS, learned_prefetch, load_stock
+from promoe.devices import Device, Event, open_device
+from promoe.links.free_ram import free_ram_bytes
 from promoe.measure import Generation, generate, interleaved, tpots_s, ttfts_s
+from promoe.placement import place
 from promoe.running import load_tokenizer, prompt_inputs
-from promoe.units import aligned, format_megabytes, format_ms, format_percent, format_times, ratio
+from promoe.units import aligned, format_megabytes, format_memory, format_ms, format_percent, format_times, ratio
 
 DTYPE, MIB = torch.bfloat16, 2**20
+CHUNK_BYTES = 8 * MIB
 LONG_TOKENS = 512
-RESIDENT, OFFLOAD = "all on the GPU", "accelerate cpu_offload"
-PROBE_BYTES, PROBES = 64 * MIB, 20
+RESIDENT, OFFLOAD, STREAMED = "all on the GPU", "accelerate cpu_offload", "streamed layers"
+PROBE_BYTES, PROBES, ID_PROBES = 64 * MIB, 20, 200
+TESTS_S, REAL_S = 150.0, 120.0  # at most for the tests; what the second model needs
+REAL = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "decoder_sparse_step": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+Run = Callable[[Any, Any], Generation]
 
 
-def pinned_bandwidth() -> float:
-    """Bytes per second of copies from pinned memory to the GPU."""
-    source = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cuda")
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def pinned_bandwidth(device: Device, nbytes: int = PROBE_BYTES) -> float:
+    """Bytes per second of copies from pinned memory to the device."""
+    source, target, queue = device.allocate_pinned(nbytes), device.allocate(nbytes), device.new_queue()
     times_s = []
     for _ in range(PROBES):
-        begin.record()
-        target.copy_(source, non_blocking=True)
-        end.record()
-        end.synchronize()
-        times_s.append(begin.elapsed_time(end) / 1e3)
-    return PROBE_BYTES / min(times_s)
+        start_s = time.perf_counter()
+        queue.copy(target, source)
+        queue.mark().wait_on_host()
+        times_s.append(time.perf_counter() - start_s)
+    return nbytes / min(times_s)
+
+
+def id_latency_s(device: Device) -> float:
+    """Seconds until a layer's ids are on the host, where nothing is computed before them: what each layer visit pays."""
+    ids, queue, times_s = device.allocate(64), device.current(), []
+    for _ in range(ID_PROBES):
+        start_s = time.perf_counter()
+        queue.copy_to_host(device.allocate_pinned(ids.nbytes), ids)
+        queue.mark().wait_on_host()
+        times_s.append(time.perf_counter() - start_s)
+    return median(times_s)
 
 
 def sharing_experts(model: Any) -> Any:
@@ -61,38 +101,308 @@ def sharing_experts(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for layer in layers for tensor in layer.parameters()})
 
 
-def open_systems(base: Any, cache: str, predictor: Path | None) -> dict[str, Any]:
-    systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
-    found: dict[str, Any] = {}
-    if find_spec("accelerate") is not None:
-        from accelerate import cpu_offload
+class StreamedLayers:
+    """Serves a model's experts from pinned memory, a whole layer at a time, the next one copied while this one computes.
 
-        found[OFFLOAD] = cpu_offload(sharing_experts(base), execution_device=torch.device("cuda"))
-    for system in systems:
-        config = replace(system.config, chunk_bytes=8 * MIB)
-        found[system.name] = promoe.patch(
-            sharing_experts(base), device="cuda", cache=cache, predictor=system.predictor, config=config
-        )
+    Args:
+        model: with experts in RAM and everything else on the device; all MoE layers alike.
+        device: that computes.
+    """
+
+    def __init__(self, model: nn.Module, device: Device) -> None:
+        self._device, self._queue = device, device.new_queue()
+        self._parameters = [layer.parameters() for layer in promoe.find_moe_layers(model)]
+        _, self._unpin = device.pin([tensor for layer in self._parameters for tensor in layer])
+        self._at_home = [[parameter.data for parameter in layer] for layer in self._parameters]
+        nbytes = sum(tensor.nbytes for tensor in self._at_home[0])
+        self._buffers = [device.allocate(nbytes) for _ in range(2)]
+        self._arrived: list[Event | None] = [None] * len(self._parameters)
+        self._read: list[Event | None] = [None, None]
+        self._hooks = ExitStack()
+        for idx, layer in enumerate(promoe.find_moe_layers(model)):
+            self._hooks.callback(layer.experts.register_forward_pre_hook(self._before(idx)).remove)
+            self._hooks.callback(layer.experts.register_forward_hook(self._after(idx)).remove)
+
+    def close(self) -> None:
+        """The experts are used where they lie again."""
+        self._hooks.close()
+        self._queue.mark().wait_on_host()
+        self._unpin()
+
+    def _fetch(self, idx: int) -> None:
+        if (read := self._read[idx % 2]) is not None:
+            self._queue.wait(read)
+        for own, part in zip(self._at_home[idx], self._parts(idx), strict=True):
+            self._queue.copy(part, own.view(-1).view(torch.uint8))
+        self._arrived[idx] = self._queue.mark()
+
+    def _parts(self, idx: int) -> Sequence[torch.Tensor]:
+        return self._buffers[idx % 2].split([tensor.nbytes for tensor in self._at_home[idx]])
+
+    def _before(self, idx: int) -> Callable[..., None]:
+        def before(*args: Any) -> None:
+            if self._arrived[idx] is None:
+                self._fetch(idx)
+            arrived, self._arrived[idx] = self._arrived[idx], None
+            assert arrived is not None
+            self._device.current().wait(arrived)
+            for parameter, part in zip(self._parameters[idx], self._parts(idx), strict=True):
+                parameter.data = part.view(parameter.dtype).view(parameter.shape)
+            following = (idx + 1) % len(self._parameters)
+            if following % 2 != idx % 2 and self._arrived[following] is None:
+                self._fetch(following)
+
+        return before
+
+    def _after(self, idx: int) -> Callable[..., None]:
+        def after(*args: Any) -> None:
+            self._read[idx % 2] = self._device.current().mark()
+            for parameter, own in zip(self._parameters[idx], self._at_home[idx], strict=True):
+                parameter.data = own
+
+        return after
+
+
+def with_own_experts(model: Any) -> Any:
+    """The same with parameters of its own over the very same memory, so that they can be pointed elsewhere."""
+    for layer in promoe.find_moe_layers(model):
+        for path, tensor in zip(layer.paths, layer.parameters(), strict=True):
+            set_tensor(layer.experts, path, nn.Parameter(tensor.data, requires_grad=False))
+    return model
+
+
+def move_the_rest(model: Any, device: Device) -> Any:
+    place(model, promoe.find_moe_layers(model), device)
+    return model
+
+
+@contextmanager
+def opened(
+    base: Any, cache: str, predictor: Path | None, device: Device, with_offload: bool
+) -> Iterator[dict[str, Any]]:
+    """All systems but the one with everything on the device, over one set of experts."""
+    found: dict[str, Any] = {}
+    with ExitStack() as close:
+        streamed = found[STREAMED] = move_the_rest(with_own_experts(sharing_experts(base)), device)
+        close.callback(StreamedLayers(streamed, device).close)
+        if with_offload and find_spec("accelerate") is not None:
+            from accelerate import cpu_offload
+
+            found[OFFLOAD] = cpu_offload(sharing_experts(base), execution_device=device.torch_device)
+        systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
+        for system in systems:
+            config = replace(system.config, chunk_bytes=CHUNK_BYTES)
+            model = found[system.name] = sharing_experts(base)
+            promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=config)
+            close.callback(promoe.unpatch, model)
+        yield found
+
+
+def on_device(prompts: Sequence[Mapping[str, torch.Tensor]], device: Device) -> list[dict[str, torch.Tensor]]:
+    return [{name: tensor.to(device.torch_device) for name, tensor in one.items()} for one in prompts]
+
+
+def demo_prompts(checkpoint: Path, count: int) -> tuple[list[dict[str, torch.Tensor]], Any]:
+    """`count` ordinary prompts and one of 512 tokens."""
+    tokenizer: Any = load_tokenizer(str(checkpoint))
+    inputs = [dict(prompt_inputs(tokenizer, text)) for text in find_example().prompts(max(count, 8))]
+    ids = torch.cat([one["input_ids"][0] for one in inputs]).repeat(8)[:LONG_TOKENS][None]
+    return [*inputs[:count], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}], tokenizer
+
+
+def random_prompts(count: int, vocab_size: int, long_tokens: int = LONG_TOKENS) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(2, vocab_size, (1, length), generator=draw) for length in (*[32] * count, long_tokens)]
+    return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
+
+
+def random_model(device: Device, implementation: str, **fields: Any) -> Any:
+    """A qwen2_moe of some geometry in RAM, its weights drawn on the device, where that takes seconds."""
+    config = AutoConfig.for_model("qwen2_moe", **fields)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    draw = torch.Generator(device.torch_device).manual_seed(0)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
+    rotary = model.model.rotary_emb  # its buffers are computed, not loaded
+    model.model.rotary_emb = type(rotary)(config)
+    model.set_experts_implementation(implementation)
+    return model.eval()
+
+
+def _drawn(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    if like.ndim == 1:
+        return torch.ones(like.shape, dtype=like.dtype)
+    found = torch.empty(like.shape, dtype=like.dtype)
+    rows = found if like.ndim == 3 else found.unsqueeze(0)
+    for row in rows:  # a row at a time, as a layer's experts are gigabytes
+        values = torch.randn(row.shape, generator=draw, device=draw.device, dtype=row.dtype)
+        row.copy_(values * like.shape[-1] ** -0.5)
     return found
 
 
-def prompts_of(checkpoint: Path, count: int) -> tuple[list[Any], Any]:
-    """`count` ordinary prompts and one of 512 tokens, on the GPU."""
-    tokenizer: Any = load_tokenizer(str(checkpoint))
-    texts = find_example().prompts(max(count, 8))
-    inputs = [prompt_inputs(tokenizer, text) for text in texts]
-    ids = torch.cat([one["input_ids"][0] for one in inputs]).repeat(8)[:LONG_TOKENS][None]
-    inputs = [*inputs[:count], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
-    return [{name: tensor.to("cuda") for name, tensor in one.items()} for one in inputs], tokenizer
+@dataclass(frozen=True)
+class Bench:
+    """One model's systems at several cache sizes.
 
+    Attributes:
+        base: the model in RAM.
+        resident: the same on the device.
+        prompts: on the device; the last one is long.
+        run: generates.
+        routing: of `resident`, which `run` was asked for: the first prompt, then all.
+        bandwidth: bytes per second of pinned copies.
+        device: where.
+    """
 
-def measure(models: dict[str, Any], prompts: list[Any], run: Callable[[Any, Any], Generation]) -> dict[str, Any]:
-    for model in models.values():
-        run(model, prompts[0])
+    base: Any
+    resident: Any
+    prompts: list[Any]
+    run: Run
+    routing: list[list[RoutedPass]]
+    bandwidth: float
+    device: Device
+
+    @classmethod
+    def of(cls, base: Any, prompts: list[Any], run: Run, bandwidth: float, device: Device) -> Bench:
+        """Put a copy of a model on the device, and record its routing."""
+        resident = with_own_experts(sharing_experts(base)).to(device.torch_device)
+        routing = []
+        with RoutingRecorder(resident) as recorder:
+            for prompt in [prompts[0], *prompts]:
+                run(resident, prompt)
+                routing.append(recorder.take())
+        return cls(base, resident, prompts, run, routing, bandwidth, device)
+
+    def at(self, cache: str, predictor: Path | None, with_offload: bool) -> list[dict[str, Any]]:
+        """Measure one cache size, and print its table."""
+        with opened(self.base, cache, predictor, self.device, with_offload) as systems:
+            models = {RESIDENT: self.resident, **systems}
+            answers = self._measure(models)
+            rows = [self._row(cache, name, model, answers) for name, model in models.items()]
+        print(f"\ncache {cache}\n" + "\n".join(aligned([_HEAD, *map(_cells, rows)])), flush=True)
+        return rows
+
+    def _measure(self, models: dict[str, Any]) -> dict[str, list[Generation]]:
+        for model in models.values():
+            self.run(model, self.prompts[0])
+            if hasattr(model, "promoe"):
+                model.promoe.reset_stats()
+        systems = {name: (lambda prompt, model=model: self.run(model, prompt)) for name, model in models.items()}
+        return interleaved(systems, self.prompts)
+
+    def _row(self, cache: str, name: str, model: Any, answers: dict[str, list[Generation]]) -> dict[str, Any]:
+        compute, times = tpots_s(answers[RESIDENT])[:-1], tpots_s(answers[name])[:-1]
+        pairs = zip(answers[name], answers[RESIDENT], strict=True)
+        row = {
+            "cache": cache,
+            "system": name,
+            "ttft_512_s": ttfts_s(answers[name])[-1],
+            "tpot_s": median(times),
+            "tpots_s": times,
+            "same_answers": sum(own.tokens == other.tokens for own, other in pairs),
+            "answers": len(self.prompts),
+        }
         if hasattr(model, "promoe"):
-            model.promoe.reset_stats()
-    systems = {name: (lambda prompt, model=model: run(model, prompt)) for name, model in models.items()}
-    return interleaved(systems, prompts)
+            decode = model.promoe.stats().decode
+            missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
+            bounds = [token_bound_s(c, nbytes, self.bandwidth) for c, nbytes in zip(compute, missed, strict=True)]
+            row |= {
+                "bound_s": median(bounds),
+                "stall_s": decode.stall_per_pass_s,
+                "hit_rate": decode.hit_rate,
+                "bytes_per_token": decode.bytes_per_token,
+            }
+        return row
+
+
+_HEAD = ("", "TTFT 512, ms", "TPOT, ms", "bound, ms", "x bound", "stall, ms", "hit %", "MB/token", "same tokens")
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    bound_s = row.get("bound_s")
+    return (
+        row["system"],
+        format_ms(row["ttft_512_s"]),
+        format_ms(row["tpot_s"]),
+        format_ms(bound_s),
+        format_times(None if bound_s is None else ratio(row["tpot_s"], bound_s)).removesuffix("x"),
+        format_ms(row.get("stall_s")),
+        format_percent(row.get("hit_rate")),
+        format_megabytes(row.get("bytes_per_token")),
+        f"{row['same_answers']} of {row['answers']}",
+    )
+
+
+class Clock:
+    """What is left of the time that the whole script may take."""
+
+    def __init__(self, minutes: float) -> None:
+        self._end_s = time.perf_counter() + 60 * minutes
+
+    def left_s(self) -> float:
+        """Seconds."""
+        return self._end_s - time.perf_counter()
+
+    def allows(self, what: str, needed_s: float) -> bool:
+        """Whether there is so much; says so if there is not."""
+        if self.left_s() < needed_s:
+            print(f"{what}: left out, {self.left_s():.0f} s are left and it takes about {needed_s:.0f}")
+            return False
+        return True
+
+
+def sweep(
+    bench: Bench, caches: Sequence[str], predictor: Path | None, with_offload: bool, clock: Clock, keep_s: float
+) -> list[dict[str, Any]]:
+    """All cache sizes that there is time for, beside `keep_s` for something else."""
+    tables: list[dict[str, Any]] = []
+    latest_s = 20.0
+    for cache in caches:
+        if not clock.allows(f"cache {cache}", latest_s + keep_s):
+            break
+        start_s = time.perf_counter()
+        tables += bench.at(cache, predictor, with_offload)
+        latest_s = time.perf_counter() - start_s
+    return tables
+
+
+def answering(new_tokens: int, pad_token_id: int | None) -> Run:
+    def run(model: Any, prompt: Any) -> Generation:
+        return generate(
+            model,
+            prompt,
+            new_tokens,
+            min_new_tokens=new_tokens,
+            repetition_penalty=REPETITION_PENALTY,
+            pad_token_id=pad_token_id,
+        )
+
+    return run
+
+
+def run_tests() -> int:
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-s", "tests/cuda"]
+    try:
+        return subprocess.run(command, check=False, timeout=TESTS_S).returncode
+    except subprocess.TimeoutExpired:
+        print(f"the tests took more than {TESTS_S:.0f} s and were ended")
+        return 1
+
+
+def real_model_fits(device: Device) -> bool:
+    """In RAM the experts once and the rest per system; on the GPU once whole, and per system the rest and slots."""
+    experts_bytes = 24 * 60 * 3 * 2048 * 1408 * DTYPE.itemsize
+    needed_ram_bytes, needed_bytes = int(2.0 * experts_bytes), int(2.6 * experts_bytes)
+    fits = free_ram_bytes() >= needed_ram_bytes and device.free_bytes() >= needed_bytes
+    if not fits:
+        print(
+            f"the second model: left out, it needs {format_memory(needed_ram_bytes)} of RAM and {format_memory(needed_bytes)} "
+            f"of GPU memory; {format_memory(free_ram_bytes())} and {format_memory(device.free_bytes())} are free"
+        )
+    return fits
 
 
 def main() -> int:
@@ -101,86 +411,44 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=208)
-    parser.add_argument("--implementation", default="eager")
+    parser.add_argument("--implementation", default="grouped_mm")
+    parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/gpu.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("No GPU that this build of torch can use: nothing was measured.")
         return 1
-    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
-    print(f"{name}, capability {capability}, torch {torch.__version__}, transformers {transformers.__version__}")
-    failed = 0
-    if not options.no_tests:
-        failed = subprocess.run(
-            [sys.executable, "-m", "pytest", "-m", "cuda", "-s", "tests/cuda"], check=False
-        ).returncode
+    clock, device = Clock(options.minutes), open_device("cuda")
+    assert device is not None
+    print(f"{device.name}, capability {torch.cuda.get_device_capability()}, torch {torch.__version__}", end="")
+    print(f", transformers {transformers.__version__}; {options.implementation}, {torch.get_num_threads()} threads")
+    failed = 0 if options.no_tests else run_tests()
+    bandwidth, latency_s = pinned_bandwidth(device), id_latency_s(device)
+    print(f"pinned copies reach {bandwidth / 1e9:.1f} GB/s; ids are on the host after {latency_s * 1e6:.0f} us")
+    about = {"device": device.name, "torch": torch.__version__, "bandwidth_bytes_per_s": bandwidth}
+    found: dict[str, Any] = about | {"id_latency_s": latency_s}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+
     example = find_example()
     checkpoint = example.widened(Path("promoe-out"), options.repeat, DTYPE)
-    prompts, tokenizer = prompts_of(checkpoint, options.pairs)
-
-    def run(model: Any, prompt: Any) -> Generation:
-        return generate(
-            model,
-            prompt,
-            options.new_tokens,
-            min_new_tokens=options.new_tokens,
-            repetition_penalty=REPETITION_PENALTY,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-
+    prompts, tokenizer = demo_prompts(checkpoint, options.pairs)
     base = load_stock(checkpoint, DTYPE)
     base.set_experts_implementation(options.implementation)
-    resident = copy.deepcopy(base).to("cuda")
-    with RoutingRecorder(resident) as recorder:
-        routing = []
-        for prompt in [prompts[0], *prompts]:
-            run(resident, prompt)
-            routing.append(recorder.take())
-    bandwidth = pinned_bandwidth()
-    print(
-        f"pinned copies reach {bandwidth / 1e9:.1f} GB/s; {options.implementation}, {torch.get_num_threads()} threads"
-    )
-    tables = []
-    for cache in options.cache:
-        models = {RESIDENT: resident, **open_systems(base, cache, example.predictor)}
-        answers = measure(models, prompts, run)
-        compute = tpots_s(answers[RESIDENT])[:-1]
-        rows = [
-            ("", "TTFT 512, ms", "TPOT, ms", "bound, ms", "x bound", "stall, ms", "hit %", "MB/token", "same tokens")
-        ]
-        for system, model in models.items():
-            times, bound_s, decode = tpots_s(answers[system])[:-1], None, None
-            if hasattr(model, "promoe"):
-                decode = model.promoe.stats().decode
-                missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, routing)[1:-1]
-                bound_s = median(token_bound_s(c, nbytes, bandwidth) for c, nbytes in zip(compute, missed, strict=True))
-            pairs = zip(answers[system], answers[RESIDENT], strict=True)
-            same = sum(own.tokens == other.tokens for own, other in pairs)
-            ttft_s, tpot_s = ttfts_s(answers[system])[-1], median(times)
-            row = {"cache": cache, "system": system, "ttft_512_s": ttft_s, "tpot_s": tpot_s, "bound_s": bound_s}
-            tables.append(row | {"same_answers": same, "answers": len(prompts), "tpots_s": times})
-            rows.append(
-                (
-                    system,
-                    format_ms(ttft_s),
-                    format_ms(tpot_s),
-                    format_ms(bound_s),
-                    format_times(None if bound_s is None else ratio(tpot_s, bound_s)).removesuffix("x"),
-                    format_ms(None if decode is None else decode.stall_per_pass_s),
-                    format_percent(None if decode is None else decode.hit_rate),
-                    format_megabytes(None if decode is None else decode.bytes_per_token),
-                    f"{same} of {len(prompts)}",
-                )
-            )
-        print(f"\ncache {cache}\n" + "\n".join(aligned(rows)), flush=True)
-        for model in models.values():
-            if hasattr(model, "promoe"):
-                promoe.unpatch(model)
-        del models
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    about = {"device": name, "torch": torch.__version__, "bandwidth_bytes_per_s": bandwidth, "rows": tables}
-    options.json.write_text(json.dumps(about, indent=1))
+    run = answering(options.new_tokens, tokenizer.pad_token_id)
+    bench = Bench.of(base, on_device(prompts, device), run, bandwidth, device)
+    found["demo"] = sweep(bench, options.cache, example.predictor, True, clock, REAL_S)
+    options.json.write_text(json.dumps(found, indent=1))
+    del bench, base
+    torch.cuda.empty_cache()
+
+    if clock.allows("the second model", REAL_S) and real_model_fits(device):
+        print("\ngeometry of Qwen1.5-MoE-A2.7B, random weights, random routing")
+        base = random_model(device, options.implementation, **REAL)
+        prompts = random_prompts(1, REAL["vocab_size"])
+        bench = Bench.of(base, on_device(prompts, device), answering(options.new_tokens, 0), bandwidth, device)
+        found["qwen1.5-moe-a2.7b"] = sweep(bench, ["10%"], None, False, clock, 0.0)
+        options.json.write_text(json.dumps(found, indent=1))
     print(f"\nwritten to {options.json}")
     return failed
 

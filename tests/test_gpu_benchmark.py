@@ -1,0 +1,111 @@
+"""`benchmarks/gpu.py` on a device that is not there: what can be wrong before a GPU is rented."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from tiny_models import build
+
+import promoe
+from promoe import patching
+from promoe.measure import Generation
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+REAL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}
+REAL |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}
+NEW_TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+    found = FakeDevice()
+    monkeypatch.setattr(patching, "open_device", lambda name: found)
+    return found
+
+
+def logits(model: Any, prompt: dict[str, torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        found: torch.Tensor = model(**prompt).logits
+    return found
+
+
+def test_probes(gpu: ModuleType, device: FakeDevice) -> None:
+    assert gpu.pinned_bandwidth(device, 4096) > 0
+    assert gpu.id_latency_s(device) > 0
+
+
+def test_the_geometry_with_random_weights(gpu: ModuleType, device: FakeDevice) -> None:
+    model = gpu.random_model(device, "grouped_mm", **(gpu.REAL | REAL | {"num_hidden_layers": 2, "vocab_size": 64}))
+    assert [layer.num_experts for layer in promoe.find_moe_layers(model)] == [8, 8]
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    (prompt, _) = gpu.random_prompts(1, 64, long_tokens=5)
+    assert logits(model, prompt).isfinite().all()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_streamed_layers_compute_the_same_and_leave_the_model_as_it_was(
+    layers: int, gpu: ModuleType, device: FakeDevice
+) -> None:
+    base = build("qwen2_moe", layers=layers)
+    (prompt, _) = gpu.random_prompts(1, 64, long_tokens=5)
+    expected = logits(base, prompt)
+    model = gpu.with_own_experts(gpu.sharing_experts(base))
+    streamed = gpu.StreamedLayers(model, device)
+    for _ in range(2):
+        assert torch.equal(logits(model, prompt), expected)
+    experts_bytes = sum(t.nbytes for layer in promoe.find_moe_layers(base) for t in layer.parameters())
+    assert device.copied_bytes >= 2 * experts_bytes - (experts_bytes // layers)
+    streamed.close()
+    assert torch.equal(logits(model, prompt), expected)
+    for own, other in zip(base.parameters(), model.parameters(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_systems_beside_each_other(
+    gpu: ModuleType, device: FakeDevice, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = build("qwen2_moe")
+    run = gpu.answering(NEW_TOKENS, 0)
+    bench = gpu.Bench.of(base, gpu.random_prompts(2, 64, long_tokens=20), run, 1e9, device)
+    rows = gpu.sweep(bench, ["30%", "100%"], None, False, gpu.Clock(60), 0.0)
+    printed = capsys.readouterr().out
+    names = [row["system"] for row in rows]
+    assert names[:2] == [gpu.RESIDENT, gpu.STREAMED]
+    assert len(names) == 2 * (2 + len(gpu.SYSTEMS))
+    for row in rows:
+        assert row["same_answers"] == row["answers"] == 3
+        assert row["tpot_s"] > 0
+        assert row["system"] in printed
+        assert ("bound_s" in row) == (row["system"] not in (gpu.RESIDENT, gpu.STREAMED))
+    assert not hasattr(base, "promoe")
+    assert device.pinned == []
+
+
+def test_without_time_things_are_left_out_and_that_is_said(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.sweep(None, ["30%"], None, False, gpu.Clock(1), 50.0) == []
+    assert "cache 30%: left out" in capsys.readouterr().out
+
+
+def test_a_generation_is_of_the_length_that_was_asked_for(gpu: ModuleType) -> None:
+    (prompt, _) = gpu.random_prompts(1, 64, long_tokens=5)
+    found: Generation = gpu.answering(NEW_TOKENS, 0)(build("qwen2_moe"), prompt)
+    assert len(found.tokens) == NEW_TOKENS
