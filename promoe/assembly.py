@@ -20,7 +20,8 @@ from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.handle import Handle
 from promoe.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Link
-from promoe.links.device import DeviceLink
+from promoe.links.cached_source import CachedSource, bytes_for_all_that_fits
+from promoe.links.device import DeviceLink, Source
 from promoe.links.device_sources import PinnedSource, StagedSource
 from promoe.memory import Pool, SlotPool
 from promoe.moe_layers import MoELayer
@@ -125,9 +126,21 @@ def open_link(choice: LinkChoice, parts: Parts) -> Link:
         return _link_into_ram(choice, parts.store, parts.config, sum(plan.nbytes for plan in parts.plans))
     if isinstance(parts.store, HostStore):
         return DeviceLink(PinnedSource(parts.store, device), device)
-    slot_bytes = max(plan.layout.slot_bytes for plan in parts.plans)
-    source = StagedSource(_link_into_ram("auto", parts.store, parts.config, 0), device, slot_bytes)
-    return DeviceLink(source, device, parts.config.workers)
+    return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)
+
+
+def _source_in_files(parts: Parts, device: Device) -> Source:
+    store, config, nbytes = parts.store, parts.config, parts.config.pinned_bytes
+    if nbytes is None:
+        nbytes = bytes_for_all_that_fits(store, config.workers)
+    link = _link_into_ram("auto", store, config, nbytes)
+    if not nbytes:
+        return StagedSource(link, device, max(layout.slot_bytes for layout in store.layouts))
+    try:
+        return CachedSource(link, store, device, nbytes)
+    except BaseException:
+        link.close()
+        raise
 
 
 def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:

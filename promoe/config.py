@@ -35,6 +35,8 @@ class PromoeConfig:
         min_group_bytes: experts of a layer that take less memory together than this run in one call when the last has
             come; larger ones run as they come. To run a group by itself costs about as much as to read this many bytes.
         workers: transfer threads.
+        pinned_bytes: for experts on disk and slots on a GPU: pinned RAM in which what was read stays; None: as much as is
+            free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit in free RAM).
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
         strict: check invariants that production only counts.
@@ -52,6 +54,7 @@ class PromoeConfig:
     chunk_bytes: int = 4 * 1024 * 1024
     min_group_bytes: int = 4 * 1024 * 1024
     workers: int = 2
+    pinned_bytes: int | None = None
     read_mode: ReadMode = "auto"
     stall_timeout_s: float = 60.0
     strict: bool = False
@@ -68,6 +71,10 @@ class PromoeConfig:
         self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
         self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
         self._require(0.0 <= self.waste_share <= 1.0, "waste_share", "from 0 to 1")
+        pinned_bytes = self.pinned_bytes
+        self._require(
+            pinned_bytes is None or (_is_int(pinned_bytes) and pinned_bytes >= 0), "pinned_bytes", "None or bytes"
+        )
         self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
         self._require(self.workers >= 1, "workers", "at least 1 thread")
         self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")

@@ -60,8 +60,8 @@ def from_pretrained(
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
             None for no prefetch.
         dtype: of the weights; None: the checkpoint's. Experts of another dtype are converted on arrival.
-        device: "cuda" puts the slots and everything but the routed experts on the GPU; experts come from the files, through
-            what of them the system keeps in RAM.
+        device: "cuda" puts the slots and everything but the routed experts on the GPU; experts come from the files, and stay in
+            pinned RAM as far as it reaches (`PromoeConfig.pinned_bytes`).
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
         config: everything else, see `PromoeConfig`.
         progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.

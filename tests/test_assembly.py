@@ -152,6 +152,9 @@ def test_links_to_a_device(model: PreTrainedModel, opened: OpenedModel) -> None:
     in_files = replace(in_ram, store=opened.store)
     link = open_link("auto", in_files)
     assert (type(link), link.workers) == (DeviceLink, 3), "so many threads read"
+    assert "of pinned RAM (" in link.describe()
+    link.close()
+    link = open_link("auto", replace(in_files, config=replace(in_files.config, pinned_bytes=0)))
     assert "through pinned buffers" in link.describe()
     link.close()
     with pytest.raises(ConfigError, match="An EmulatedLink ends in RAM"):

@@ -32,6 +32,7 @@ def test_defaults() -> None:
         "chunk_bytes": 4 * 2**20,
         "min_group_bytes": 4 * 2**20,
         "workers": 2,
+        "pinned_bytes": None,
         "read_mode": "auto",
         "stall_timeout_s": 60.0,
         "strict": False,
@@ -46,7 +47,7 @@ def test_every_field_is_explained() -> None:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "read_mode"}
+    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "pinned_bytes", "read_mode"}
 
 
 def test_settings_cannot_be_changed_after_patching() -> None:
@@ -78,6 +79,8 @@ def test_equal_settings_are_equal() -> None:
         {"waste_share": 0.0},
         {"waste_share": 1},
         {"workers": 1},
+        {"pinned_bytes": 0},
+        {"pinned_bytes": 10**12},
         {"stall_timeout_s": 1},
         {"stall_timeout_s": 1e-3},
         {"chunk_bytes": 4096},
@@ -111,6 +114,9 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("waste_share", 1.5, "from 0 to 1"),
         ("waste_share", math.nan, "from 0 to 1"),
         ("workers", 0, "at least 1 thread"),
+        ("pinned_bytes", -1, "None or bytes"),
+        ("pinned_bytes", 1.5, "None or bytes"),
+        ("pinned_bytes", True, "None or bytes"),
         ("stall_timeout_s", 0.0, "more than 0 seconds"),
         ("stall_timeout_s", -1, "more than 0 seconds"),
         ("stall_timeout_s", math.nan, "more than 0 seconds"),

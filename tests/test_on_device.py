@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -246,11 +247,25 @@ def test_without_a_gpu_that_is_said() -> None:
 def test_a_checkpoint_is_served_from_its_files(device: FakeDevice, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint")
     expected = answer(AutoModelForCausalLM.from_pretrained(folder).eval())
-    model = promoe.from_pretrained(folder, device="cuda", cache="30%", config=CONFIG)
-    assert_same_answers(model, expected)
-    assert "through pinned buffers to fake device" in model.promoe.stats().link  # type: ignore[union-attr]
-    promoe.unpatch(model)
-    assert_same_answers(model, expected)
+    slot_bytes = promoe.find_moe_layers(AutoModelForCausalLM.from_pretrained(folder))[0].layout.slot_bytes
+    for pinned_bytes, how in (
+        (None, "of pinned RAM (24 of 24 experts) to fake device"),
+        (4 * slot_bytes, "of pinned RAM (4 of 24 experts) to fake device"),
+        (0, "through pinned buffers to fake device"),
+    ):
+        settings = replace(CONFIG, pinned_bytes=pinned_bytes)
+        model = promoe.from_pretrained(folder, device="cuda", cache="30%", config=settings)
+        assert_same_answers(model, expected)
+        assert how in model.promoe.stats().link  # type: ignore[union-attr]
+        promoe.unpatch(model)
+        assert device.pinned == []
+        assert_same_answers(model, expected)
+
+
+def test_too_little_pinned_memory_is_said(device: FakeDevice, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=r"'pinned_bytes' .* 4 experts of .* Got 1000 instead"):
+        promoe.from_pretrained(folder, device="cuda", config=replace(CONFIG, pinned_bytes=1000))
 
 
 def test_generate_is_kept_from_capturing_graphs(device: FakeDevice) -> None:
