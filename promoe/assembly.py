@@ -194,7 +194,8 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         engine.start()
         forecaster = None
         if parts.predictor is not None:
-            forecaster = Forecaster(parts.predictor, engine, in_order=isinstance(parts.predictor, OraclePredictor))
+            in_order = isinstance(parts.predictor, OraclePredictor)
+            forecaster = Forecaster(parts.predictor, engine, in_order, parts.device)
             undo.callback(forecaster.close)
         passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
         runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream, parts.device)

@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 
+from promoe.devices import Device, Event
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
@@ -21,23 +23,34 @@ logger = logging.getLogger(__name__)
 
 # Visits that may wait; older ones are dropped, because their forecasts would come too late.
 MAX_WAITING = 2
-# The scheduler's step of a layer visit, and the visit.
-Order = tuple[int, LayerVisit]
+# The scheduler's step of a layer visit, the visit, and from when on a device has its tensors.
+Order = tuple[int, LayerVisit, Event | None]
 
 
 class Forecaster:
     """Feeds layer visits to a predictor and its forecasts to the engine.
 
     It predicts in a thread of its own, off the critical path. One that says it is `quick` does so in the forward if the
-    model computes on every core: handing the visit over would cost more than the prediction. A predictor that raises is
-    switched off with one warning: a prediction must never break a forward.
+    model computes on every core: handing the visit over would cost more than the prediction. On a device it never does: its
+    answer is waited for, so that its kernels go into a queue of their own. A predictor that raises is switched off with one
+    warning: a prediction must never break a forward.
+
+    Args:
+        predictor: asked.
+        engine: told.
+        in_order: the predictor has to see every visit.
+        device: where the model computes; None: the processor.
     """
 
-    def __init__(self, predictor: Predictor, engine: Engine, in_order: bool = False) -> None:
+    def __init__(
+        self, predictor: Predictor, engine: Engine, in_order: bool = False, device: Device | None = None
+    ) -> None:
         self._predictor = predictor
         self._engine = engine
         # The oracle counts visits and must see each of them.
         self._in_order = in_order
+        self._device = device
+        self._queue = None if device is None else device.new_queue()
         self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
         self._condition = threading.Condition()
         self._one_at_a_time = threading.Lock()
@@ -46,7 +59,7 @@ class Forecaster:
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
         self._thread: ThreadBeside | None = None  # none: it predicts in the forward
-        if in_order or not getattr(predictor, "quick", False) or has_spare_core():
+        if in_order or device is not None or not getattr(predictor, "quick", False) or has_spare_core():
             # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
             run = partial(_run, weakref.ref(self), self._condition, self._waiting)
             self._thread = ThreadBeside(run, "promoe-predictor")
@@ -70,10 +83,11 @@ class Forecaster:
         if self._thread is None:
             with self._one_at_a_time:
                 if not self._closed:
-                    self._attempt(origin_step, visit)
+                    self._attempt(origin_step, visit, None)
             return
+        ready = None if self._device is None else self._device.current().mark()
         with self._condition:
-            self._waiting.append((origin_step, visit))
+            self._waiting.append((origin_step, visit, ready))
             self._condition.notify()
 
     def drain(self) -> None:
@@ -93,9 +107,9 @@ class Forecaster:
             if self._thread.is_alive():
                 logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
 
-    def _attempt(self, origin_step: int, visit: LayerVisit) -> None:
+    def _attempt(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         try:
-            self._predict(origin_step, visit)
+            self._predict(origin_step, visit, ready)
         except Exception:
             logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
             with self._condition:
@@ -104,10 +118,13 @@ class Forecaster:
                 self._condition.notify_all()
             self._engine.set_prefetch(False)
 
-    def _predict(self, origin_step: int, visit: LayerVisit) -> None:
+    def _predict(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         engine = self._engine
         start_s = time.perf_counter()
-        forecasts = self._predictor.predict(visit)
+        if self._queue is not None and ready is not None:
+            self._queue.wait(ready)
+        with nullcontext() if self._queue is None else self._queue.running():
+            forecasts = self._predictor.predict(visit)
         end_s = time.perf_counter()
         for forecast in forecasts:
             self._check(forecast)
@@ -135,9 +152,9 @@ class Forecaster:
 def _run(found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]) -> None:
     """What a forecaster's thread does until that is closed, or gone."""
     while (work := _next(found, condition, waiting)) is not None:
-        forecaster, (origin_step, visit) = work
-        forecaster._attempt(origin_step, visit)
-        del work, forecaster, visit
+        forecaster, order = work
+        forecaster._attempt(*order)
+        del work, forecaster, order
 
 
 def _next(

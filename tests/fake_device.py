@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 
 import torch
@@ -59,6 +60,12 @@ class FakeQueue:
             event.queue.run_until(event)
         else:
             self._work.append((event,))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """What is waited for is over; kernels are done where they are called."""
+        self.run_until(self.mark())
+        yield
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         self.device.copied_bytes += source.numel()

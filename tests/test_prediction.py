@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_device import FakeDevice
 from served import NEW_TOKENS, PROMPTS, expected, greedy, predictor_of, record, served, stock
 from torch import nn
 
@@ -119,6 +120,24 @@ def test_it_predicts_in_a_thread_of_its_own_and_is_counted() -> None:
         assert engine.recorder.phase_stats("decode").predictor_calls == 3
         assert engine.recorder.phase_stats("decode").predictor_s > 0
     assert names == ["promoe-predictor"] * 3
+
+
+def test_on_a_device_it_predicts_beside_the_forward_once_the_input_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also a quick one without a core to itself: its answer is waited for."""
+    monkeypatch.setattr(prediction, "has_spare_core", lambda: False)
+    seen: list[list[float]] = []
+    predictor = Predictor(lambda visit: seen.append(visit.gate_input[0].tolist()) or [])
+    predictor.quick = True  # type: ignore[attr-defined]
+    device = FakeDevice(eager=False)
+    with predicting(predictor, device=device) as (thread, _):
+        announced = visit()
+        announced.gate_input.fill_(float("nan"))
+        device.compute.put(lambda: announced.gate_input.fill_(0.5))
+        assert not thread.in_forward
+        thread.visit(1, announced)
+        thread.drain()
+    assert [set(values) for values in seen] == [{0.5}]
+    assert device.host_waits == 0, "of the device's own queues one waits for the other"
 
 
 @pytest.mark.parametrize(

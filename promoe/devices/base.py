@@ -8,6 +8,7 @@ in terms of these, so that it can be tested where there is none.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -35,6 +36,10 @@ class Queue(Protocol):
 
     def wait(self, event: Event) -> None:
         """What is put into it from now on begins after `event`. Returns at once."""
+        ...
+
+    def running(self) -> AbstractContextManager[object]:
+        """Meanwhile the calling thread's kernels go there."""
         ...
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:

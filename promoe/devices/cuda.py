@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -53,9 +54,14 @@ class CudaQueue:
         """Let the stream wait."""
         self._stream.wait_event(event.raw)
 
+    def running(self) -> AbstractContextManager[object]:
+        """As torch's current stream."""
+        stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
+        return stream
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy to the device."""
-        with torch.cuda.stream(self._stream):
+        with self.running():
             destination.copy_(source, non_blocking=True)
 
     copy_to_host = copy
