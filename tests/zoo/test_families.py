@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice
+from served import config
 from untouched import assert_same, snapshot
 
 import promoe
+from promoe import patching
 from promoe.adapters import Adapter
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import find_moe_layers
-from zoo.exactness import assert_equal, outputs, served
+from zoo.exactness import assert_equal, cache_bytes, outputs, served
 from zoo.families import build, family_of, inputs, names, served_families
 from zoo.scan import experts_classes
 
@@ -73,6 +76,22 @@ def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementat
         assert model.promoe.stats().bytes_demand > 0
     assert_same(before, state_of(model))
     assert_equal(outputs(model, tokens), expected)
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_same_bits_from_few_slots_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ids are read at the gate, and no family may change them in place before its experts run."""
+    monkeypatch.setattr(patching, "open_device", lambda name: FakeDevice())
+    model = build(name, torch.float32)
+    layers = use(model, "grouped_mm")
+    tokens = inputs(name, model)
+    expected = outputs(model, tokens)
+    promoe.patch(model, device="cuda", cache=cache_bytes(layers, SLOTS), config=config())
+    try:
+        assert_equal(outputs(model, tokens), expected)
+        assert not model.promoe.runtime.predictor_failed
+    finally:
+        promoe.unpatch(model)
 
 
 def state_of(model: Any) -> dict[str, Any]:
