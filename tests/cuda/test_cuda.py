@@ -6,12 +6,16 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoint import write_checkpoint
 from tiny_models import IMPLEMENTATIONS, build, token_ids
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 import promoe
 from promoe.errors import ConfigError, PromoeError
@@ -170,6 +174,22 @@ def test_the_experts_memory_is_pinned_while_it_is_served() -> None:
     assert parameter.is_pinned()
     promoe.unpatch(model)
     assert not parameter.is_pinned()
+
+
+@pytest.mark.parametrize("kept", [None, 4, 0])
+def test_a_checkpoint_on_disk_through_pinned_memory(kept: int | None, tmp_path: Path) -> None:
+    """All experts stay in pinned RAM, four of them, or none."""
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    resident = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
+    slot_bytes = promoe.find_moe_layers(resident)[0].layout.slot_bytes
+    tokens, scores = answer(resident.to("cuda"), token_ids(1, 12, seed=1))
+    settings = replace(CONFIG, pinned_bytes=None if kept is None else kept * slot_bytes)
+    model = promoe.from_pretrained(folder, device="cuda", cache="20%", config=settings, experts_implementation="eager")
+    found = answer(model, token_ids(1, 12, seed=1))
+    print(model.promoe.stats().link)  # type: ignore[union-attr]
+    promoe.unpatch(model)
+    assert torch.equal(found[0], tokens)
+    assert torch.equal(found[1], scores)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
