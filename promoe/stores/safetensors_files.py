@@ -6,13 +6,14 @@ Knows files and tensors by name; does not know models, experts or slots.
 from __future__ import annotations
 
 import errno
-import json
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from promoe.errors import CheckpointError
 from promoe.stores.safetensors_header import TensorRange, read_header
+from promoe.untrusted import open_plain, read_json
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,17 +38,16 @@ class SafetensorsFile:
         """
         path = Path(path)
         try:
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            fd = open_plain(path)
         except OSError as error:
-            raise CheckpointError(
-                f"Cannot open checkpoint file {path}: {error.strerror}. Download or copy the checkpoint again, "
-                "complete."
-            ) from error
+            raise _unreadable(path, error) from error
         try:
             size_bytes = os.fstat(fd).st_size
             tensors = read_header(path, fd, size_bytes, file_idx)
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError):
+                raise _unreadable(path, error) from error
             raise
         if hasattr(os, "posix_fadvise"):
             # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
@@ -101,9 +101,11 @@ class SafetensorsFiles:
         there.
 
         Raises:
-            CheckpointError: a file is missing, damaged or truncated, or lacks a tensor that the index places in it.
+            CheckpointError: a file is missing, damaged or truncated, or lacks a tensor that the index places in it; or the
+                index names one outside the folder.
         """
         files: list[SafetensorsFile] = []
+        _check_inside((weight_map or {}).values())
         try:
             for file_idx, path in enumerate(paths):
                 files.append(SafetensorsFile.open(path, file_idx))
@@ -131,7 +133,7 @@ def locate_files(checkpoint: str | os.PathLike[str]) -> tuple[list[Path], dict[s
         The files' paths in order of name, and the index's weight map (tensor name -> file name) if there is an index.
 
     Raises:
-        CheckpointError: there are none, or the index is not readable.
+        CheckpointError: there are none, or the index is not readable, or names files outside the folder.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -148,18 +150,39 @@ def locate_files(checkpoint: str | os.PathLike[str]) -> tuple[list[Path], dict[s
     if not path.name.endswith(".index.json"):
         return [path], None
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
+        weight_map = read_json(path)["weight_map"]
+        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError("its weight_map does not name files")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
             f"The index {path} cannot be read: {type(error).__name__}: {error}. Download or copy the checkpoint again."
         ) from error
-    return [path.parent / name for name in names], dict(weight_map)
+    _check_inside(weight_map.values())
+    return [path.parent / name for name in sorted(set(weight_map.values()))], dict(weight_map)
+
+
+def _check_inside(names: Iterable[str]) -> None:
+    """By name alone: in the hub's cache the files themselves are links out of the folder."""
+    for name in set(names):
+        parts = PurePath(name).parts
+        if not parts or ".." in parts or PurePath(name).is_absolute():
+            raise CheckpointError(
+                f"The checkpoint's index names the file {name[:200]!r}, which lies outside the checkpoint's folder. Do not use "
+                "this checkpoint, or download it again from where you trust it."
+            )
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot open checkpoint file {str(path)[:500]}: {error.strerror}. Download or copy the checkpoint again, complete."
+    )
 
 
 def _check_index(files: Mapping[str, SafetensorsFile], weight_map: Mapping[str, str]) -> None:
-    for shard in sorted(set(weight_map.values())):
-        names = [name for name, where in weight_map.items() if where == shard]
+    by_shard: defaultdict[str, list[str]] = defaultdict(list)
+    for name, shard in weight_map.items():
+        by_shard[shard].append(name)
+    for shard, names in sorted(by_shard.items()):
         file = files.get(Path(shard).name)
         if file is None:
             raise CheckpointError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,13 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.untrusted import MAX_JSON_BYTES, loads
 
 HEADER_LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100 * 1024 * 1024  # the format's own limit
+# More than torch takes; of a list of millions even the product would not end.
+MAX_DIMENSIONS = 64
+# One more would not be an offset or size that the system, or torch, can count to.
+END = 2**63
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -70,7 +73,7 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
 
     prefix = os.pread(fd, HEADER_LENGTH_BYTES, 0)
     header_bytes = int.from_bytes(prefix, "little")
-    if len(prefix) < HEADER_LENGTH_BYTES or not 2 <= header_bytes <= MAX_HEADER_BYTES:
+    if len(prefix) < HEADER_LENGTH_BYTES or not 2 <= header_bytes <= MAX_JSON_BYTES:
         raise damaged(f"header length {header_bytes} bytes in a file of {size_bytes} bytes")
     first_byte = HEADER_LENGTH_BYTES + header_bytes
     if first_byte > size_bytes:
@@ -78,17 +81,15 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
             f"expected a header of {header_bytes} bytes, found {size_bytes - HEADER_LENGTH_BYTES} bytes (truncated)"
         )
     try:
-        header = json.loads(os.pread(fd, header_bytes, HEADER_LENGTH_BYTES))
+        header = loads(os.pread(fd, header_bytes, HEADER_LENGTH_BYTES), constants=False)
         entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise damaged(f"its header is not a JSON object ({type(error).__name__}: {error})") from error
     tensors: dict[str, TensorRange] = {}
     for name, entry in entries.items():
-        tensor = None
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            tensor = _tensor_range(name, entry, file_idx, first_byte)
+        tensor = _tensor_range(name, entry, file_idx, first_byte)
         if tensor is None:
-            raise damaged(f"the header's entry for {name!r} is {str(entry)[:120]}")
+            raise damaged(f"the header's entry for {name[:200]!r} is {str(entry)[:120]}")
         tensors[name] = tensor
     expected_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors.values()), default=first_byte)
     if size_bytes != expected_bytes:
@@ -96,16 +97,40 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
             f"expected {expected_bytes} bytes by its header, found {size_bytes} bytes"
             + (" (truncated)" if size_bytes < expected_bytes else "")
         )
+    if (fault := _layout_fault(tensors.values(), first_byte)) is not None:
+        raise damaged(fault)
     return tensors
 
 
+def _layout_fault(tensors: Iterable[TensorRange], first_byte: int) -> str | None:
+    """What is wrong if the tensors do not follow one another without gaps, as the format demands."""
+    end, before = first_byte, "the header"
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.nbytes)):
+        if tensor.offset_bytes != end:
+            what = "overlaps" if tensor.offset_bytes < end else "does not follow"
+            return f"{tensor.name[:200]!r} begins at byte {tensor.offset_bytes} and {what} {before}, which ends at byte {end}"
+        end, before = tensor.offset_bytes + tensor.nbytes, repr(tensor.name[:200])
+    return None
+
+
 def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int) -> TensorRange | None:
-    """None when shape, dtype and offsets contradict each other."""
-    start, stop = (int(offset) for offset in entry["data_offsets"])
-    shape, dtype_name = tuple(int(size) for size in entry["shape"]), str(entry["dtype"])
+    """None when it is no entry, or shape, dtype and offsets contradict each other."""
+    if not isinstance(entry, dict):
+        return None
+    offsets, shape, dtype_name = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
+    if not (isinstance(offsets, list) and isinstance(shape, list) and isinstance(dtype_name, str)):
+        return None
+    if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        return None
+    # Not what int() would make of it: a checkpoint that means a number writes a number.
+    if not all(type(number) is int and 0 <= number < END for number in (*offsets, *shape)):
+        return None
+    start, stop = offsets
     dtype = TORCH_DTYPES.get(dtype_name)
-    if not 0 <= start <= stop or any(size < 0 for size in shape):
+    itemsize = 1 if dtype is None else dtype.itemsize
+    # Without the zeros: torch also computes the strides of what has no elements.
+    if stop < start or math.prod(size for size in shape if size) * itemsize >= END:
         return None
-    if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
+    if dtype is not None and stop - start != math.prod(shape) * itemsize:
         return None
-    return TensorRange(name, file_idx, first_byte + start, stop - start, shape, dtype_name)
+    return TensorRange(name, file_idx, first_byte + start, stop - start, tuple(shape), dtype_name)
