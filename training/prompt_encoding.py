@@ -72,15 +72,19 @@ def _render(messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> 
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return list(tokenizer(text, verbose=False)["input_ids"])
-    return list(
-        tokenizer.apply_chat_template(
+    try:
+        ids = tokenizer.apply_chat_template(
             list(messages),
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
             tokenizer_kwargs={"verbose": False},
         )
-    )
+    except TemplateError:
+        raise
+    except Exception as error:  # a template computes, and may divide by zero
+        raise TemplateError(f"{type(error).__name__}: {error}") from error
+    return list(ids)
 
 
 def _cut_question(prompt: Prompt, num_tokens: int, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:

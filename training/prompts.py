@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import reprlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -17,6 +19,7 @@ from typing import Any, BinaryIO, Literal, TypedDict
 
 from promoe.errors import PromoeError
 from promoe.training.sharegpt import read_conversations
+from promoe.untrusted import open_plain, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +115,12 @@ def read_exclusions(path: str | PathLike[str]) -> list[str]:
     Raises:
         PromptError: The file cannot be read, or holds something else.
     """
-    with _opened(Path(path)) as stream:
-        try:
-            texts = json.load(stream)
-        except ValueError as error:
-            raise PromptError(f"{path} is not JSON: {error}. Expected a list of strings.") from error
+    try:
+        texts = read_json(path)
+    except OSError as error:
+        raise _cannot_open(path, error) from error
+    except ValueError as error:
+        raise PromptError(f"{path} is not JSON: {error}. Expected a list of strings.") from error
     if not isinstance(texts, list):
         raise PromptError(f"{path} must hold a JSON list of strings. Found {_described(texts)} instead.")
     for number, text in enumerate(texts):
@@ -132,19 +136,19 @@ def _records(data: str) -> Iterator[tuple[Message, ...]]:
     if data == SHAREGPT:
         return _sharegpt_records(None)
     path = Path(data)
-    is_folder = bool(data) and path.is_dir()
+    is_folder = os.path.isdir(data)  # not pathlib's, which raises for names that are too long
     suffix = "" if is_folder else path.suffix.lower()
     if suffix == ".json":
         return _sharegpt_records(path)
     if suffix == ".jsonl":
         return _jsonl_records(path)
-    if _OTHER_SUFFIXES.fullmatch(suffix) or path.is_file():
+    if _OTHER_SUFFIXES.fullmatch(suffix) or os.path.isfile(data):
         raise PromptError(
-            f"Cannot read prompts from the file '{data}': its name must end in .json (ShareGPT's form) or .jsonl. "
+            f"Cannot read prompts from the file '{data[:500]}': its name must end in .json (ShareGPT's form) or .jsonl. "
             f"Found {suffix or 'no suffix'} instead. Convert it to JSON lines. {_RECORD}"
         )
     if not is_folder and not _HUB_ID.fullmatch(data):  # a mistyped path is answered without asking the hub
-        raise PromptError(f"There are no data '{data}': no such file or folder, and no id of the hub. {_DATA}")
+        raise PromptError(f"There are no data '{data[:500]}': no such file or folder, and no id of the hub. {_DATA}")
     return _dataset_records(data)
 
 
@@ -177,8 +181,8 @@ def _jsonl_records(path: Path) -> Iterator[tuple[Message, ...]]:
                 continue
             try:
                 record = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                if not line.endswith(b"\n"):
+            except (ValueError, RecursionError) as error:
+                if isinstance(error, ValueError) and not line.endswith(b"\n"):
                     logger.warning("%s is cut off in line %d: read %d whole records.", path, number, count)
                     return
                 raise PromptError(f"{where}, is not JSON ({error}): {line[:40]!r}. {_RECORD}") from error
@@ -205,9 +209,13 @@ def _dataset_rows(data: str) -> Iterator[Any]:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        return open(open_plain(path), "rb")
     except OSError as error:
-        raise PromptError(f"Cannot open {path}: {error.strerror}. Check the path.") from error
+        raise _cannot_open(path, error) from error
+
+
+def _cannot_open(path: str | PathLike[str], error: OSError) -> PromptError:
+    return PromptError(f"Cannot open {str(path)[:500]}: {error.strerror}. Check the path.")
 
 
 def _parse_record(record: Any, where: str) -> tuple[Message, ...]:
@@ -248,9 +256,9 @@ def _parse_chat(chat: Any, field: str, where: str) -> list[tuple[str, str]]:
 
 def _described(value: Any) -> str:
     if isinstance(value, Mapping):
-        fields = ", ".join(f'"{key}": {type(item).__name__}' for key, item in list(value.items())[:8])
+        fields = ", ".join(f'"{key[:80]}": {type(item).__name__}' for key, item in list(value.items())[:8])
         return f"{{{fields}}}"
-    return f"{type(value).__name__} {value!r:.40}"
+    return f"{type(value).__name__} {reprlib.repr(value):.40}"
 
 
 def _usable(pairs: Iterable[tuple[str, str]]) -> tuple[Message, ...]:

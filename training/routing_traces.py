@@ -5,6 +5,7 @@ Knows arrays and files; not models or predictors.
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -15,13 +16,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib import format as npy_format
 
 from promoe.errors import PromoeError
+from promoe.untrusted import open_plain
 
 if TYPE_CHECKING:
     import torch
 
 REQUIRED = ("experts", "prompt_lengths", "token_index")
+# What one array may take in memory: a packed one can be a thousand times its size in the file.
+MAX_ARRAY_BYTES = 4 << 30
+# Of a layer. Tables have a row for each, so an id of a billion must not make a billion rows.
+MAX_EXPERTS = 1 << 15
+_PIECE_BYTES = 1 << 20
+_HEADER_READERS = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
 
 
 class TraceError(PromoeError):
@@ -90,7 +99,7 @@ class RoutingTrace:
 
     def first(self, num_tokens: int) -> RoutingTrace:
         """At most so many tokens from the start; the last prompt may be cut off."""
-        ends = np.minimum(np.cumsum(self.prompt_lengths), num_tokens)
+        ends = np.minimum(np.cumsum(self.prompt_lengths), min(num_tokens, self.num_tokens))
         lengths = np.diff(ends, prepend=0)
         return self._tokens(slice(num_tokens), lengths[lengths > 0])
 
@@ -143,21 +152,57 @@ def load_npz(path: str | PathLike[str]) -> RoutingTrace:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file):  # an array alone, or a pickle, is no archive
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as archive:
-                missing = [name for name in REQUIRED if name not in archive]
-                if missing:
-                    raise TraceError(
-                        f"{path} has no array {missing[0]!r}; it has {', '.join(archive.files) or 'none'}. A routing trace "
-                        f"needs {', '.join(REQUIRED)}."
-                    )
-                experts, lengths, token_ids = (archive[name] for name in REQUIRED)
+        with open(open_plain(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            missing = [name for name in REQUIRED if f"{name}.npy" not in names]
+            if missing:
+                raise TraceError(
+                    f"{path} has no array {missing[0]!r}; it has {_listed(names)}. A routing trace needs {', '.join(REQUIRED)}."
+                )
+            experts, lengths, token_ids = (_read_array(archive.getinfo(f"{name}.npy"), archive) for name in REQUIRED)
     except OSError as error:
         raise TraceError(f"Cannot read the trace {path}: {error.strerror or error}. Check the path.") from error
-    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    # Of an archive that is packed in a way that Python cannot undo, or encrypted: RuntimeError.
+    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise TraceError(f"{path} is not a NumPy archive of plain arrays: {error}.") from error
     return _checked(path, experts, lengths, token_ids)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(name.removesuffix(".npy")[:80] for name in names[:8]) or "none"
+
+
+def _read_array(member: zipfile.ZipInfo, archive: zipfile.ZipFile) -> npt.NDArray[Any]:
+    """An array of the archive in this machine's byte order, read after its header was compared with the member's size.
+
+    Raises:
+        ValueError: it is none, or not of plain numbers, or too large.
+    """
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{member.filename} is packed in a way that NumPy does not use")
+    with archive.open(member) as stream:
+        try:
+            version = npy_format.read_magic(stream)
+            shape, in_columns, dtype = _HEADER_READERS[version](stream)
+        except Exception as error:  # the header is a literal of Python, and whatever reading that can raise comes through
+            raise ValueError(f"{member.filename} has no sound header ({type(error).__name__}: {str(error)[:200]})") from error
+        nbytes, found_bytes = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+        if dtype.hasobject or min(shape, default=0) < 0:
+            raise ValueError(f"{member.filename} is of {dtype}, {shape}")
+        if nbytes != found_bytes:
+            raise ValueError(f"{member.filename} is {dtype}, {shape}, which is {nbytes} bytes, but holds {found_bytes} bytes")
+        if nbytes > MAX_ARRAY_BYTES:
+            raise ValueError(f"{member.filename} is {nbytes} bytes, more than {MAX_ARRAY_BYTES >> 30} GiB")
+        content = bytearray(nbytes)
+        view, done = memoryview(content), 0
+        while done < nbytes:
+            count = stream.readinto(view[done : done + _PIECE_BYTES])
+            if not count:
+                raise ValueError(f"{member.filename} ends after {done} of {nbytes} bytes")
+            done += count
+        stream.read(1)  # the end, where its checksum is compared
+    array = np.frombuffer(content, dtype) if nbytes else np.empty(0, dtype)
+    return array.astype(dtype.newbyteorder("="), copy=False).reshape(shape, order="F" if in_columns else "C")
 
 
 def _checked(path: Path, experts: Any, lengths: Any, token_ids: Any) -> RoutingTrace:
@@ -167,14 +212,22 @@ def _checked(path: Path, experts: Any, lengths: Any, token_ids: Any) -> RoutingT
 
     arrays = dict(zip(REQUIRED, (experts, lengths, token_ids), strict=True))
     for name, array in arrays.items():
-        require(np.issubdtype(array.dtype, np.integer), f"{name!r} must be whole numbers, found {array.dtype}")
+        # Not np.integer, which spans of time are a kind of.
+        require(array.dtype.kind in "iu", f"{name!r} must be whole numbers, found {array.dtype}")
     require(experts.ndim == 3, f"'experts' must be [num_tokens, num_layers, top_k], found shape {experts.shape}")
     require(experts.size > 0, f"'experts' is empty, shape {experts.shape}")
     require(token_ids.shape == experts.shape[:1], f"{experts.shape[0]} tokens, but {token_ids.shape} token ids")
-    require(lengths.ndim == 1 and (lengths > 0).all(), "every prompt must have at least one token")
-    total = int(lengths.sum())
+    require(int(token_ids.max()) < 2**63, f"a token id is {int(token_ids.max())}")
+    require(lengths.ndim == 1 and bool((lengths > 0).all()), "every prompt must have at least one token")
+    total = int(lengths.sum(dtype=object))  # sums of 64 bits wrap
     require(total == len(experts), f"prompts of {total} tokens in all, but {len(experts)} rows")
-    require(int(experts.min()) >= 0, "expert ids must be 0 or more")
-    ordered = np.sort(experts, axis=2)
-    require(bool((np.diff(ordered, axis=2) != 0).all()), "a token uses an expert of a layer twice")
-    return RoutingTrace(experts, token_ids, lengths, int(experts.max()) + 1)
+    least, most = int(experts.min()), int(experts.max())
+    require(0 <= least and most < MAX_EXPERTS, f"expert ids must be 0 to {MAX_EXPERTS - 1}, found {least} to {most}")
+    require(are_distinct(experts), "a token uses an expert of a layer twice")
+    # Sums and differences of numbers without a sign would be numbers without a sign, or floats.
+    return RoutingTrace(experts, token_ids.astype(np.int64), lengths.astype(np.int64), most + 1)
+
+
+def are_distinct(experts: npt.NDArray[np.integer[Any]]) -> bool:
+    """Whether no token uses an expert of a layer twice, of ids `[num_tokens, num_layers, top_k]`."""
+    return bool((np.diff(np.sort(experts, axis=2), axis=2) != 0).all())

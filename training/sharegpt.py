@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from promoe.errors import PromoeError
+from promoe.untrusted import open_plain
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ def read_conversations(path: str | PathLike[str] | None = None) -> Iterator[Conv
     """
     path = default_path() if path is None else Path(path)
     try:
-        stream = path.open("rb")
+        stream = open(open_plain(path), "rb")
     except OSError as error:
         raise ShareGptError(f"Cannot open the ShareGPT file {path}: {error.strerror}. Check the path.") from error
     with stream:
@@ -163,6 +164,11 @@ def _read_records(stream: BinaryIO, path: Path) -> Iterator[tuple[int, Any]]:
                 )  # fmt: skip
                 return
             continue
+        except (ValueError, RecursionError) as error:  # a number of too many digits, or lists in lists in lists
+            raise ShareGptError(
+                f"{path}: record {count:,} (from 0) cannot be read ({type(error).__name__}: {error}). The file is damaged "
+                f"there; cut it off before that record."
+            ) from error
         yield count, record
         count, position = count + 1, end
 
@@ -184,7 +190,8 @@ def _parse_conversation(record: Any, path: Path, number: int) -> Conversation:
     try:
         turns = tuple(Turn(speaker=turn["from"], text=turn["value"]) for turn in record["conversations"])
         conversation = Conversation(id=record["id"], turns=turns)
-        if not all(isinstance(text, str) for turn in turns for text in (turn.speaker, turn.text, conversation.id)):
+        texts = (conversation.id, *(text for turn in turns for text in (turn.speaker, turn.text)))
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError("id, from and value must be strings")
     except (KeyError, TypeError) as error:
         raise ShareGptError(

@@ -65,7 +65,7 @@ def test_visits_come_token_by_token_with_sorted_ids() -> None:
         ),
         ({"experts": np.zeros((0, 4, 2), dtype=int)}, "is empty"),
         ({"experts": np.zeros((120, 4, 2), dtype=int)}, "uses an expert of a layer twice"),
-        ({"experts": np.tile(np.array([-1, 0]), (120, 4, 1))}, "0 or more"),
+        ({"experts": np.tile(np.array([-1, 0]), (120, 4, 1))}, "must be 0 to 32767, found -1 to 0"),
         ({"token_index": np.zeros(119, dtype=int)}, r"120 tokens, but \(119,\) token ids"),
         ({"prompt_lengths": np.array([60, 59])}, "prompts of 119 tokens in all, but 120 rows"),
         ({"prompt_lengths": np.array([120, 0])}, "at least one token"),
