@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from pathlib import Path
 
 from promoe.errors import ConfigError
 
@@ -48,4 +48,4 @@ def create(kind: str, context: PredictorContext, lookahead: int) -> Predictor:
 
 
 def _names_a_place(text: str) -> bool:
-    return "/" in text or (bool(text) and Path(text).is_dir())
+    return "/" in text or os.path.isdir(text)

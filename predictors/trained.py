@@ -1,20 +1,22 @@
 """A trained predictor as a thing to keep: networks, calibration, and which model it is for. Safetensors and JSON only."""
 
 # No `from __future__ import annotations`: the mixin reads the type of `config` to rebuild it from JSON.
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard, PyTorchModelHubMixin
+from huggingface_hub import ModelCard, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from torch import nn
 
-from promoe.errors import ConfigError
+from promoe.errors import CheckpointError, ConfigError
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
+from promoe.stores.safetensors_files import SafetensorsFile
+from promoe.untrusted import read_json
 
 from .network import MlpNetwork, Network, ResidualNetwork
 
@@ -52,6 +54,12 @@ Share of the experts used on held-out prompts that are among the top {{ top_k }}
 
 NETWORKS: dict[str, type[Network]] = {"residual": ResidualNetwork, "mlp": MlpNetwork, "promoe-paper": MlpNetwork}
 TRAINED_KINDS = tuple(NETWORKS)
+# Of any size in a configuration; what they make together is compared with the weights' file.
+MAX_SIZE = 2**31
+# Where a file has no associations, which would be as large as its weights or larger, they are zeros: so many at most.
+MAX_ABSENT = 2**28
+OPTIONAL_TENSORS = ("reuse_weights", "reuse_associations")
+WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -85,14 +93,17 @@ class TrainedConfig:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.kind not in NETWORKS:
-            raise ConfigError(f"A trained predictor is of kind {', '.join(NETWORKS)}. Got {self.kind!r} instead.")
+        if not isinstance(self.kind, str) or self.kind not in NETWORKS:
+            raise ConfigError(f"A trained predictor is of kind {', '.join(NETWORKS)}. Got {self.kind!r:.80} instead.")
         for name in ("num_layers", "hidden_size", "num_experts", "top_k", "lookahead", "width"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < MAX_SIZE:
                 raise ConfigError(
-                    f"{name} of a trained predictor must be a whole number from 1. Got {value!r} instead."
+                    f"{name} of a trained predictor must be a whole number from 1 to {MAX_SIZE - 1}. Got {value!r:.80} instead."
                 )
+        for name, kinds in (("model_type", str), ("base_model", str), ("base_revision", (str, type(None))), ("versions", Mapping)):
+            if not isinstance(getattr(self, name), kinds):
+                raise ConfigError(f"{name} of a trained predictor cannot be {getattr(self, name)!r:.80}. Train it anew.")
         if self.lookahead > self.num_layers:
             raise ConfigError(
                 f"The lookahead must be at most the number of MoE layers, {self.num_layers}. Got {self.lookahead} instead."
@@ -155,7 +166,7 @@ class TrainedPredictor(
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # Predictors that were trained before there was a reuse prior to fit have none.
-        for name in ("reuse_weights", "reuse_associations"):
+        for name in OPTIONAL_TENSORS:
             state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -184,43 +195,63 @@ class TrainedPredictor(
         Raises:
             ConfigError: there is none, or its files are damaged or do not fit together.
         """
-        folder = Path(path_or_id)
         try:
-            if folder.is_dir():
-                _check_folder(folder)
-            return cls.from_pretrained(path_or_id)
+            if os.path.isdir(path_or_id):
+                _check_folder(Path(path_or_id))
+            predictor: TrainedPredictor = cls.from_pretrained(path_or_id)
+            damaged = [name for name, tensor in predictor.state_dict().items() if not tensor.isfinite().all()]
+            if damaged:
+                raise ValueError(f"not all of its numbers are finite: {damaged[0]}. Train it anew")
+            return predictor
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ConfigError(
-                f"There is no trained predictor {path_or_id!r}: neither a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, nor "
+                f"There is no trained predictor {path_or_id[:500]!r}: neither a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, nor "
                 f"an id of the hub that can be reached ({type(error).__name__}: {error})."
             ) from error
-        except (ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        except (ValueError, TypeError, RuntimeError, SafetensorError, CheckpointError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{path_or_id!r} is not a trained predictor: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def _from_pretrained(cls, *, model_id: str, **kwargs: Any) -> "TrainedPredictor":
-        folder = Path(model_id)
-        if folder.is_dir():  # not through the mixin, which prints
-            predictor = cls(kwargs["config"])
-            cls._load_as_safetensor(predictor, str(folder / WEIGHTS_FILE), "cpu", True)
-            return predictor
-        kwargs |= {"map_location": "cpu", "strict": True}
-        result: TrainedPredictor = super()._from_pretrained(model_id=model_id, **kwargs)
-        return result
-
-    @classmethod
-    def _load_as_pickle(cls, model: Any, model_file: str, map_location: str, strict: bool) -> Any:
-        raise ConfigError(f"{model_file} is a pickle, which can run code. Predictors are kept as {WEIGHTS_FILE}.")
+    def _from_pretrained(cls, *, model_id: str, config: Any = None, **kwargs: Any) -> "TrainedPredictor":
+        # Not through the mixin, which prints, makes networks of any size, and opens a pickle where there is nothing else.
+        if not isinstance(config, TrainedConfig):
+            raise ValueError(f"{CONFIG_FILE} does not say what it is")
+        if os.path.isdir(model_id):
+            weights = Path(model_id) / WEIGHTS_FILE
+        else:
+            options = ("revision", "cache_dir", "force_download", "token", "local_files_only")
+            weights = Path(hf_hub_download(model_id, WEIGHTS_FILE, **{name: kwargs.get(name) for name in options}))
+        _check_weights(cls, config, weights)
+        predictor = cls(config)
+        cls._load_as_safetensor(predictor, str(weights), "cpu", True)
+        return predictor
 
 
 def _check_folder(folder: Path) -> None:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}")
-    if not isinstance(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")), dict):
+    if not isinstance(read_json(folder / CONFIG_FILE), dict):
         raise ValueError(f"{CONFIG_FILE} holds no object")
+
+
+def _check_weights(predictor: type[TrainedPredictor], config: TrainedConfig, path: Path) -> None:
+    """Before memory is taken: raise ValueError if the file's tensors are not those of a predictor of these sizes."""
+    with torch.device("meta"):
+        expected = predictor(config).state_dict()
+    file = SafetensorsFile.open(path)
+    file.close()
+    for name, tensor in expected.items():
+        found = file.tensors.get(name)
+        if found is not None and (found.shape != tuple(tensor.shape) or found.dtype_name not in WEIGHT_DTYPES):
+            raise ValueError(
+                f"{path.name} has {name} as {found.dtype_name} {list(found.shape)}, and {CONFIG_FILE} says "
+                f"{list(tensor.shape)} of {', '.join(WEIGHT_DTYPES)}"
+            )
+        if found is None and (name not in OPTIONAL_TENSORS or tensor.numel() > MAX_ABSENT):
+            raise ValueError(f"{path.name} has no {name} {list(tensor.shape)}")
 
 
 def above_threshold(scores: torch.Tensor, top_k: int) -> torch.Tensor:

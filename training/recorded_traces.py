@@ -18,9 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from promoe.training.routing_traces import RoutingTrace, TraceError
+from promoe.training.routing_traces import RoutingTrace, TraceError, are_distinct
 from promoe.training.trace_folder import DECODE, GATES_FILE, part_paths, read_info
 from promoe.training.trace_parts import distinct_prompts, flat, open_part
+from promoe.untrusted import open_plain
 
 
 class RecordedTrace:
@@ -69,8 +70,13 @@ class RecordedTrace:
                 f"{self.folder} is damaged: it has ids {experts.min()} to {experts.max()}, of {info.num_experts[0]} experts. "
                 "Record it anew into an empty folder."
             )
+        experts = experts.reshape(self.num_tokens, info.num_layers, -1)
+        if not are_distinct(experts):
+            raise TraceError(
+                f"{self.folder} is damaged: a token uses an expert of a layer twice. Record it anew into an empty folder."
+            )
         return RoutingTrace(
-            experts=experts.reshape(self.num_tokens, info.num_layers, -1),
+            experts=experts,
             token_ids=self._column("token_id"),
             prompt_lengths=self._lengths,
             num_experts=info.num_experts[0],
@@ -108,6 +114,7 @@ class RecordedTrace:
         """
         path = self.folder / GATES_FILE
         try:
+            os.close(open_plain(path))
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise TraceError(

@@ -6,7 +6,7 @@ It holds `trace.json` (`TraceInfo`), `gates.safetensors` (the gates' weights), a
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,12 +16,14 @@ from datasets import ClassLabel, Features, Value
 from datasets import Sequence as ListOf
 
 from promoe.errors import ConfigError
-from promoe.training.routing_traces import TraceError
+from promoe.training.routing_traces import MAX_EXPERTS, TraceError
+from promoe.untrusted import read_json
 
 INFO_FILE = "trace.json"
 GATES_FILE = "gates.safetensors"
 FORMAT = 1
 PREFILL, DECODE = 0, 1
+MAX_LIST_LENGTH = 2**31 - 1  # Arrow's
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def read_info(folder: Path) -> TraceInfo:
     """
     path = folder / INFO_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except OSError as error:
         raise TraceError(
             f"{folder} holds no recorded trace: {INFO_FILE}: {error.strerror}. Record one with `promoe-train collect`."
@@ -106,7 +108,7 @@ def read_info(folder: Path) -> TraceInfo:
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
         raise TraceError(
-            f"{path} does not describe a trace of format {FORMAT}: found format {found!r}. Read it with the version of promoe "
+            f"{path} does not describe a trace of format {FORMAT}: found format {found!r:.80}. Read it with the version of promoe "
             "that wrote it, or record anew into another folder."
         )
     if values.keys() != {f.name for f in fields(TraceInfo)} or not _are_sound(values):
@@ -118,11 +120,18 @@ def read_info(folder: Path) -> TraceInfo:
 
 def _are_sound(values: Mapping[str, Any]) -> bool:
     """Whether what the columns are made from has the right types."""
-    experts, top_k = values["num_experts"], values["top_k"]
-    if not (isinstance(experts, list) and isinstance(top_k, list) and isinstance(values["settings"], dict)):
+    experts, top_k, hidden_size = values["num_experts"], values["top_k"], values["hidden_size"]
+    if not (isinstance(experts, list) and isinstance(top_k, list) and len(experts) == len(top_k) > 0):
         return False
-    sizes = [values["hidden_size"], *experts, *top_k]
-    return len(experts) == len(top_k) > 0 and all(type(size) is int and size > 0 for size in sizes)
+    if not all(isinstance(values[name], dict) for name in ("settings", "versions")):
+        return False
+    texts = (values["model"], values["model_type"], values["revision"] or "")
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    if not all(type(size) is int and size > 0 for size in (hidden_size, *experts, *top_k)):
+        return False
+    fits = all(chosen <= count <= MAX_EXPERTS for chosen, count in zip(top_k, experts, strict=True))
+    return fits and max(hidden_size * len(experts), sum(experts)) <= MAX_LIST_LENGTH
 
 
 def find_info(folder: Path) -> TraceInfo | None:
@@ -132,7 +141,7 @@ def find_info(folder: Path) -> TraceInfo | None:
         ConfigError: it holds parts, and nothing says of what.
         TraceError: as `read_info`.
     """
-    if (folder / INFO_FILE).exists():
+    if os.path.exists(folder / INFO_FILE):
         return read_info(folder)
     if part_paths(folder):  # of which model, nobody knows
         raise ConfigError(
@@ -148,7 +157,7 @@ def check_folder(folder: Path, model: str, settings: Mapping[str, Any]) -> None:
         ConfigError: it is no folder, or holds another trace.
         TraceError: it holds one that this version cannot read.
     """
-    if folder.exists() and not folder.is_dir():
+    if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(f"'{folder}' is not a folder. Choose another.")
     found = find_info(folder)
     if found is not None:

@@ -13,7 +13,9 @@ A prompt's rows lie in one part, in order. A part that is deleted is recorded ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from datasets import Features
 
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import INFO_FILE, TraceInfo
+from promoe.untrusted import open_plain
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,26 @@ def open_part(path: Path, info: TraceInfo) -> Part:
         TraceError: it cannot be read, or is damaged.
     """
     remedy = "Delete it, and repeat `promoe-train collect`: it records again what is missing."
-    try:
-        table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
-        table.validate()
-        names = table.schema.names
-    except (OSError, ValueError, pa.ArrowException) as error:  # also names that are no Unicode
-        raise TraceError(f"Cannot read {path}: {error}. {remedy}") from error
     expected = info.features.arrow_schema
-    if not table.schema.equals(expected):
+    try:
+        os.close(open_plain(path))
+        messages = pa.ipc.MessageReader.open_stream(pa.memory_map(str(path)))
+        schema = pa.ipc.read_schema(messages.read_next_message())
+        names = schema.names
+        batches = list(_batches(messages, schema)) if schema.equals(expected) else []
+        table = pa.Table.from_batches(batches, schema)
+        table.validate()
+    # Also names that are no Unicode, and the end where a message should be.
+    except (OSError, ValueError, EOFError, StopIteration, struct.error, pa.ArrowException) as error:
+        raise TraceError(f"Cannot read {path}: {type(error).__name__}: {str(error)[:500]}. {remedy}") from error
+    if not schema.equals(expected):
         raise TraceError(
-            f"{path} has other columns than {INFO_FILE} says: expected {expected.names}, in their types; found {names}. "
+            f"{path} has other columns than {INFO_FILE} says: expected {expected.names}, in their types; found {names[:20]}. "
             f"{remedy}"
         )
     if not len(table):
         raise TraceError(f"{path} holds no rows. {remedy}")
-    if any(column.num_chunks != 1 or column.null_count for column in table.columns):
+    if any(column.num_chunks != 1 or _num_gaps(column.chunk(0)) for column in table.columns):
         raise TraceError(f"{path} was not written by promoe: it has several batches, or gaps. {remedy}")
     prompts, positions = table.column("prompt").to_numpy(), table.column("position").to_numpy()
     starts = np.flatnonzero(positions == 0)
@@ -114,6 +122,43 @@ def open_part(path: Path, info: TraceInfo) -> Part:
     if not whole or not (prompts == np.repeat(prompts[starts], lengths)).all():
         raise TraceError(f"{path} is damaged: the tokens of its prompts do not follow each other. {remedy}")
     return Part(table, prompts[starts], lengths)
+
+
+def _batches(messages: pa.ipc.MessageReader, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """Those of a stream, where they lie.
+
+    Raises:
+        ValueError: one is packed, so that nothing tells how large it is.
+    """
+    for message in messages:
+        if _is_packed(message.metadata.to_pybytes()):
+            raise ValueError("its columns are packed, which promoe never does")
+        yield pa.ipc.read_record_batch(message, schema)
+
+
+def _is_packed(metadata: bytes) -> bool:
+    """Whether a batch says how its columns are packed: field 3 of the header, which is field 2 of a message (Arrow's format
+    in flatbuffers). Arrow itself only tells when it has unpacked them."""
+    message = _field(metadata, *struct.unpack_from("<I", metadata), 2)
+    if message is None:
+        return False
+    return _field(metadata, message + struct.unpack_from("<I", metadata, message)[0], 3) is not None
+
+
+def _field(content: bytes, table: int, number: int) -> int | None:
+    """Where a field of a flatbuffers table lies; None: it has its default."""
+    listed = table - struct.unpack_from("<i", content, table)[0]
+    entry = 4 + 2 * number
+    if entry >= struct.unpack_from("<H", content, listed)[0]:
+        return None
+    offset: int = struct.unpack_from("<H", content, listed + entry)[0]
+    return table + offset if offset else None
+
+
+def _num_gaps(column: pa.Array) -> int:
+    """Rows, and for lists also numbers in them, that are null."""
+    inner = column.flatten().null_count if pa.types.is_fixed_size_list(column.type) else 0
+    return int(column.null_count + inner)
 
 
 def distinct_prompts(parts: Sequence[Part], folder: Path) -> npt.NDArray[np.int64]:
