@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TextIO
 
 import torch
 
+from promoe import untrusted
 from promoe.errors import ConfigError
 from promoe.predictors.trained import CONFIG_FILE, TrainedPredictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
@@ -61,7 +61,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: there is none.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = untrusted.read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path}: {error}. Check the path.") from error
     if not isinstance(values, dict):
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def training_lines(settings: Mapping[str, Any]) -> str:
     """How it was trained, one item a line."""
     shown = ("kind", "loss", "lookahead", "num_tokens", "batch_size", "learning_rate", "weight_decay", "seed")
-    return "\n".join(f"- {name}: {settings[name]}" for name in shown if name in settings)
+    return "\n".join(f"- {name}: {_cell(str(settings[name]))}" for name in shown if name in settings)
 
 
 def evaluation_table(evaluation: Mapping[str, Any]) -> str:
@@ -86,16 +86,21 @@ def evaluation_table(evaluation: Mapping[str, Any]) -> str:
     try:
         distances = sorted({int(k) for by_distance in evaluation.values() for k in by_distance})
         rows = [
-            [kind, *(_percent(by_distance.get(str(k), {}).get("accuracy")) for k in distances)]
+            [_cell(kind), *(_percent(by_distance.get(str(k), {}).get("accuracy")) for k in distances)]
             for kind, by_distance in evaluation.items()
         ]
-    except (AttributeError, ValueError, TypeError) as error:
+    except (AttributeError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(
             f"The evaluation is not what `promoe-train evaluate --json` writes: {type(error).__name__}: {error}."
         ) from error
     head = ["predictor", *(f"k = {k}" for k in distances)]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """On one line, and no Markdown of a table."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def _percent(share: float | None) -> str:

@@ -26,6 +26,7 @@ from promoe.training.reuse_fit import fit_reuse
 from promoe.training.tables import spread
 from promoe.training.trace_folder import require_same_settings
 from promoe.training.trainer_options import TrainerOptions
+from promoe.untrusted import read_json
 
 CHECKPOINT_FOLDER = "checkpoints"
 # Rows that calibrate; each is one outcome per expert, layer and distance.
@@ -119,7 +120,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
         if not path.exists():
             write_atomically(path, [json.dumps(settings, indent=2), "\n"])
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if not isinstance(found, dict):
             raise ValueError(f"{SETTINGS_FILE} holds no object")
     except (OSError, ValueError) as error:

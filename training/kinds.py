@@ -5,7 +5,7 @@ Names are checked before anything is read, and torch is loaded only for kinds th
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 from promoe.errors import ConfigError, PromoeError
 from promoe.training.routing_traces import RoutingTrace, TraceError
 from promoe.training.tables import KINDS, Kind
+from promoe.untrusted import read_json
 
 # Those of `hidden_kinds.HIDDEN_KINDS`, which would have to be imported.
 NAMES_OF_HIDDEN_KINDS = ("gate", "linear", "sklearn-mlp")
@@ -31,9 +32,9 @@ def check_kinds(names: Sequence[str]) -> None:
     for name in names:
         if name in KINDS or name in NAMES_OF_HIDDEN_KINDS:
             continue
-        if not Path(name).is_dir():
+        if not os.path.isdir(name):
             raise UnknownKindError(
-                f"There is no kind {name!r}, nor a folder of that name. Choose from {', '.join(KINDS)}, "
+                f"There is no kind {name[:500]!r}, nor a folder of that name. Choose from {', '.join(KINDS)}, "
                 f"{', '.join(NAMES_OF_HIDDEN_KINDS)}, or give the folder of a trained predictor."
             )
         folder_of_predictor(name)
@@ -128,10 +129,10 @@ def _trained(folder: Path, trace: RoutingTrace) -> tuple[str, Fitting]:
 def note_on_training(name: str, trace: RoutingTrace) -> str | None:
     """What a reader must know of a run of `fit` that saw another number of tokens: its prompts were divided elsewhere."""
     try:
-        num_tokens = json.loads((Path(name) / SETTINGS_FILE).read_text(encoding="utf-8"))["num_tokens"]
-    except (OSError, ValueError, KeyError, TypeError):
+        num_tokens = read_json(Path(name) / SETTINGS_FILE)["num_tokens"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None  # an exported predictor: nothing is known
-    if num_tokens == trace.num_tokens:
+    if num_tokens == trace.num_tokens or type(num_tokens) is not int:
         return None
     return (
         f"note: {name} was trained on a trace of {num_tokens:,} tokens, this one has {trace.num_tokens:,}. If it is the same "

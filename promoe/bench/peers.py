@@ -21,6 +21,7 @@ from promoe.bench.systems import Kind
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.opening import open_without_experts
 from promoe.running import load_tokenizer
+from promoe.untrusted import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,13 +41,21 @@ def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) 
     """
     mark = {"checkpoint": str(checkpoint.resolve()), "dtype": str(model.dtype), "kind": kind}
     ready = folder / READY
-    if not ready.is_file() or json.loads(ready.read_text()) != mark:
+    if _read_mark(ready) != mark:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         {"page-cache": _write_raw, "disk-offload": _write_offloaded, "airllm": _write_stacked}[kind](
             model, checkpoint, folder
         )
         ready.write_text(json.dumps(mark))
+
+
+def _read_mark(path: Path) -> Any:
+    """None: there is none, or it was left half written."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return None
 
 
 def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
 import sys
@@ -16,6 +15,7 @@ import torch
 
 import promoe
 from promoe.errors import ConfigError, PromoeError
+from promoe.untrusted import read_json
 
 PLACE = Path("examples") / "sharegpt_moe"
 PROMPTS = "heldout_prompts.json"
@@ -59,7 +59,7 @@ class Example:
     def heldout_loss(self) -> float | None:
         """Held-out loss in nats per token, as the checkpoint's model card states it; None where it does not."""
         card = self.checkpoint / "README.md"
-        found = re.search(r"held-out loss[^0-9]*([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
+        found = re.search(r"held-out loss[^0-9]{0,80}([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
         return float(found[1]) if found else None
 
     def widened(self, folder: Path, repeat: int, dtype: torch.dtype) -> Path:
@@ -95,7 +95,7 @@ def read_prompts(path: Path, count: int, remedy: str) -> list[str]:
         ConfigError: there are fewer, or the file is not such a list.
     """
     try:
-        texts = json.loads(path.read_text(encoding="utf-8"))
+        texts = read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"Cannot read the prompts '{path}': {error}. Give a file with a JSON list of texts."
@@ -136,7 +136,7 @@ def find_example(model: str | None = None) -> Example:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

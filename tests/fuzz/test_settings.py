@@ -1,0 +1,102 @@
+"""Small files that commands go by: evaluations, runs, lists of prompts, marks of what is ready."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from predictors.trained_predictors import make
+
+from promoe.demo.example import Example, read_prompts
+from promoe.training.export_command import Export, evaluation_table, read_json, run_export
+from promoe.training.fit_command import _claim
+from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE, note_on_training
+from training.traces import random_trace
+
+from .inputs import fuzzed, outcome
+from .mutations import DEEP, damaged, json_bytes
+
+EVALUATION: dict[str, Any] = {
+    "residual": {"1": {"accuracy": 0.87, "exact": 0.5, "layers": [0.5, None]}, "4": {"accuracy": None}},
+    "gate": {"1": {"accuracy": 0.77}},
+}
+SETTINGS: dict[str, Any] = {"kind": "residual", "num_tokens": 120, "trainer": {"max_epochs": 3}, "seed": 0, "learning_rate": 0.002}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `promoe-train fit`."""
+    folder = tmp_path_factory.mktemp("fuzz") / "run"
+    make(num_layers=2, hidden_size=4, num_experts=4, lookahead=1, width=3).save_pretrained(folder / PREDICTOR_FOLDER)
+    (folder / SETTINGS_FILE).write_text(json.dumps(SETTINGS))
+    return folder
+
+
+@fuzzed(250)
+@given(content=json_bytes(EVALUATION))
+@example(content=b"[" * DEEP)
+@example(content=json.dumps({"gate": {"1": {"accuracy": 10**400}}}).encode())
+@example(content=json.dumps({"gate": {"1": {"accuracy": "x"}}}).encode())
+@example(content=b'{"\\ud800": {"1": {"accuracy": 0.5}}}')
+@example(content=json.dumps({"a|b\n# c": {"1": {"accuracy": 0.5}}}).encode())
+def test_evaluations(run: Path, content: bytes) -> None:
+    path = run / "evaluation.json"
+    path.write_bytes(content)
+    table = outcome("evaluation", lambda: evaluation_table(read_json(path)))
+    if table:
+        table.encode()
+        assert len({line.count("|") - line.count("\\|") for line in table.splitlines() if line.startswith("|")}) <= 1
+        assert all(line.startswith("|") for line in table.splitlines()) or table.startswith("Not evaluated")
+
+
+@fuzzed(40)
+@given(content=json_bytes(EVALUATION), settings=json_bytes(SETTINGS))
+@example(content=b'{"{{ 7 * 7 }}": {"1": {"accuracy": 0.5}}}', settings=b'{"kind": "{{ 7 * 7 }}"}')
+@example(content=b"{}", settings=b'{"kind": "\\ud800"}')
+def test_exports(run: Path, content: bytes, settings: bytes) -> None:
+    path, out = run / "evaluation.json", run.parent / "exported"
+    path.write_bytes(content)
+    (run / SETTINGS_FILE).write_bytes(settings)
+    shutil.rmtree(out, ignore_errors=True)
+    outcome("export", lambda: run_export(Export(run, out, path), io.StringIO()))
+    if (out / "README.md").exists():
+        assert "| 49" not in (out / "README.md").read_text()
+
+
+@fuzzed(250)
+@given(content=json_bytes(SETTINGS))
+@example(content=b"[" * DEEP)
+@example(content=b'{"num_tokens": "many"}')
+@example(content=b'{"num_tokens": []}')
+def test_settings_of_a_run(run: Path, content: bytes) -> None:
+    (run / SETTINGS_FILE).write_bytes(content)
+    outcome("settings of a run, noted", lambda: note_on_training(str(run), random_trace()))
+    outcome("settings of a run, gone on with", lambda: _claim(run, SETTINGS))
+
+
+@fuzzed(150)
+@given(content=json_bytes(["Why?", "How?"]))
+@example(content=b"[" * DEEP)
+def test_lists_of_prompts(run: Path, content: bytes) -> None:
+    path = run / "prompts.json"
+    path.write_bytes(content)
+    found = outcome("lists of prompts", lambda: read_prompts(path, 1, "Give more."))
+    assert found is None or all(isinstance(text, str) and text.strip() for text in found)
+
+
+CARD = b"- Held-out loss **3.870** nats per token\n"
+
+
+@fuzzed(100)
+@given(content=damaged(CARD))
+@example(content=b"\xff" + CARD)
+@example(content=b"held-out loss " * 5000)
+def test_model_cards(run: Path, content: bytes) -> None:
+    (run / "README.md").write_bytes(content)
+    loss = outcome("model cards", Example(run, run).heldout_loss)
+    assert loss is None or isinstance(loss, float)
