@@ -10,6 +10,7 @@ one. Nothing global is patched.
 from __future__ import annotations
 
 import copy
+import math
 import os
 import re
 import threading
@@ -95,12 +96,18 @@ def open_without_experts(
         return opening.finish(model)
     except BaseException as error:
         opening.close()
+        if isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
+            raise
         if isinstance(error, OSError):
             raise CheckpointError(f"Cannot open {path_or_id}: {error}") from error
-        if isinstance(error, ValueError) and not isinstance(error, PromoeError) and opening.model_class is None:
+        if isinstance(error, ValueError) and opening.model_class is None:
             name = auto_class.__name__ if auto_class else "a model"
             raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
-        raise
+        # Transformers computes with what config.json says before it is compared with anything, and so do models.
+        raise CheckpointError(
+            f"Cannot open {path_or_id}: {type(error).__name__}: {str(error)[:2000]}. Its config.json is damaged or of another "
+            "model, or an argument of from_pretrained is none of Transformers'."
+        ) from error
 
 
 class _Opening:
@@ -179,7 +186,8 @@ class _Opening:
             conversion._was_used = conversion.was_used() or planned.was_used()
         rest = [tensor for name, tensor in files.tensors.items() if name not in plan.expert_tensors]
         count = _count_progress(self.progress, sum(tensor.nbytes for tensor in rest))
-        return {tensor.name: _TensorInFile(files, tensor, count) for tensor in rest}
+        num_elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+        return {tensor.name: _TensorInFile(files, tensor, count, num_elements) for tensor in rest}
 
     def finish(self, model: PreTrainedModel) -> OpenedModel:
         """Give the model its class back, guard the experts."""
@@ -225,8 +233,10 @@ class _SubclassedMapping:
 class _TensorInFile:
     """What Transformers takes for a slice of a safetensors file: `tensor[...]` reads it, into new aligned memory."""
 
-    def __init__(self, files: SafetensorsFiles, where: TensorRange, count: Callable[[int], None]) -> None:
-        self._files, self._where, self._count = files, where, count
+    def __init__(
+        self, files: SafetensorsFiles, where: TensorRange, count: Callable[[int], None], most_elements: int
+    ) -> None:
+        self._files, self._where, self._count, self._most_elements = files, where, count, most_elements
 
     def get_shape(self) -> list[int]:
         return list(self._where.shape)
@@ -238,6 +248,11 @@ class _TensorInFile:
         if self._where.dtype is None:
             raise CheckpointError(
                 f"The checkpoint's {self._where.name!r} has dtype {self._where.dtype_name}, which torch does not have."
+            )
+        if math.prod(self._where.shape) > self._most_elements:  # Transformers compares shapes when it has read them
+            raise CheckpointError(
+                f"The checkpoint's {self._where.name!r} has shape {list(self._where.shape)}: more elements than the whole model, "
+                f"which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
             )
         tensor = torch.empty(self._where.shape, dtype=self._where.dtype)  # torch allocates at 64 bytes
         if self._where.nbytes:

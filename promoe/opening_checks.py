@@ -13,6 +13,8 @@ from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
 # Quantised formats (quant_method) that are dequantised on arrival.
 DEQUANTISED = ("fp8", "mxfp4")
+# Of a configuration. Models are built layer by layer before anything is compared with the files.
+MAX_LAYERS = 4096
 # Arguments of from_pretrained that go around this way of loading; what to do instead.
 _REFUSED: dict[str, str] = {
     "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
@@ -51,16 +53,16 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         )
     path = Path(path_or_id)
     folder = path / (kwargs.get("subfolder") or "")
-    if path.is_file():
+    if os.path.isfile(path):
         raise CheckpointError(
             f"{path} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
             "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
         )
-    if path.is_dir() and not (folder / "config.json").is_file() and kwargs.get("config") is None:
+    if os.path.isdir(path) and not (folder / "config.json").is_file() and kwargs.get("config") is None:
         raise CheckpointError(
             f"No config.json in {folder}: it is not the folder of a Transformers checkpoint. Pass that folder."
         )
-    if path.is_dir() and not kwargs.get("variant"):
+    if os.path.isdir(path) and not kwargs.get("variant"):
         # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
         SafetensorsFiles.open(*locate_files(folder)).close()
 
@@ -71,10 +73,15 @@ def prepare_config(path_or_id: Any, config: Any) -> None:
     Experts stay quantised in the files and are dequantised one by one when they arrive; the other weights when loaded.
 
     Raises:
-        CheckpointError: it is quantised in another format.
+        CheckpointError: it is quantised in another format, or has more layers than any model.
     """
     owners = [config, *(getattr(config, name, None) for name in ("text_config",))]
     for owner in owners:
+        for field, value in vars(owner).items() if owner is not None else ():
+            if "layers" in field and isinstance(value, int) and value > MAX_LAYERS:
+                raise CheckpointError(
+                    f"The config.json of {path_or_id} says {field} = {value:.3g}, more than {MAX_LAYERS}. It is damaged."
+                )
         quantisation = getattr(owner, "quantization_config", None)
         if not quantisation:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -102,27 +103,40 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    if not Path(model).is_dir() and (Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1):
+    if not os.path.isdir(model) and (Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1):
         raise CheckpointError(
-            f"There is no folder '{model}'. Give the folder of a checkpoint, or a hub id such as org/name."
+            f"There is no folder '{model[:500]}'. Give the folder of a checkpoint, or a hub id such as org/name."
         )
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"Cannot open the tokenizer of '{model}': {error}") from error
+        # Never ask on the terminal whether a checkpoint's own code may run.
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises that class itself
+        raise CheckpointError(
+            f"Cannot open the tokenizer of '{model}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
+        ) from error
     return tokenizer
 
 
 def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask`, both `[1, n]`, through the chat template where there is one."""
-    if tokenizer.chat_template is not None:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    """`input_ids` and `attention_mask`, both `[1, n]`, through the chat template where there is one.
+
+    Raises:
+        CheckpointError: the tokenizer, or its chat template, cannot encode it.
+    """
+    try:
+        if tokenizer.chat_template is not None:
+            messages = [{"role": "user", "content": prompt}]
+            encoded = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        else:
+            encoded = tokenizer(prompt, return_tensors="pt")
+        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    except Exception as error:  # a template computes, and may divide by zero
+        raise CheckpointError(
+            f"The model's tokenizer or chat template cannot encode the prompt: {type(error).__name__}: {str(error)[:2000]}. Mend "
+            "tokenizer_config.json or chat_template.jinja."
+        ) from error
 
 
 class WordStreamer(TextStreamer):  # type: ignore[misc]

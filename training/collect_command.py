@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 import promoe
@@ -88,8 +87,12 @@ def open_model(path: str, dtype: str, cache: str | None) -> tuple[Any, Any]:
         if cache is not None:
             chosen = None if dtype == "auto" else getattr(torch, dtype)
             return promoe.from_pretrained(path, cache=cache, dtype=chosen), tokenizer
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval(), tokenizer
+        # Never ask on the terminal whether a checkpoint's own code may run, nor open a pickle.
+        options = {"trust_remote_code": False, "use_safetensors": True}
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval(), tokenizer
     except PromoeError:
         raise  # a ConfigError is a ValueError too
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"Cannot open the model '{path}': {error}") from error
+    except Exception as error:  # Transformers computes with what config.json says
+        raise CheckpointError(
+            f"Cannot open the model '{path}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
+        ) from error

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import contextlib
 import json
 import os
 import re
@@ -156,7 +157,8 @@ def _digest(source: Path) -> str:
 def _check_reusable(destination: Path, marker: dict[str, Any]) -> None:
     found: Any = None
     if (destination / MARKER).is_file():
-        found = json.loads((destination / MARKER).read_text(encoding="utf-8"))
+        with contextlib.suppress(ValueError, RecursionError):  # damaged: not what was asked for
+            found = json.loads((destination / MARKER).read_text(encoding="utf-8"))
     if found != marker:
         raise WidenError(
             f"{destination} exists and does not hold what was asked for: expected {marker}, found {found}. "

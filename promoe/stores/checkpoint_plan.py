@@ -220,8 +220,9 @@ def _wrong_count(bank: BankSpec, tensors: Sequence[TensorRange]) -> str:
     numbers = [[int(number) for number in re.findall(r"\d+", tensor.name)] for tensor in tensors]
     columns = [set(column) for column in zip(*numbers, strict=False)]
     expert_idxs = max(columns, key=len, default=set())
-    missing = sorted(set(range(bank.num_experts)) - expert_idxs)
-    example = f"missing expert {missing[0]}" if missing else "there are too many"
+    # The first, not all of them: config.json may say that there are billions.
+    missing = next((idx for idx in range(bank.num_experts) if idx not in expert_idxs), None)
+    example = "there are too many" if missing is None else f"missing expert {missing}"
     return (
         f"The checkpoint has {len(tensors)} tensors like {tensors[0].name!r}, but {bank} needs {bank.num_experts}: "
         f"{example}. Download or copy the checkpoint again, complete."

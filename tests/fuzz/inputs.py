@@ -7,6 +7,7 @@ it a target takes a few, always the same ones, so that the suite is quick and th
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -23,6 +24,8 @@ FACTOR = float(os.environ.get("PROMOE_FUZZ_EXAMPLES", "1"))
 taken: Counter[str] = Counter()
 """Inputs that each target has run, by its name; `refused` counts those that ended in an error."""
 refused: Counter[str] = Counter()
+# What takes longer would not end: inputs are tiny.
+MOST_SECONDS = 60
 
 
 def fuzzed(examples: int) -> Callable[[Any], Any]:
@@ -40,6 +43,7 @@ def fuzzed(examples: int) -> Callable[[Any], Any]:
 def outcome(target: str, call: Callable[[], Result]) -> Result | None:
     """What `call` returns; None where it refused its input with a PromoeError that says something. All else propagates."""
     taken[target] += 1
+    signal.alarm(MOST_SECONDS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # numpy's, of headers that an old version wrote
@@ -50,3 +54,12 @@ def outcome(target: str, call: Callable[[], Result]) -> Result | None:
         assert len(message) < 20_000, f"an error of {len(message)} characters: {message[:200]!r}"
         refused[target] += 1
         return None
+    finally:
+        signal.alarm(0)
+
+
+def _hangs(*_: object) -> None:
+    raise TimeoutError(f"still at it after {MOST_SECONDS} s")
+
+
+signal.signal(signal.SIGALRM, _hangs)
