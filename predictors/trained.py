@@ -231,7 +231,7 @@ class TrainedPredictor(
 
 def _check_folder(folder: Path) -> None:
     for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):
             raise FileNotFoundError(f"{folder} has no {name}")
     if not isinstance(read_json(folder / CONFIG_FILE), dict):
         raise ValueError(f"{CONFIG_FILE} holds no object")

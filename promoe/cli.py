@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -53,7 +54,7 @@ def run(
         Request(
             model=model,
             prompt=prompt,
-            cache=int(cache) if cache.isdigit() else cache,
+            cache=int(cache) if re.fullmatch("[0-9]{1,18}", cache) else cache,
             predictor=None if predictor.lower() == "none" else predictor,
             store=store,
             device=device,

@@ -10,10 +10,11 @@ from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 
-from promoe.errors import PromoeError
+from promoe.errors import ConfigError, PromoeError, shown
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+MAX_NUMBER = 2**63 - 1
 
 
 class _Parser(ArgumentParser):
@@ -70,13 +71,25 @@ def _make_parser(program: str, description: str, version: str, commands: Command
     return parser
 
 
+def _check_numbers(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for whole numbers that nothing can count to, and that floats and arrays cannot hold."""
+    for name, value in options.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not -MAX_NUMBER <= number <= MAX_NUMBER:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be between -{MAX_NUMBER} and {MAX_NUMBER}. Got {shown(number)} instead."
+                )
+
+
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
     parser = _make_parser(program, description, version, commands)
     arguments = [_with_hyphens(text) for text in (sys.argv[1:] if argv is None else argv)]
     parsed = parser.instantiate(parser.parse_args(arguments))
     try:
-        return commands[parsed.command](**vars(parsed[parsed.command]))
+        options = vars(parsed[parsed.command])
+        _check_numbers(options)
+        return commands[parsed.command](**options)
     except PromoeError as error:
         print(f"{program} {parsed.command}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, shown
 from promoe.scheduler.config import EvictionName
 
 # A predictor is asked about passes of up to this many tokens.
 MAX_PREDICTED_TOKENS = 8
 # Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
 STREAMED_SHARE = 0.7
+# Far more than any link gains from: each worker is a thread, with memory for a chunk of its own.
+MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30
 ReadMode = Literal["auto", "page_cache", "direct"]
 
 
@@ -76,18 +78,18 @@ class PromoeConfig:
             pinned_bytes is None or (_is_int(pinned_bytes) and pinned_bytes >= 0), "pinned_bytes", "None or bytes"
         )
         self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
-        self._require(self.workers >= 1, "workers", "at least 1 thread")
+        self._require(1 <= self.workers <= MAX_WORKERS, "workers", f"1 to {MAX_WORKERS} threads")
         self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")
         self._require(
-            self.chunk_bytes >= 4096 and self.chunk_bytes % 4096 == 0,
+            4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES and self.chunk_bytes % 4096 == 0,
             "chunk_bytes",
-            "a positive multiple of 4096 bytes",
+            "a positive multiple of 4096 bytes, at most 1 GiB",
         )
 
     def _require(self, holds: bool, name: str, allowed: str) -> None:
         if not holds:
             raise ConfigError(
-                f"The {name!r} field of PromoeConfig must be {allowed}. Got {getattr(self, name)!r} instead."
+                f"The {name!r} field of PromoeConfig must be {allowed}. Got {shown(getattr(self, name))} instead."
             )
 
 

@@ -15,6 +15,17 @@ Each message says what was asked, what was found (numbers with units) and what t
 
 from __future__ import annotations
 
+MOST_SHOWN = 200
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: of a long one the beginning; what cannot be written at all, by its type."""
+    try:
+        text = repr(value)
+    except Exception:  # whole numbers of more than 4300 digits, and objects of others' making
+        return f"a {type(value).__name__} that cannot be written"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
+
 
 class PromoeError(Exception):
     """Base class of all errors raised by promoe."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from promoe.errors import CheckpointError, ConfigError
+from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
@@ -58,7 +58,7 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
             f"{path} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
             "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
         )
-    if os.path.isdir(path) and not (folder / "config.json").is_file() and kwargs.get("config") is None:
+    if os.path.isdir(path) and not os.path.isfile(folder / "config.json") and kwargs.get("config") is None:
         raise CheckpointError(
             f"No config.json in {folder}: it is not the folder of a Transformers checkpoint. Pass that folder."
         )
@@ -80,7 +80,7 @@ def prepare_config(path_or_id: Any, config: Any) -> None:
         for field, value in vars(owner).items() if owner is not None else ():
             if "layers" in field and isinstance(value, int) and value > MAX_LAYERS:
                 raise CheckpointError(
-                    f"The config.json of {path_or_id} says {field} = {value:.3g}, more than {MAX_LAYERS}. It is damaged."
+                    f"The config.json of {path_or_id} says {field} = {shown(value)}, more than {MAX_LAYERS}. It is damaged."
                 )
         quantisation = getattr(owner, "quantization_config", None)
         if not quantisation:

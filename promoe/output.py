@@ -35,10 +35,10 @@ def check_writable(path: PathLike) -> Path:
     """
     target = Path(path)
     try:
-        if target.exists() and not target.is_file():
-            kind = "a folder" if target.is_dir() else "not a plain file"
+        if os.path.exists(target) and not os.path.isfile(target):
+            kind = "a folder" if os.path.isdir(target) else "not a plain file"
             raise ConfigError(f"Cannot write '{target}': it is {kind}. Give the path of a file.")
-        if not target.parent.is_dir():
+        if not os.path.isdir(target.parent):
             raise ConfigError(f"Cannot write '{target}': the folder '{target.parent}' does not exist. Create it first.")
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:64]}."):
             pass

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, shown
 from promoe.layout import ExpertLayout
 from promoe.scheduler import PoolSpec
 from promoe.units import format_memory
@@ -68,7 +68,7 @@ def plan_pools(
         percent = -(-100 // min(experts))
         raise ConfigError(
             f"The 'cache' argument must be at least {_mib(least_bytes)} = {least_bytes} bytes (one expert of each shape). "
-            f"Got {cache!r} = {_mib(share * total_bytes)} instead. "
+            f"Got {shown(cache)} = {_mib(share * total_bytes)} instead. "
             f'Try cache="{percent}%" ({_mib(total_bytes * percent / 100)}) or more.'
         )
     return [
@@ -91,7 +91,7 @@ def fixed_bytes(size: str) -> int:
     """
     check_cache(size)
     if size == "auto" or "%" in size:
-        raise ConfigError(f'A size such as "128MiB" is needed. Got {size!r} instead.')
+        raise ConfigError(f'A size such as "128MiB" is needed. Got {shown(size)} instead.')
     return round(_share(size, UNIT_BYTES["TIB"]) * UNIT_BYTES["TIB"])
 
 
@@ -136,5 +136,5 @@ def _share(cache: CacheSize, total_bytes: int) -> float:
 def _malformed(cache: object) -> ConfigError:
     return ConfigError(
         'The \'cache\' argument must be a size such as "6GiB", a share of the routed experts such as "50%" '
-        f"(more than 0, at most 100%), or a positive number of bytes. Got {cache!r} instead."
+        f"(more than 0, at most 100%), or a positive number of bytes. Got {shown(cache)} instead."
     )

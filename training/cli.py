@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import promoe
 from promoe import commands
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, shown
 from promoe.training.trainer_options import TrainerOptions
 
 DESCRIPTION = "Train and judge predictors of which experts a Mixture-of-Experts model will use."
@@ -158,7 +160,7 @@ def evaluate(
         json: file for all figures
         plots: folder for plots (PNG): accuracy by lookahead and by layer, calibration
     """
-    require_libraries("sklearn", *(["datasets"] if Path(trace).is_dir() else []))
+    require_libraries("sklearn", *(["datasets"] if os.path.isdir(trace) else []))
     from promoe.output import check_writable
     from promoe.training.evaluate_command import Evaluation, policy_named, run_evaluation, transfer_of
 
@@ -209,8 +211,8 @@ def _listed(text: str, option: str) -> list[str]:
 
 
 def _whole(text: str, option: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{option} must be whole numbers of layers, at least 1. Got {text!r} instead.")
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
+        raise ConfigError(f"{option} must be whole numbers of layers, at least 1. Got {shown(text)} instead.")
     return int(text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def check_disk(info: TraceInfo, folder: Path, options: CollectOptions) -> str:
     present = sum(path.stat().st_size for path in part_paths(folder, options.shard_index))
     expected = options.shard_tokens * info.token_bytes
     last_batch = options.batch_size * options.max_sequence * info.token_bytes  # is finished, even for its first token
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    existing = next(path for path in (folder, *folder.resolve().parents) if os.path.exists(path))
     free = shutil.disk_usage(existing).free
     size = f"{options.shard_tokens:,} tokens of {format_memory(info.token_bytes)} = {format_memory(expected)}"
     if present < expected and expected - present + last_batch + SPARE_BYTES > free:

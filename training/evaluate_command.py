@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def open_trace(path: str) -> RoutingTrace:
     Raises:
         TraceError: it cannot be used.
     """
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         return load_npz(path)
     from promoe.training.recorded_traces import RecordedTrace
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def run_export(task: Export, out: TextIO) -> None:
         ConfigError: the run has no predictor yet, the evaluation cannot be read, or the folder holds something else.
     """
     source = task.run / PREDICTOR_FOLDER
-    if not (source / CONFIG_FILE).is_file():
+    if not os.path.isfile(source / CONFIG_FILE):
         raise ConfigError(
             f"{task.run} holds no finished run: {PREDICTOR_FOLDER}/{CONFIG_FILE} is not there. Repeat `promoe-train fit`, "
             "which goes on where it was interrupted."
@@ -42,9 +43,9 @@ def run_export(task: Export, out: TextIO) -> None:
     evaluation = read_json(task.evaluation) if task.evaluation is not None else {}
     settings = read_json(task.run / SETTINGS_FILE)
     card = {"training": training_lines(settings), "evaluation": evaluation_table(evaluation)}
-    if task.out.exists() and not task.out.is_dir():
+    if os.path.exists(task.out) and not os.path.isdir(task.out):
         raise ConfigError(f"'{task.out}' is not a folder. Choose another --out.")
-    if task.out.exists() and any(task.out.iterdir()) and not (task.out / CONFIG_FILE).is_file():
+    if os.path.exists(task.out) and any(task.out.iterdir()) and not os.path.isfile(task.out / CONFIG_FILE):
         raise ConfigError(f"The folder '{task.out}' holds something other than a predictor. Choose another --out.")
     try:
         (task.out / CARD_FILE).unlink(missing_ok=True)  # one of an earlier export would be kept

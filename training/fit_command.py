@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -117,7 +118,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
+        if not os.path.exists(path):
             write_atomically(path, [json.dumps(settings, indent=2), "\n"])
             return
         found = read_json(path)
@@ -149,10 +150,22 @@ def _train(task: Fit, module: PredictorModule, data: TraceData) -> lightning.Tra
             num_sanity_val_steps=0,
         )
         last = folder / "last.ckpt"
-        trainer.fit(module, data, ckpt_path=str(last) if last.exists() else None)
+        trainer.fit(module, data, ckpt_path=_checked(last) if os.path.exists(last) else None, weights_only=True)
     state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
     module.load_state_dict(state)
     return trainer
+
+
+def _checked(path: Path) -> str:
+    """The path of Lightning's checkpoint, if it holds nothing but numbers; else ConfigError. A pickle could run code."""
+    try:
+        torch.load(path, weights_only=True, map_location="meta")
+    except Exception as error:  # of a damaged archive, whatever reading one raises
+        raise ConfigError(
+            f"The checkpoint {path} of an interrupted run cannot be read: {type(error).__name__}: {str(error)[:300]}. Delete it "
+            "to begin again."
+        ) from error
+    return str(path)
 
 
 def calibrate(predictor: TrainedPredictor, rows: TraceRows) -> None:

@@ -52,7 +52,7 @@ def folder_of_predictor(name: str) -> Path:
         UnknownKindError: there is no predictor.
     """
     for folder in (Path(name), Path(name) / PREDICTOR_FOLDER):
-        if (folder / CONFIG_FILE).is_file():
+        if os.path.isfile(folder / CONFIG_FILE):
             return folder
     raise UnknownKindError(
         f"The folder {name!r} holds no trained predictor: neither {CONFIG_FILE} nor {PREDICTOR_FOLDER}/{CONFIG_FILE}. "

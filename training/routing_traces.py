@@ -222,7 +222,7 @@ def _checked(path: Path, experts: Any, lengths: Any, token_ids: Any) -> RoutingT
     total = int(lengths.sum(dtype=object))  # sums of 64 bits wrap
     require(total == len(experts), f"prompts of {total} tokens in all, but {len(experts)} rows")
     least, most = int(experts.min()), int(experts.max())
-    require(0 <= least and most < MAX_EXPERTS, f"expert ids must be 0 to {MAX_EXPERTS - 1}, found {least} to {most}")
+    require(least >= 0 and most < MAX_EXPERTS, f"expert ids must be 0 to {MAX_EXPERTS - 1}, found {least} to {most}")
     require(are_distinct(experts), "a token uses an expert of a layer twice")
     # Sums and differences of numbers without a sign would be numbers without a sign, or floats.
     return RoutingTrace(experts, token_ids.astype(np.int64), lengths.astype(np.int64), most + 1)

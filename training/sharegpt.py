@@ -93,10 +93,10 @@ def read_conversations(path: str | PathLike[str] | None = None) -> Iterator[Conv
     """
     path = default_path() if path is None else Path(path)
     try:
-        stream = open(open_plain(path), "rb")
+        fd = open_plain(path)
     except OSError as error:
         raise ShareGptError(f"Cannot open the ShareGPT file {path}: {error.strerror}. Check the path.") from error
-    with stream:
+    with open(fd, "rb") as stream:
         for number, record in _read_records(stream, path):
             yield _parse_conversation(record, path, number)
 

@@ -86,6 +86,8 @@ class TraceInfo:
 
 def part_paths(folder: Path, shard_index: int | None = None) -> list[Path]:
     """Complete parts, of one shard or of all, in order."""
+    if not os.path.isdir(folder):
+        return []  # also of a name that cannot be one
     shard = "*" if shard_index is None else f"{shard_index:05d}"
     return sorted(folder.glob(f"part-{shard}-*.arrow"))
 
@@ -108,8 +110,8 @@ def read_info(folder: Path) -> TraceInfo:
     found = values.get("format") if isinstance(values, dict) else None
     if found != FORMAT:
         raise TraceError(
-            f"{path} does not describe a trace of format {FORMAT}: found format {found!r:.80}. Read it with the version of promoe "
-            "that wrote it, or record anew into another folder."
+            f"{path} does not describe a trace of format {FORMAT}: found format {found!r:.80}. Read it with the version of "
+            "promoe that wrote it, or record anew into another folder."
         )
     if values.keys() != {f.name for f in fields(TraceInfo)} or not _are_sound(values):
         raise TraceError(

@@ -15,8 +15,8 @@ bytes: experts whose tensors are multiples of 4096 bytes (the demo's are, from r
 from __future__ import annotations
 
 import argparse
-import hashlib
 import contextlib
+import hashlib
 import json
 import os
 import re

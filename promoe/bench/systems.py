@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -133,7 +134,7 @@ def _find(name: str) -> System:
             raise ConfigError(f"The system {name!r} needs the package {package}: pip install 'promoe[bench]'.")
         return system
     base, at, folder = name.partition("@") if "@" in name else ("gate", "", name)
-    if base in _ours() and (Path(folder) / "config.json").is_file():
+    if base in _ours() and os.path.isfile(Path(folder) / "config.json"):
         known, label = KNOWN[base], Path(folder).resolve().name
         label = "learned" if label == "predictor" else label
         meaning = f"`{base}` with the predictor {folder}"

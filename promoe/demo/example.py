@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -41,7 +42,7 @@ class Example:
         """The trained predictor of the example's own model; None where there is none, or the model is another."""
         folder = self.folder / "predictor"
         is_own = self.checkpoint.resolve() == (self.folder / "checkpoint").resolve()
-        return folder if is_own and (folder / "config.json").is_file() else None
+        return folder if is_own and os.path.isfile(folder / "config.json") else None
 
     def prompts(self, count: int) -> list[str]:
         """The first `count` held-out prompts.
@@ -76,7 +77,7 @@ class Example:
         try:
             return write(self.checkpoint, destination, repeat=repeat, dtype=dtype)
         except PromoeError:
-            if not (destination / MARKER).is_file():
+            if not os.path.isfile(destination / MARKER):
                 raise
         # Ours, but of another model or repeat: a retrained demo model must not stop the demo.
         shutil.rmtree(destination)
@@ -118,14 +119,14 @@ def find_example(model: str | None = None) -> Example:
         ConfigError: there is no checkout, or no checkpoint.
     """
     roots = [Path.cwd(), Path(promoe.__file__).resolve().parent.parent]
-    folder = next((root / PLACE for root in roots if (root / PLACE / PROMPTS).is_file()), None)
+    folder = next((root / PLACE for root in roots if os.path.isfile(root / PLACE / PROMPTS)), None)
     if folder is None:
         raise ConfigError(
             f"The demo needs '{PLACE / PROMPTS}' of promoe's repository, which is neither in {roots[0]} nor in {roots[1]}. "
             "Clone the repository and run the demo in it (make demo)."
         )
     checkpoint = folder / "checkpoint" if model is None else Path(model)
-    if not (checkpoint / "config.json").is_file():
+    if not os.path.isfile(checkpoint / "config.json"):
         raise ConfigError(
             f"The demo model '{checkpoint}' has no config.json. Give the folder of a checkpoint with --model, or train one "
             f"with {PLACE / 'train.py'}."
@@ -142,7 +143,7 @@ def _text(path: Path) -> str:
 
 def _load_script(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"promoe_example_{path.stem}", path)
-    if spec is None or spec.loader is None or not path.is_file():
+    if spec is None or spec.loader is None or not os.path.isfile(path):
         raise ConfigError(f"The demo needs '{path}', which is missing. Clone promoe's repository again.")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)

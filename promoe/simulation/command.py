@@ -54,6 +54,8 @@ def run_simulation(task: Task, out: TextIO) -> dict[str, Any]:
         if not 0 < task.bits <= 64:
             raise ConfigError(f"--bits must be more than 0 and at most 64 per weight. Got {task.bits:g}.")
         geometry = replace(geometry, bits_per_weight=task.bits)
+        if geometry.expert_bytes < 1:
+            raise ConfigError(f"With --bits {task.bits:g} an expert would take no bytes. Give more.")
     scenario = Scenario(machine, geometry, _rate(task.cache), task.policy, task.predictor, task.lookahead, task.batch)
     fit, reuse, note = None, None, None
     if task.fit is not None:

@@ -79,7 +79,7 @@ def check_config(folder: Path, content: bytes, tensors: dict[str, torch.Tensor])
             assert torch.equal(tensor, tensors[name].to(tensor.dtype)), name
 
 
-@fuzzed(60)
+@fuzzed(25)
 @given(data=st.data())
 def test_configurations(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], data: st.DataObject) -> None:
     small = st.integers(-2, 70) | st.none() | st.booleans() | st.sampled_from(("", "x", "silu", "mixtral", [], {}, 0.5, 2**40, 2**63))
@@ -123,7 +123,7 @@ def test_a_configuration_of_any_depth(folder: Path, tensors: dict[str, torch.Ten
     check_config(folder, b'{"model_type": ' + b"[" * DEEP, tensors)
 
 
-@fuzzed(40)
+@fuzzed(15)
 @given(data=st.data())
 def test_generation_configurations(folder: Path, tensors: dict[str, torch.Tensor], data: st.DataObject) -> None:
     path = folder / "generation_config.json"
@@ -187,7 +187,7 @@ def headers(draw: st.DrawFn, header: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@fuzzed(150)
+@fuzzed(60)
 @given(data=st.data())
 def test_headers(stored: Stored, data: st.DataObject) -> None:
     header = written(data.draw(headers(stored.header)))
@@ -305,7 +305,7 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("fuzz") / "tokenizer")
 
 
-@fuzzed(40)
+@fuzzed(15)
 @given(data=st.data(), name=st.sampled_from(("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")))
 def test_tokenizers(with_tokenizer: Path, data: st.DataObject, name: str) -> None:
     path = with_tokenizer / name
@@ -321,7 +321,7 @@ def test_tokenizers(with_tokenizer: Path, data: st.DataObject, name: str) -> Non
         path.write_bytes(whole)
 
 
-@fuzzed(40)
+@fuzzed(15)
 @given(name=st.sampled_from(("x" * 5000, "a\0b", "\ud800", "/dev/null", "/dev/zero", "/", "..", "a/b/c", "", "~", "x/" * 3000)))
 @example(name="x" * 5000)
 def test_names(name: str) -> None:

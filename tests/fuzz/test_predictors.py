@@ -60,7 +60,7 @@ def check_folder(target: str, folder: Path, config: bytes, weights: bytes, truth
     assert predictor.log_odds(scores).shape == scores.shape
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(data=st.data())
 def test_configurations(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], data: st.DataObject) -> None:
     content = data.draw(json_bytes(config, VALUES | st.sampled_from(("mlp", "promoe-paper", "residual"))))
@@ -130,7 +130,7 @@ def changed_weights(draw: st.DrawFn, weights: dict[str, torch.Tensor]) -> bytes:
     return draw(damaged(content)) if draw(st.integers(0, 3)) == 0 else content
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(data=st.data())
 def test_weights(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], data: st.DataObject) -> None:
     check_folder("predictor: weights", folder, json.dumps(config).encode(), data.draw(changed_weights(weights)), weights)
@@ -163,7 +163,7 @@ def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
         TrainedPredictor.load(str(tmp_path))
 
 
-@fuzzed(150)
+@fuzzed(60)
 @given(name=st.sampled_from(("a/b", "a\0b/c", "/" * 3000, "x/" * 3000, "../..", "\ud800/x", "/dev/null", "a/b/c", "~/x", "/etc/passwd")) | st.text(max_size=6).map(lambda text: f"{text}/x"))
 @example(name="x" * 5000 + "/y")
 def test_names(name: str) -> None:

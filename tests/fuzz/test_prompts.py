@@ -59,7 +59,7 @@ def parsed(content: bytes) -> Any:
         return None
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=json_bytes(SHAREGPT))
 @example(content=b"[" + b"[" * DEEP)
 @example(content=b'[{"id": "a", "conversations": ' + b'{"a":' * DEEP)
@@ -86,7 +86,7 @@ def check_conversation(conversation: Conversation) -> None:
     assert all(isinstance(text, str) for turn in conversation.turns for text in (turn.speaker, turn.text))
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=damaged(WHOLE))
 def test_bytes_of_sharegpt(folder: Path, content: bytes) -> None:
     path = folder / "bytes.json"
@@ -95,7 +95,7 @@ def test_bytes_of_sharegpt(folder: Path, content: bytes) -> None:
         check_conversation(conversation)
 
 
-@fuzzed(200)
+@fuzzed(80)
 @given(cut=st.integers(0, len(WHOLE)), chunk_bytes=st.integers(1, 40))
 def test_a_file_that_is_cut_off(folder: Path, cut: int, chunk_bytes: int) -> None:
     path = folder / "cut.json"
@@ -118,7 +118,7 @@ def lines(draw: st.DrawFn) -> bytes:
     return end.join(draw(st.permutations(content))) + draw(st.sampled_from((b"\n", b"")))
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=lines() | damaged(WHOLE_LINES))
 @example(content=b'{"prompt": ' + b"[" * DEEP + b"\n")
 @example(content=b'{"prompt": ' + b"1" * MANY_DIGITS + b"}\n")
@@ -129,7 +129,7 @@ def test_json_lines(folder: Path, content: bytes) -> None:
     check_prompts(outcome("JSON lines", lambda: list(read_prompts(str(path)))))
 
 
-@fuzzed(200)
+@fuzzed(80)
 @given(content=json_bytes(["Why?", "How?"]))
 @example(content=b"[" * DEEP)
 def test_exclusions(folder: Path, content: bytes) -> None:
@@ -139,7 +139,7 @@ def test_exclusions(folder: Path, content: bytes) -> None:
     assert found is None or all(isinstance(text, str) for text in found)
 
 
-@fuzzed(200)
+@fuzzed(80)
 @given(data=st.sampled_from((*TEXTS, ".", "/", "~", "..", "no/such", "a/b/c", "a\nb", "x.jsonl", "x" * 300 + ".json")) | st.text(max_size=12))
 @example(data="x" * 5000)
 @example(data="x" * 5000 + ".jsonl")
@@ -165,7 +165,7 @@ messages = st.lists(
 )
 
 
-@fuzzed(200)
+@fuzzed(80)
 @given(messages=messages, max_tokens=st.integers(-1, 60), chat=st.booleans(), template=st.sampled_from(
     (None, "{{ messages[7].content }}", "{{ 1 / 0 }}", "{% for %}", "{{ raise_exception('no') }}", "{{ messages + 1 }}", "", "é",
      "{{ (1).__class__.__mro__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 'x' * 200 }}", "{{ no_such_thing.x }}",

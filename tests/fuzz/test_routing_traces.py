@@ -126,7 +126,7 @@ LENGTHS_THAT_WRAP = np.array([2**63 - 1, 2**63 - 1, 6])
 assert LENGTHS_THAT_WRAP.sum() == len(EXPERTS)
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(drawn=archives())
 @example(drawn=(saved(prompt_lengths=LENGTHS_THAT_WRAP), {}))
 @example(drawn=(saved(prompt_lengths=np.array([1, 2, 1], np.uint8)), WHOLE))
@@ -168,7 +168,7 @@ def headers(draw: st.DrawFn) -> bytes:
     return saved(**{draw(st.sampled_from(tuple(WHOLE))): header(text, data, version)})
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=headers())
 @example(content=saved(token_index=header(HEADERS[1])))
 @example(content=saved(token_index=header("{[]: 1}")))
@@ -190,7 +190,7 @@ def with_fields(offset: int, value: bytes) -> bytes:
     return bytes(content)
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=st.sampled_from((saved(), COMPRESSED)).flatmap(damaged))
 @example(content=with_fields(6, b"\1\0"))  # encrypted
 @example(content=with_fields(6, b"\x40\0"))  # strongly

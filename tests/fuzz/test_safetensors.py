@@ -107,7 +107,7 @@ entries: st.SearchStrategy[Any] = st.fixed_dictionaries(
 )
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(header=json_bytes(HEADER, VALUES | entries), claimed=st.none() | st.sampled_from((0, 1, 2, 9, 2**31, 2**40, 2**63, -1)))
 @example(header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": "4", "data_offsets": [34, 38]}}).encode(), claimed=None)
 @example(header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": [4.0], "data_offsets": [34, 38]}}).encode(), claimed=None)
@@ -117,7 +117,7 @@ def test_headers(path: Path, header: bytes, claimed: int | None) -> None:
     check_file("safetensors header", path, file_bytes(header, DATA, claimed))
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=damaged(WHOLE))
 def test_files(path: Path, content: bytes) -> None:
     check_file("safetensors bytes", path, content)
@@ -138,7 +138,7 @@ def layouts(draw: st.DrawFn) -> bytes:
     return file_bytes(json.dumps(header).encode(), bytes(range(max(0, end + draw(st.sampled_from((0, 0, 0, 1, -1)))))))
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=layouts())
 @example(content=file_bytes(b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', b"abc"))
 @example(content=file_bytes(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}', b"abc"))
@@ -199,7 +199,7 @@ def index_of(*names: str) -> bytes:
     return json.dumps({"weight_map": dict(zip(INDEX["weight_map"], names, strict=False))}).encode()
 
 
-@fuzzed(300)
+@fuzzed(120)
 @given(content=json_bytes(INDEX, VALUES | st.sampled_from(NAMES)))
 @example(content=json.dumps({"weight_map": {"a": 3}}).encode())
 @example(content=b'{"weight_map": ' + b"[" * DEEP)

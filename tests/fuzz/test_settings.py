@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from predictors.trained_predictors import make
+from training.traces import random_trace
 
 from promoe.demo.example import Example, read_prompts
 from promoe.training.export_command import Export, evaluation_table, read_json, run_export
 from promoe.training.fit_command import _claim
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE, note_on_training
-from training.traces import random_trace
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, damaged, json_bytes
@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(content=json_bytes(EVALUATION))
 @example(content=b"[" * DEEP)
 @example(content=json.dumps({"gate": {"1": {"accuracy": 10**400}}}).encode())
@@ -54,7 +54,7 @@ def test_evaluations(run: Path, content: bytes) -> None:
         assert all(line.startswith("|") for line in table.splitlines()) or table.startswith("Not evaluated")
 
 
-@fuzzed(40)
+@fuzzed(15)
 @given(content=json_bytes(EVALUATION), settings=json_bytes(SETTINGS))
 @example(content=b'{"{{ 7 * 7 }}": {"1": {"accuracy": 0.5}}}', settings=b'{"kind": "{{ 7 * 7 }}"}')
 @example(content=b"{}", settings=b'{"kind": "\\ud800"}')
@@ -68,7 +68,7 @@ def test_exports(run: Path, content: bytes, settings: bytes) -> None:
         assert "| 49" not in (out / "README.md").read_text()
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(content=json_bytes(SETTINGS))
 @example(content=b"[" * DEEP)
 @example(content=b'{"num_tokens": "many"}')
@@ -79,7 +79,7 @@ def test_settings_of_a_run(run: Path, content: bytes) -> None:
     outcome("settings of a run, gone on with", lambda: _claim(run, SETTINGS))
 
 
-@fuzzed(150)
+@fuzzed(60)
 @given(content=json_bytes(["Why?", "How?"]))
 @example(content=b"[" * DEEP)
 def test_lists_of_prompts(run: Path, content: bytes) -> None:
@@ -92,7 +92,7 @@ def test_lists_of_prompts(run: Path, content: bytes) -> None:
 CARD = b"- Held-out loss **3.870** nats per token\n"
 
 
-@fuzzed(100)
+@fuzzed(40)
 @given(content=damaged(CARD))
 @example(content=b"\xff" + CARD)
 @example(content=b"held-out loss " * 5000)

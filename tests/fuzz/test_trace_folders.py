@@ -14,11 +14,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save
+from training.recordings import make_info, make_rows, write
 
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import GATES_FILE, INFO_FILE, check_folder, part_paths
-from training.recordings import make_info, make_rows, write
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, damaged, json_bytes
@@ -82,7 +82,7 @@ def same(found: dict[str, Any] | None, truth: dict[str, Any], *names: str) -> No
 INFO = json.loads(json.dumps(vars(make_info())))
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(content=json_bytes(INFO))
 @example(content=b'{"format": ' + b"[" * DEEP)
 @example(content=json.dumps(INFO | {"hidden_size": 2**62}).encode())
@@ -97,14 +97,14 @@ def test_descriptions(whole: Whole, content: bytes) -> None:
     same(opened("trace: description", whole), whole.truth, "experts", "token_ids", "lengths", "inputs", "logits")
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(data=st.data())
 def test_bytes_of_parts(whole: Whole, data: st.DataObject) -> None:
     whole.part.write_bytes(data.draw(damaged(whole.content)))
     opened("trace: bytes of a part", whole)
 
 
-@fuzzed(150)
+@fuzzed(60)
 @given(data=st.data())
 def test_bytes_of_gates(whole: Whole, data: st.DataObject) -> None:
     (whole.folder / GATES_FILE).write_bytes(data.draw(damaged(whole.gates)))
@@ -127,11 +127,12 @@ def with_values(table: pa.Table, name: str, index: int, value: Any) -> pa.Table:
     is_list = pa.types.is_fixed_size_list(column.type)
     values = np.array((column.flatten() if is_list else column).to_numpy(zero_copy_only=False))
     mask = None
+    whole = np.iinfo(values.dtype) if values.dtype.kind in "iu" else None
     if value is None:
         mask = np.zeros(len(values), np.bool_)
         mask[index % len(values)] = True
     else:
-        values[index % len(values)] = np.clip(value, np.iinfo(values.dtype).min, np.iinfo(values.dtype).max) if values.dtype.kind in "iu" else value
+        values[index % len(values)] = value if whole is None else np.clip(value, whole.min, whole.max)
     flat = pa.array(values, type=column.type.value_type if is_list else column.type, mask=mask)
     new = pa.FixedSizeListArray.from_arrays(flat, type=column.type) if is_list else flat
     return table.set_column(table.schema.get_field_index(name), table.schema.field(name), new)
@@ -160,7 +161,7 @@ def changed_tables(draw: st.DrawFn, table: pa.Table) -> bytes:
     return stream(table, compression=draw(st.sampled_from((None, None, "lz4", "zstd"))))
 
 
-@fuzzed(250)
+@fuzzed(100)
 @given(data=st.data())
 def test_tables(whole: Whole, data: st.DataObject) -> None:
     whole.part.write_bytes(data.draw(changed_tables(whole.table())))
