@@ -101,9 +101,16 @@ class TrainedConfig:
                 raise ConfigError(
                     f"{name} of a trained predictor must be a whole number from 1 to {MAX_SIZE - 1}. Got {value!r:.80} instead."
                 )
-        for name, kinds in (("model_type", str), ("base_model", str), ("base_revision", (str, type(None))), ("versions", Mapping)):
+        for name, kinds in (
+            ("model_type", str),
+            ("base_model", str),
+            ("base_revision", (str, type(None))),
+            ("versions", Mapping),
+        ):
             if not isinstance(getattr(self, name), kinds):
-                raise ConfigError(f"{name} of a trained predictor cannot be {getattr(self, name)!r:.80}. Train it anew.")
+                raise ConfigError(
+                    f"{name} of a trained predictor cannot be {getattr(self, name)!r:.80}. Train it anew."
+                )
         if self.lookahead > self.num_layers:
             raise ConfigError(
                 f"The lookahead must be at most the number of MoE layers, {self.num_layers}. Got {self.lookahead} instead."
@@ -205,8 +212,8 @@ class TrainedPredictor(
             return predictor
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
             raise ConfigError(
-                f"There is no trained predictor {path_or_id[:500]!r}: neither a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, nor "
-                f"an id of the hub that can be reached ({type(error).__name__}: {error})."
+                f"There is no trained predictor {path_or_id[:500]!r}: neither a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, "
+                f"nor an id of the hub that can be reached ({type(error).__name__}: {error})."
             ) from error
         except (ValueError, TypeError, RuntimeError, SafetensorError, CheckpointError) as error:
             if isinstance(error, ConfigError):

@@ -23,7 +23,7 @@ def shown(value: object) -> str:
     try:
         text = repr(value)
     except Exception:  # whole numbers of more than 4300 digits, and objects of others' making
-        return f"a {type(value).__name__} that cannot be written"
+        return f"{type(value).__name__} that cannot be written"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 

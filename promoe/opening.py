@@ -251,8 +251,8 @@ class _TensorInFile:
             )
         if math.prod(self._where.shape) > self._most_elements:  # Transformers compares shapes when it has read them
             raise CheckpointError(
-                f"The checkpoint's {self._where.name!r} has shape {list(self._where.shape)}: more elements than the whole model, "
-                f"which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
+                f"The checkpoint's {self._where.name!r} has shape {list(self._where.shape)}: more elements than the whole "
+                f"model, which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
             )
         tensor = torch.empty(self._where.shape, dtype=self._where.dtype)  # torch allocates at 64 bytes
         if self._where.nbytes:

@@ -134,8 +134,8 @@ def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, 
         return {name: encoded[name] for name in ("input_ids", "attention_mask")}
     except Exception as error:  # a template computes, and may divide by zero
         raise CheckpointError(
-            f"The model's tokenizer or chat template cannot encode the prompt: {type(error).__name__}: {str(error)[:2000]}. Mend "
-            "tokenizer_config.json or chat_template.jinja."
+            f"The model's tokenizer or chat template cannot encode the prompt: {type(error).__name__}: {str(error)[:2000]}. "
+            "Mend tokenizer_config.json or chat_template.jinja."
         ) from error
 
 

@@ -113,10 +113,10 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("waste_share", -0.01, "from 0 to 1"),
         ("waste_share", 1.5, "from 0 to 1"),
         ("waste_share", math.nan, "from 0 to 1"),
-        ("workers", 0, "at least 1 thread"),
         ("pinned_bytes", -1, "None or bytes"),
         ("pinned_bytes", 1.5, "None or bytes"),
         ("pinned_bytes", True, "None or bytes"),
+        ("workers", 0, "1 to 256 threads"),
         ("stall_timeout_s", 0.0, "more than 0 seconds"),
         ("stall_timeout_s", -1, "more than 0 seconds"),
         ("stall_timeout_s", math.nan, "more than 0 seconds"),
@@ -153,7 +153,7 @@ def test_the_error_says_field_allowed_and_found() -> None:
     with pytest.raises(ConfigError) as caught:
         config(chunk_bytes=5000)
     assert str(caught.value) == (
-        "The 'chunk_bytes' field of PromoeConfig must be a positive multiple of 4096 bytes. Got 5000 instead."
+        "The 'chunk_bytes' field of PromoeConfig must be a positive multiple of 4096 bytes, at most 1 GiB. Got 5000 instead."
     )
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PromoeError)

@@ -162,8 +162,8 @@ def _checked(path: Path) -> str:
         torch.load(path, weights_only=True, map_location="meta")
     except Exception as error:  # of a damaged archive, whatever reading one raises
         raise ConfigError(
-            f"The checkpoint {path} of an interrupted run cannot be read: {type(error).__name__}: {str(error)[:300]}. Delete it "
-            "to begin again."
+            f"The checkpoint {path} of an interrupted run cannot be read: {type(error).__name__}: {str(error)[:300]}. Delete "
+            "it to begin again."
         ) from error
     return str(path)
 

@@ -184,13 +184,19 @@ def _read_array(member: zipfile.ZipInfo, archive: zipfile.ZipFile) -> npt.NDArra
         try:
             version = npy_format.read_magic(stream)
             shape, in_columns, dtype = _HEADER_READERS[version](stream)
-        except Exception as error:  # the header is a literal of Python, and whatever reading that can raise comes through
-            raise ValueError(f"{member.filename} has no sound header ({type(error).__name__}: {str(error)[:200]})") from error
+        except (
+            Exception
+        ) as error:  # the header is a literal of Python, and whatever reading that can raise comes through
+            raise ValueError(
+                f"{member.filename} has no sound header ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
         nbytes, found_bytes = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
         if dtype.hasobject or min(shape, default=0) < 0:
             raise ValueError(f"{member.filename} is of {dtype}, {shape}")
         if nbytes != found_bytes:
-            raise ValueError(f"{member.filename} is {dtype}, {shape}, which is {nbytes} bytes, but holds {found_bytes} bytes")
+            raise ValueError(
+                f"{member.filename} is {dtype}, {shape}, which is {nbytes} bytes, but holds {found_bytes} bytes"
+            )
         if nbytes > MAX_ARRAY_BYTES:
             raise ValueError(f"{member.filename} is {nbytes} bytes, more than {MAX_ARRAY_BYTES >> 30} GiB")
         content = bytearray(nbytes)

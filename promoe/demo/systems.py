@@ -134,7 +134,9 @@ def load_stock(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     The bits of a product can depend on its operands' alignment, and Transformers maps some tensors straight from the
     file, where they lie as it happens; those are copied to aligned memory.
     """
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+    # As promoe opens it: without code of the checkpoint, and no pickle.
+    options = {"trust_remote_code": False, "use_safetensors": True}
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **options).eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.data_ptr() % SLOT_ALIGNMENT_BYTES:

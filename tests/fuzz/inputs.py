@@ -49,13 +49,16 @@ def outcome(target: str, call: Callable[[], Result]) -> Result | None:
             warnings.simplefilter("ignore", UserWarning)  # numpy's, of headers that an old version wrote
             return call()
     except PromoeError as error:
-        message = str(error)
-        assert len(message) > 20, f"an error that says nothing: {error!r}"
-        assert len(message) < 20_000, f"an error of {len(message)} characters: {message[:200]!r}"
         refused[target] += 1
+        _check_message(str(error))
         return None
     finally:
         signal.alarm(0)
+
+
+def _check_message(message: str) -> None:
+    assert len(message) > 20, f"an error that says nothing: {message!r}"
+    assert len(message) < 20_000, f"an error of {len(message)} characters: {message[:200]!r}"
 
 
 def _hangs(*_: object) -> None:

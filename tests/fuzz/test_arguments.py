@@ -35,12 +35,19 @@ TOTAL = sum(layout.slot_bytes * count for layout, count in zip(LAYOUTS, EXPERTS,
 HUGE = -(10**5000)  # more digits than Python would write
 
 units = st.sampled_from(("%", "B", "KB", "MiB", "GiB", "TB", "gib", "X", "", " GiB", "GiB ", "GiB/s", "iB", "٪"))
-numerals = st.sampled_from(("0", "0.0", "1", "25", "50.", ".5", "1.5", "1e3", "1e400", "-1", "+1", "inf", "nan", "²", "١", "9" * 400, "9" * 5000, "0x10", "1_0", "100", "100.0001"))  # fmt: skip
+numerals = st.sampled_from(
+    ("0", "0.0", "1", "25", "50.", ".5", "1.5", "1e3", "1e400", "-1", "+1", "inf", "nan", "²", "١", "9" * 400, "9" * 5000,
+     "0x10", "1_0",
+     "100", "100.0001")
+)  # fmt: skip
 sizes = st.builds("{}{}".format, numerals | st.integers(0, 10**13).map(str) | st.floats(0, 200).map(str), units)
 
 
 @fuzzed(160)
-@given(cache=sizes | LEAVES | st.sampled_from(("auto", "AUTO", HUGE, 0.5, b"25%", ["25%"])), free=st.none() | st.integers(0, 2**40))
+@given(
+    cache=sizes | LEAVES | st.sampled_from(("auto", "AUTO", HUGE, 0.5, b"25%", ["25%"])),
+    free=st.none() | st.integers(0, 2**40),
+)
 @example(cache=HUGE, free=None)
 @example(cache="9" * 5000 + "GiB", free=None)
 def test_cache_sizes(cache: Any, free: int | None) -> None:
@@ -70,7 +77,14 @@ FIELDS = {field.name: field.default for field in fields(PromoeConfig)}
 
 
 @fuzzed(160)
-@given(changes=st.dictionaries(st.sampled_from(sorted(FIELDS)), LEAVES | st.sampled_from((4096, 8192, "lru", "direct", HUGE, -HUGE, [], {})), min_size=1, max_size=3))
+@given(
+    changes=st.dictionaries(
+        st.sampled_from(sorted(FIELDS)),
+        LEAVES | st.sampled_from((4096, 8192, "lru", "direct", HUGE, -HUGE, [], {})),
+        min_size=1,
+        max_size=3,
+    )
+)
 @example(changes={"workers": -HUGE})
 @example(changes={"workers": HUGE})
 @example(changes={"workers": 10**9})
@@ -79,7 +93,10 @@ FIELDS = {field.name: field.default for field in fields(PromoeConfig)}
 def test_configurations(changes: dict[str, Any]) -> None:
     config = outcome("PromoeConfig", lambda: PromoeConfig(**changes))
     if config is not None:
-        assert all(type(getattr(config, name)) is type(default) or isinstance(default, float) for name, default in FIELDS.items())
+        assert all(
+            type(getattr(config, name)) is type(default) or isinstance(default, float)
+            for name, default in FIELDS.items()
+        )
         assert config.workers <= 256
         assert config.chunk_bytes <= 2**30
 
@@ -123,9 +140,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+WORDS = (
+    "auto", "25%", "trace.npz", ".", "..", "/", "/dev/null", "no/such/file", "lru", "oracle", "gate", "token", "9" * 30,
+    "-" + "9" * 30,
+    "[1, 2]", "{a: 1}", "&a [*a]", "!!python/object:os.system x", "null", "1e400", "0x1F", "1_000", "=", "--", "-x",
+)  # fmt: skip
 values = st.one_of(
-    st.sampled_from((*TEXTS, "auto", "25%", "trace.npz", ".", "..", "/", "/dev/null", "no/such/file", "lru", "oracle", "gate", "token", "9" * 30,
-                     "-" + "9" * 30, "[1, 2]", "{a: 1}", "&a [*a]", "!!python/object:os.system x", "null", "1e400", "0x1F", "1_000", "=", "--", "-x")),
+    st.sampled_from((*TEXTS, *WORDS)),
     st.integers(-2, 300).map(str),
     st.floats().map(str),
     sizes,
@@ -133,13 +154,70 @@ values = st.one_of(
 ).map(lambda text: text.replace("\0", "_"))  # which no argument can have  # fmt: skip
 
 COMMANDS: dict[str, list[str]] = {
-    "simulate": ["cache", "policy", "max-tokens", "predictor", "lookahead", "batch", "hardware", "model", "bits", "fit"],
+    "simulate": [
+        "cache",
+        "policy",
+        "max-tokens",
+        "predictor",
+        "lookahead",
+        "batch",
+        "hardware",
+        "model",
+        "bits",
+        "fit",
+    ],
     "run": ["cache", "predictor", "store", "device", "max-new-tokens", "temperature", "seed"],
     "demo": ["cache", "prompts", "max-new-tokens", "repeat", "skip-widened"],
-    "bench": ["cache", "systems", "pairs", "max-new-tokens", "prompt-tokens", "prompts", "link", "workspace", "seconds-per-answer", "dtype"],
-    "collect": ["data", "max-tokens", "decode-share", "max-prompt-tokens", "batch-size", "temperature", "seed", "dtype", "cache", "exclude", "shard-index", "num-shards"],
-    "fit": ["kind", "loss", "lookahead", "width", "learning-rate", "weight-decay", "batch-size", "patience", "seed", "trainer", "trainer.devices", "trainer.max-epochs"],
-    "evaluate": ["kinds", "lookahead", "cache", "policy", "replay-tokens", "bandwidth", "expert-bytes", "layer-seconds"],
+    "bench": [
+        "cache",
+        "systems",
+        "pairs",
+        "max-new-tokens",
+        "prompt-tokens",
+        "prompts",
+        "link",
+        "workspace",
+        "seconds-per-answer",
+        "dtype",
+    ],
+    "collect": [
+        "data",
+        "max-tokens",
+        "decode-share",
+        "max-prompt-tokens",
+        "batch-size",
+        "temperature",
+        "seed",
+        "dtype",
+        "cache",
+        "exclude",
+        "shard-index",
+        "num-shards",
+    ],
+    "fit": [
+        "kind",
+        "loss",
+        "lookahead",
+        "width",
+        "learning-rate",
+        "weight-decay",
+        "batch-size",
+        "patience",
+        "seed",
+        "trainer",
+        "trainer.devices",
+        "trainer.max-epochs",
+    ],
+    "evaluate": [
+        "kinds",
+        "lookahead",
+        "cache",
+        "policy",
+        "replay-tokens",
+        "bandwidth",
+        "expert-bytes",
+        "layer-seconds",
+    ],
     "export": ["run", "out", "evaluation"],
 }
 NEEDED = {
@@ -158,7 +236,11 @@ def command_lines(draw: st.DrawFn) -> tuple[str, list[str]]:
     argv = list(NEEDED.get(command, []))
     for _ in range(draw(st.integers(1, 3))):
         name, value = draw(st.sampled_from(COMMANDS[command])), draw(values)
-        argv += draw(st.sampled_from(([f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [f"--{name.replace('-', '_')}={value}"])))
+        argv += draw(
+            st.sampled_from(
+                ([f"--{name}", value], [f"--{name}={value}"], [f"--{name}"], [f"--{name.replace('-', '_')}={value}"])
+            )
+        )
     if draw(st.integers(0, 9)) == 0:
         argv.insert(draw(st.integers(0, len(argv))), draw(values))
     return command, argv
@@ -194,4 +276,6 @@ def test_command_lines(folder: Path, drawn: tuple[str, list[str]]) -> None:
 @pytest.mark.parametrize("value", INTEGERS, ids=range(len(INTEGERS)))
 @pytest.mark.parametrize("option", ["--max-tokens", "--lookahead", "--batch"])
 def test_numbers_of_a_simulation(folder: Path, option: str, value: int) -> None:
-    Command(promoe.cli.main, "command line: simulate")(["simulate", "--trace", "trace.npz", "--predictor", "previous", f"{option}={value}"])
+    Command(promoe.cli.main, "command line: simulate")(
+        ["simulate", "--trace", "trace.npz", "--predictor", "previous", f"{option}={value}"]
+    )

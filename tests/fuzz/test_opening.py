@@ -34,7 +34,12 @@ from .inputs import fuzzed, outcome
 from .mutations import DEEP, VALUES, damaged, json_bytes, mutated, written
 
 SIZES: dict[str, Any] = {"hidden": 32, "intermediate": 8, "num_experts": 4, "layers": 2, "vocab_size": 16}
-CODE = "from pathlib import Path\nPath({marker!r}).write_text('ran')\nclass Own: pass\nOwnConfig = OwnModel = OwnTokenizer = Own\n"
+CODE = """
+from pathlib import Path
+Path({marker!r}).write_text('ran')
+class Own: pass
+OwnConfig = OwnModel = OwnTokenizer = Own
+"""
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +86,15 @@ def check_config(folder: Path, content: bytes, tensors: dict[str, torch.Tensor])
 
 @fuzzed(25)
 @given(data=st.data())
-def test_configurations(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], data: st.DataObject) -> None:
-    small = st.integers(-2, 70) | st.none() | st.booleans() | st.sampled_from(("", "x", "silu", "mixtral", [], {}, 0.5, 2**40, 2**63))
+def test_configurations(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], data: st.DataObject
+) -> None:
+    small = (
+        st.integers(-2, 70)
+        | st.none()
+        | st.booleans()
+        | st.sampled_from(("", "x", "silu", "mixtral", [], {}, 0.5, 2**40, 2**63))
+    )
     # Not numbers of layers that are merely large: each is built, and that takes a while.
     check_config(folder, data.draw(json_bytes(config, small)), tensors)
 
@@ -177,11 +189,23 @@ def headers(draw: st.DrawFn, header: dict[str, Any]) -> dict[str, Any]:
         if how == 0:
             result[one], result[other] = result[other], result[one]
         elif how == 1:
-            result[draw(st.sampled_from((one.replace("experts.0", "experts.9"), one.upper(), other + ".x", one[6:], "lm_head." + one)))] = result.pop(one)
+            result[
+                draw(
+                    st.sampled_from(
+                        (one.replace("experts.0", "experts.9"), one.upper(), other + ".x", one[6:], "lm_head." + one)
+                    )
+                )
+            ] = result.pop(one)
         elif how == 2:
-            result[one] = {**result[one], "shape": draw(st.sampled_from(([256], [8, 32], [32, 8], [16, 16], [1, 8, 32], [])))}
+            result[one] = {
+                **result[one],
+                "shape": draw(st.sampled_from(([256], [8, 32], [32, 8], [16, 16], [1, 8, 32], []))),
+            }
         elif how == 3:
-            result[one] = {**result[one], "dtype": draw(st.sampled_from(("I32", "U32", "F32", "BF16", "F4", "F8_E4M3")))}
+            result[one] = {
+                **result[one],
+                "dtype": draw(st.sampled_from(("I32", "U32", "F32", "BF16", "F4", "F8_E4M3"))),
+            }
         else:
             return draw(mutated(result, VALUES))  # type: ignore[no-any-return]
     return result
@@ -250,7 +274,11 @@ class TestCodeOfACheckpoint:
     def hostile(self, tmp_path: Path) -> Path:
         folder = write_checkpoint(tmp_path / "checkpoint")
         (folder / "own.py").write_text(CODE.format(marker=str(tmp_path / "ran")))
-        classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "AutoTokenizer": ["own.OwnTokenizer", None]}
+        classes = {
+            "AutoConfig": "own.OwnConfig",
+            "AutoModelForCausalLM": "own.OwnModel",
+            "AutoTokenizer": ["own.OwnTokenizer", None],
+        }
         for name in ("config.json", "tokenizer_config.json"):
             values = json.loads((folder / name).read_text())
             values["auto_map"] = classes
@@ -322,7 +350,11 @@ def test_tokenizers(with_tokenizer: Path, data: st.DataObject, name: str) -> Non
 
 
 @fuzzed(15)
-@given(name=st.sampled_from(("x" * 5000, "a\0b", "\ud800", "/dev/null", "/dev/zero", "/", "..", "a/b/c", "", "~", "x/" * 3000)))
+@given(
+    name=st.sampled_from(
+        ("x" * 5000, "a\0b", "\ud800", "/dev/null", "/dev/zero", "/", "..", "a/b/c", "", "~", "x/" * 3000)
+    )
+)
 @example(name="x" * 5000)
 def test_names(name: str) -> None:
     outcome("checkpoint: names", lambda: load_tokenizer(name))

@@ -62,7 +62,9 @@ def check_folder(target: str, folder: Path, config: bytes, weights: bytes, truth
 
 @fuzzed(100)
 @given(data=st.data())
-def test_configurations(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], data: st.DataObject) -> None:
+def test_configurations(
+    folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], data: st.DataObject
+) -> None:
     content = data.draw(json_bytes(config, VALUES | st.sampled_from(("mlp", "promoe-paper", "residual"))))
     check_folder("predictor: configuration", folder, content, save(weights), weights)
 
@@ -87,7 +89,9 @@ def test_configurations_of_other_sizes(
 ) -> None:
     """Refused by the header of the weights, before memory is taken for such networks."""
     (folder / WEIGHTS_FILE).write_bytes(save(weights))
-    (folder / CONFIG_FILE).write_text(json.dumps(config | {"config": {**config.get("config", config), **change}} | change))
+    (folder / CONFIG_FILE).write_text(
+        json.dumps(config | {"config": {**config.get("config", config), **change}} | change)
+    )
     with pytest.raises(ConfigError):
         TrainedPredictor.load(str(folder))
 
@@ -99,8 +103,12 @@ def test_a_configuration_of_any_depth(folder: Path, weights: dict[str, torch.Ten
         TrainedPredictor.load(str(folder))
 
 
-dtypes = st.sampled_from((torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn))
-numbers = st.floats(-9, 9, width=32) | st.sampled_from((float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45, 0.0, 1e30))
+dtypes = st.sampled_from(
+    (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
+)
+numbers = st.floats(-9, 9, width=32) | st.sampled_from(
+    (float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-45, 0.0, 1e30)
+)
 
 
 @st.composite
@@ -133,7 +141,9 @@ def changed_weights(draw: st.DrawFn, weights: dict[str, torch.Tensor]) -> bytes:
 @fuzzed(100)
 @given(data=st.data())
 def test_weights(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], data: st.DataObject) -> None:
-    check_folder("predictor: weights", folder, json.dumps(config).encode(), data.draw(changed_weights(weights)), weights)
+    check_folder(
+        "predictor: weights", folder, json.dumps(config).encode(), data.draw(changed_weights(weights)), weights
+    )
 
 
 class Marker:
@@ -164,7 +174,12 @@ def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
 
 
 @fuzzed(60)
-@given(name=st.sampled_from(("a/b", "a\0b/c", "/" * 3000, "x/" * 3000, "../..", "\ud800/x", "/dev/null", "a/b/c", "~/x", "/etc/passwd")) | st.text(max_size=6).map(lambda text: f"{text}/x"))
+@given(
+    name=st.sampled_from(
+        ("a/b", "a\0b/c", "/" * 3000, "x/" * 3000, "../..", "\ud800/x", "/dev/null", "a/b/c", "~/x", "/etc/passwd")
+    )
+    | st.text(max_size=6).map(lambda text: f"{text}/x")
+)
 @example(name="x" * 5000 + "/y")
 def test_names(name: str) -> None:
     outcome("predictor: names", lambda: TrainedPredictor.load(name))

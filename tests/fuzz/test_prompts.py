@@ -21,7 +21,10 @@ from .mutations import DEEP, MANY_DIGITS, TEXTS, damaged, json_bytes, written
 
 SHAREGPT: list[Any] = [
     {"id": "a_0", "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
-    {"id": "b_0", "conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "ü\ud83d\ude00"}]},
+    {
+        "id": "b_0",
+        "conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "ü\ud83d\ude00"}],
+    },
     {"id": "c_0", "conversations": []},
 ]
 LINES: list[Any] = [
@@ -140,7 +143,10 @@ def test_exclusions(folder: Path, content: bytes) -> None:
 
 
 @fuzzed(80)
-@given(data=st.sampled_from((*TEXTS, ".", "/", "~", "..", "no/such", "a/b/c", "a\nb", "x.jsonl", "x" * 300 + ".json")) | st.text(max_size=12))
+@given(
+    data=st.sampled_from((*TEXTS, ".", "/", "~", "..", "no/such", "a/b/c", "a\nb", "x.jsonl", "x" * 300 + ".json"))
+    | st.text(max_size=12)
+)
 @example(data="x" * 5000)
 @example(data="x" * 5000 + ".jsonl")
 @example(data="a\0b.json")
@@ -165,11 +171,15 @@ messages = st.lists(
 )
 
 
+TEMPLATES = (
+    None, "{{ messages[7].content }}", "{{ 1 / 0 }}", "{% for %}", "{{ raise_exception('no') }}", "{{ messages + 1 }}", "", "é",
+    "{{ (1).__class__.__mro__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 'x' * 200 }}", "{{ no_such.x }}",
+    "{{ 9 ** 9 ** 2 }}", "{{ messages | no_such_filter }}", "{{ messages[0]['content'] | int + 'a' }}",
+)  # fmt: skip
+
+
 @fuzzed(80)
-@given(messages=messages, max_tokens=st.integers(-1, 60), chat=st.booleans(), template=st.sampled_from(
-    (None, "{{ messages[7].content }}", "{{ 1 / 0 }}", "{% for %}", "{{ raise_exception('no') }}", "{{ messages + 1 }}", "", "é",
-     "{{ (1).__class__.__mro__ }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 'x' * 200 }}", "{{ no_such_thing.x }}",
-     "{{ 9 ** 9 ** 2 }}", "{{ messages | no_such_filter }}", "{{ messages[0]['content'] | int + 'a' }}")))  # fmt: skip
+@given(messages=messages, max_tokens=st.integers(-1, 60), chat=st.booleans(), template=st.sampled_from(TEMPLATES))
 @example(messages=[("user", "x")], max_tokens=20, chat=True, template="{{ 1 / 0 }}")
 @example(messages=[("user", "x")], max_tokens=20, chat=True, template="{{ messages + 1 }}")
 @example(messages=[("user", "x")], max_tokens=20, chat=True, template="{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}")
@@ -185,4 +195,3 @@ def test_encoding(messages: list[tuple[str, str]], max_tokens: int, chat: bool, 
     finally:
         tokenizer.chat_template = kept
     assert ids is None or len(ids) <= max_tokens
-

@@ -39,7 +39,9 @@ def npy(array: Any, allow_pickle: bool = True) -> bytes:
 def header(text: str, data: bytes = b"", version: int = 1) -> bytes:
     """An array whose header says anything."""
     content = text.encode("latin1", "replace") + b"\n"
-    return b"\x93NUMPY" + bytes((version, 0)) + len(content).to_bytes(2 if version == 1 else 4, "little") + content + data
+    return (
+        b"\x93NUMPY" + bytes((version, 0)) + len(content).to_bytes(2 if version == 1 else 4, "little") + content + data
+    )
 
 
 def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
@@ -87,7 +89,8 @@ def check_usable(trace: RoutingTrace) -> None:
 
 
 dtypes = st.sampled_from(
-    ("u1", "i1", "<u2", ">u2", "<i4", ">i4", "<u8", ">i8", "<f8", "<f2", "?", "<m8[s]", "<M8[s]", "<c16", "O", "S3", "<U2", "V4", "<i4,<i4")
+    ("u1", "i1", "<u2", ">u2", "<i4", ">i4", "<u8", ">i8", "<f8", "<f2", "?", "<m8[s]", "<M8[s]", "<c16", "O", "S3", "<U2",
+     "V4", "<i4,<i4")
 )  # fmt: skip
 numbers = st.sampled_from((0, 1, -1, 3, 127, 255, 2**15, 2**31, 2**40, 2**63 - 1, 2**63, 2**64 - 1)) | st.integers(0, 8)
 
@@ -119,7 +122,9 @@ def arrays(draw: st.DrawFn, array: Any) -> Any:
 def archives(draw: st.DrawFn) -> tuple[bytes, dict[str, Any]]:
     """Some arrays changed; and those that are what they were."""
     names = draw(st.sets(st.sampled_from(tuple(WHOLE)), min_size=1, max_size=2))
-    return saved(**{name: draw(arrays(WHOLE[name])) for name in sorted(names)}), {n: a for n, a in WHOLE.items() if n not in names}
+    return saved(**{name: draw(arrays(WHOLE[name])) for name in sorted(names)}), {
+        n: a for n, a in WHOLE.items() if n not in names
+    }
 
 
 LENGTHS_THAT_WRAP = np.array([2**63 - 1, 2**63 - 1, 6])
@@ -152,7 +157,8 @@ HEADERS = (
     "{'descr': '<i8', 'fortran_order': False, 'shape': (4L,)}",
     "{'descr': [('a', '<i8')], 'fortran_order': False, 'shape': (4,)}",
     "{'descr': ('<i8', (2,)), 'fortran_order': False, 'shape': (2,)}",
-    "{'descr': '<i8', 1: 2}", "{[]: 1}", "{1: 2, 'a': 3, None: 4}", "(" * 3000, "[" * 9000, "-" * 9000 + "1", "'''", "{'a' 1L", "",
+    "{'descr': '<i8', 1: 2}", "{[]: 1}", "{1: 2, 'a': 3, None: 4}", "(" * 3000, "[" * 9000,
+    "-" * 9000 + "1", "'''", "{'a' 1L", "",
     "x" * 70000, "__import__('os').system('true')", "\\", "{'descr': '\\ud800'}", "9" * 5000,
 )  # fmt: skip
 
@@ -207,9 +213,11 @@ def test_a_small_archive_of_a_large_array_is_refused_before_it_is_unpacked(
     monkeypatch.setattr("promoe.training.routing_traces.MAX_ARRAY_BYTES", 2**20)
     path = tmp_path / "bomb.npz"
     experts = np.zeros((2**21, 1, 1), np.uint8)
-    path.write_bytes(archive({f"{n}.npy": npy(a) for n, a in (WHOLE | {"experts": experts}).items()}, zipfile.ZIP_DEFLATED))
+    path.write_bytes(
+        archive({f"{n}.npy": npy(a) for n, a in (WHOLE | {"experts": experts}).items()}, zipfile.ZIP_DEFLATED)
+    )
     assert path.stat().st_size < 2**14
-    with pytest.raises(TraceError, match="experts.npy is 2097152 bytes, more than"):
+    with pytest.raises(TraceError, match=r"experts\.npy is 2097152 bytes, more than"):
         load_npz(path)
 
 
@@ -223,7 +231,9 @@ def test_what_cannot_be_unpacked_in_pieces_is_refused(tmp_path: Path, packing: i
 
 def test_an_array_that_claims_2_to_the_40_numbers_takes_no_memory(tmp_path: Path) -> None:
     path = tmp_path / "trace.npz"
-    path.write_bytes(saved(experts=header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({2**40}, 1, 1)}}", b"\0" * 64)))
+    path.write_bytes(
+        saved(experts=header(f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({2**40}, 1, 1)}}", b"\0" * 64))
+    )
     script = f"""
         import resource
         from promoe.training.routing_traces import TraceError, load_npz

@@ -108,10 +108,20 @@ entries: st.SearchStrategy[Any] = st.fixed_dictionaries(
 
 
 @fuzzed(120)
-@given(header=json_bytes(HEADER, VALUES | entries), claimed=st.none() | st.sampled_from((0, 1, 2, 9, 2**31, 2**40, 2**63, -1)))
-@example(header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": "4", "data_offsets": [34, 38]}}).encode(), claimed=None)
-@example(header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": [4.0], "data_offsets": [34, 38]}}).encode(), claimed=None)
-@example(header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": [True, 4], "data_offsets": [34, 38]}}).encode(), claimed=None)
+@given(
+    header=json_bytes(HEADER, VALUES | entries),
+    claimed=st.none() | st.sampled_from((0, 1, 2, 9, 2**31, 2**40, 2**63, -1)),
+)
+@example(
+    header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": "4", "data_offsets": [34, 38]}}).encode(), claimed=None
+)
+@example(
+    header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": [4.0], "data_offsets": [34, 38]}}).encode(), claimed=None
+)
+@example(
+    header=json.dumps(HEADER | {"c": {"dtype": "U8", "shape": [True, 4], "data_offsets": [34, 38]}}).encode(),
+    claimed=None,
+)
 @example(header=b"[" * DEEP, claimed=None)
 def test_headers(path: Path, header: bytes, claimed: int | None) -> None:
     check_file("safetensors header", path, file_bytes(header, DATA, claimed))
@@ -140,7 +150,12 @@ def layouts(draw: st.DrawFn) -> bytes:
 
 @fuzzed(120)
 @given(content=layouts())
-@example(content=file_bytes(b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', b"abc"))
+@example(
+    content=file_bytes(
+        b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}',
+        b"abc",
+    )
+)
 @example(content=file_bytes(b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[2,3]}}', b"abc"))
 def test_layouts(path: Path, content: bytes) -> None:
     check_file("safetensors layout", path, content)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given
 from predictors.trained_predictors import make
 from training.traces import random_trace
 
 from promoe.demo.example import Example, read_prompts
+from promoe.errors import ConfigError
 from promoe.training.export_command import Export, evaluation_table, read_json, run_export
-from promoe.training.fit_command import _claim
+from promoe.training.fit_command import _checked, _claim
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE, note_on_training
 
 from .inputs import fuzzed, outcome
@@ -25,7 +28,13 @@ EVALUATION: dict[str, Any] = {
     "residual": {"1": {"accuracy": 0.87, "exact": 0.5, "layers": [0.5, None]}, "4": {"accuracy": None}},
     "gate": {"1": {"accuracy": 0.77}},
 }
-SETTINGS: dict[str, Any] = {"kind": "residual", "num_tokens": 120, "trainer": {"max_epochs": 3}, "seed": 0, "learning_rate": 0.002}
+SETTINGS: dict[str, Any] = {
+    "kind": "residual",
+    "num_tokens": 120,
+    "trainer": {"max_epochs": 3},
+    "seed": 0,
+    "learning_rate": 0.002,
+}
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +96,22 @@ def test_lists_of_prompts(run: Path, content: bytes) -> None:
     path.write_bytes(content)
     found = outcome("lists of prompts", lambda: read_prompts(path, 1, "Give more."))
     assert found is None or all(isinstance(text, str) and text.strip() for text in found)
+
+
+def test_a_run_is_not_gone_on_with_from_a_pickle(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (open, (str(tmp_path / "ran"), "w"))
+
+    for content in (pickle.dumps(Hostile()), b"", b"PK\3\4", pickle.dumps({"state_dict": {}})[:9]):
+        (tmp_path / "last.ckpt").write_bytes(content)
+        with pytest.raises(ConfigError, match="Delete it to begin again"):
+            _checked(tmp_path / "last.ckpt")
+    torch.save({"state_dict": {}, "x": Hostile()}, tmp_path / "last.ckpt")
+    (tmp_path / "ran").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="Delete it to begin again"):
+        _checked(tmp_path / "last.ckpt")
+    assert not (tmp_path / "ran").exists()
 
 
 CARD = b"- Held-out loss **3.870** nats per token\n"

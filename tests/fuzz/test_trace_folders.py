@@ -147,9 +147,13 @@ def changed_tables(draw: st.DrawFn, table: pa.Table) -> bytes:
     if how <= 2:
         table = with_values(table, name, draw(st.integers(0, 999)), draw(numbers | st.none()))
     elif how == 3:
-        table = table.drop_columns([name]) if draw(st.booleans()) else table.rename_columns([f"{one}x" for one in names])
+        table = (
+            table.drop_columns([name]) if draw(st.booleans()) else table.rename_columns([f"{one}x" for one in names])
+        )
     elif how == 4:
-        table = table.take(pa.array(draw(st.lists(st.integers(0, len(table) - 1), max_size=9)), pa.int64())).combine_chunks()
+        table = table.take(
+            pa.array(draw(st.lists(st.integers(0, len(table) - 1), max_size=9)), pa.int64())
+        ).combine_chunks()
     elif how == 5:
         start = draw(st.integers(0, len(table)))
         table = table.slice(start, draw(st.integers(0, len(table))))
