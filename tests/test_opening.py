@@ -434,3 +434,12 @@ def test_a_checkpoint_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Monk
     assert_equal_to_plain(opened, plain_tensors(source))
     assert AutoConfig.from_pretrained(snapshot).num_experts == 8
     opened.store.close()
+
+
+def test_experts_that_are_numbered_with_a_gap(tmp_path: Path) -> None:
+    """As many as there should be, but one of them in another's place: every expert between would be its neighbour."""
+    save(tmp_path)
+    old, new = (f"model.layers.1.mlp.experts.{expert_idx}.down_proj.weight" for expert_idx in (2, 9))
+    rewrite(shards(tmp_path)[0], lambda tensors: tensors.update({new: tensors.pop(old)}))
+    with pytest.raises(CheckpointError, match=r"not numbered one after the other.*are 8"):
+        open_without_experts(tmp_path)

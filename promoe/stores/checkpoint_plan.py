@@ -88,6 +88,8 @@ def _bank_pieces(
         # A stack may have rows, and the files tensors, that belong to no expert: they come last.
         if per_expert and len(tensors) not in (bank.num_experts, bank.stack_shape[0]):
             raise CheckpointError(_wrong_count(bank, tensors))
+        if per_expert:
+            _check_numbers(bank, tensors)
         expected_shape = part_shape if per_expert else _stacked_shape(bank, part_shape)
         for tensor in tensors:
             _check_dtype(bank, tensor)
@@ -117,6 +119,8 @@ def _computed(
     for is_stacked, (_, tensors) in zip(stacked, present, strict=True):
         if not is_stacked and len(tensors) != bank.num_experts:
             raise CheckpointError(_wrong_count(bank, tensors))
+        if not is_stacked:
+            _check_numbers(bank, tensors)
         if is_stacked and (len(tensors) > 1 or tensors[0].shape[:1] != (bank.num_experts,)):
             raise CheckpointError(_wrong_shape(bank, tensors[0], (bank.num_experts, *tensors[0].shape[1:])))
     conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, operations)
@@ -213,6 +217,23 @@ def _wrong_shape(bank: BankSpec, tensor: TensorRange, expected: tuple[int, ...])
     return (
         f"The checkpoint's {tensor.name!r} has shape {list(tensor.shape)}, but {list(expected)} was expected for "
         f"{bank}. The checkpoint is not of this model, or config.json was changed."
+    )
+
+
+def _check_numbers(bank: BankSpec, tensors: Sequence[TensorRange]) -> None:
+    """Raise CheckpointError unless the experts' tensors are numbered one after the other: where one is missing and another is
+    there that does not belong, their count is right and all between them would be taken for their neighbours."""
+    if len(tensors) == 1:
+        return
+    numbers = [[int(number) for number in re.findall(r"\d+", tensor.name)] for tensor in tensors]
+    differing = [column for column in zip(*numbers, strict=False) if len(set(column)) > 1]
+    # Where a checkpoint has experts of several kinds (text, vision) in one list, those of the next follow those of the first.
+    first = differing[0][0] if len(differing) == 1 else -1
+    if first % len(tensors) == 0 and differing[0] == tuple(range(first, first + len(tensors))):
+        return
+    raise CheckpointError(
+        f"The checkpoint's tensors for {bank} are not numbered one after the other: {tensors[0].name!r} to "
+        f"{tensors[-1].name!r} are {len(tensors)}. Download or copy the checkpoint again."
     )
 
 
