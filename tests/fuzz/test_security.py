@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import promoe
@@ -19,17 +20,25 @@ def sources() -> list[Path]:
     return [path for name in ("promoe", "predictors", "training") for path in sorted((ROOT / name).rglob("*.py"))]
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    return list(_trees())
+
+
+def _trees() -> Iterator[tuple[str, ast.Module]]:
     for path in dict.fromkeys(path.resolve() for path in sources()):  # two of the folders are also links
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def calls() -> Iterator[tuple[str, str, ast.Call]]:
+@cache
+def calls() -> list[tuple[str, str, ast.Call]]:
     """(file, name of what is called, call)."""
-    for name, tree in trees():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call):
-                yield name, ast.unparse(node.func), node
+    return [
+        (name, ast.unparse(node.func), node)
+        for name, tree in trees()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    ]
 
 
 def argument(call: ast.Call, name: str) -> str | None:
