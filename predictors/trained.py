@@ -228,8 +228,9 @@ class TrainedPredictor(
         if os.path.isdir(model_id):
             weights = Path(model_id) / WEIGHTS_FILE
         else:
-            options = ("revision", "cache_dir", "force_download", "token", "local_files_only")
-            weights = Path(hf_hub_download(model_id, WEIGHTS_FILE, **{name: kwargs.get(name) for name in options}))
+            names = ("revision", "cache_dir", "force_download", "token", "local_files_only")
+            options: dict[str, Any] = {name: kwargs[name] for name in names if name in kwargs}
+            weights = Path(hf_hub_download(model_id, WEIGHTS_FILE, **options))
         _check_weights(cls, config, weights)
         predictor = cls(config)
         cls._load_as_safetensor(predictor, str(weights), "cpu", True)

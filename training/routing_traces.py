@@ -202,10 +202,11 @@ def _read_array(member: zipfile.ZipInfo, archive: zipfile.ZipFile) -> npt.NDArra
         content = bytearray(nbytes)
         view, done = memoryview(content), 0
         while done < nbytes:
-            count = stream.readinto(view[done : done + _PIECE_BYTES])
-            if not count:
+            piece = stream.read(min(_PIECE_BYTES, nbytes - done))
+            if not piece:
                 raise ValueError(f"{member.filename} ends after {done} of {nbytes} bytes")
-            done += count
+            view[done : done + len(piece)] = piece
+            done += len(piece)
         stream.read(1)  # the end, where its checksum is compared
     array = np.frombuffer(content, dtype) if nbytes else np.empty(0, dtype)
     return array.astype(dtype.newbyteorder("="), copy=False).reshape(shape, order="F" if in_columns else "C")

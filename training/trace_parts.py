@@ -139,7 +139,7 @@ def _batches(messages: pa.ipc.MessageReader, schema: pa.Schema) -> Iterator[pa.R
 def _is_packed(metadata: bytes) -> bool:
     """Whether a batch says how its columns are packed: field 3 of the header, which is field 2 of a message (Arrow's format
     in flatbuffers). Arrow itself only tells when it has unpacked them."""
-    message = _field(metadata, *struct.unpack_from("<I", metadata), 2)
+    message = _field(metadata, struct.unpack_from("<I", metadata)[0], 2)
     if message is None:
         return False
     return _field(metadata, message + struct.unpack_from("<I", metadata, message)[0], 3) is not None

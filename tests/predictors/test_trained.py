@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from predictors.trained_predictors import HIDDEN, LAYERS, LOOKAHEAD, make
@@ -170,3 +171,20 @@ def test_bfloat16_halves_the_file_and_opens_as_float32(tmp_path: Path) -> None:
 
 def test_config_is_plain() -> None:
     assert TrainedConfig(**{**make().config.__dict__}) == make().config
+
+
+def test_a_predictor_in_the_hubs_cache(tmp_path: Path) -> None:
+    """Weights and configuration are links into a folder of blobs; a pickle in their place is not even looked at."""
+    repo = tmp_path / "models--org--predictor"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    make().save_pretrained(repo / "blobs")
+    for file in (repo / "blobs").iterdir():
+        (snapshot / file.name).symlink_to(file)
+    options = {"cache_dir": tmp_path, "local_files_only": True}
+    assert TrainedPredictor.from_pretrained("org/predictor", **options).config == make().config
+    (snapshot / "model.safetensors").rename(snapshot / "pytorch_model.bin")
+    with pytest.raises(LocalEntryNotFoundError):
+        TrainedPredictor.from_pretrained("org/predictor", **options)
