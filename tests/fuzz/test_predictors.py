@@ -14,7 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from predictors.trained_predictors import make
 from safetensors.torch import load_file, save
+from tiny_checkpoint import write_checkpoint
+from tiny_models import token_ids
 
+import promoe
 from promoe.errors import ConfigError
 from promoe.predictors.trained import CONFIG_FILE, WEIGHTS_FILE, TrainedPredictor
 
@@ -183,3 +186,25 @@ def test_a_pipe_is_no_file(tmp_path: Path, name: str) -> None:
 @example(name="x" * 5000 + "/y")
 def test_names(name: str) -> None:
     outcome("predictor: names", lambda: TrainedPredictor.load(name))
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, 1e-45, 1e30])
+@pytest.mark.parametrize("kind", ["residual", "mlp", "promoe-paper"])
+def test_whatever_it_answers_the_logits_are_the_same(tmp_path: Path, kind: str, value: float) -> None:
+    """Finite weights whose products are not: a prediction may be worthless, and must not be more than that."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", layers=2)
+    predictor = make(kind, num_layers=2, hidden_size=64, num_experts=8, lookahead=1, width=3)
+    with torch.no_grad():
+        predictor.network.inner.fill_(value)
+        predictor.network.outer.fill_(value)
+        predictor.slope.fill_(value)
+    predictor.save_pretrained(tmp_path / "predictor")
+    ids = token_ids(length=5)
+    logits = []
+    for chosen in (None, str(tmp_path / "predictor")):
+        model = promoe.from_pretrained(checkpoint, cache="50%", predictor=chosen)
+        with torch.inference_mode():
+            logits.append([model(ids).logits, *(model(ids[:, :1]).logits for _ in range(4))])
+        model.promoe.close()
+    for one, other in zip(*logits, strict=True):
+        assert torch.equal(one, other)
