@@ -77,7 +77,7 @@ def prepare_config(path_or_id: Any, config: Any) -> None:
     """
     owners = [config, *(getattr(config, name, None) for name in ("text_config",))]
     for owner in owners:
-        for field, value in vars(owner).items() if owner is not None else ():
+        for field, value in getattr(owner, "__dict__", {}).items():
             if "layers" in field and isinstance(value, int) and value > MAX_LAYERS:
                 raise CheckpointError(
                     f"The config.json of {path_or_id} says {field} = {shown(value)}, more than {MAX_LAYERS}. It is damaged."
