@@ -34,7 +34,7 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
-# More than 100,000 damaged and hostile inputs, in about a quarter of an hour; says how many each target took.
+# More than 100,000 damaged and hostile inputs; says how many each target took.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PROMOE_FUZZ_EXAMPLES=36 $(BIN)/python -m pytest tests/fuzz
 
