@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest/.installed
 NEWEST := $(VENV)-newest/.installed
 
-.PHONY: demo test check bench fuzz test-slow test-matrix test-oldest test-newest clean
+.PHONY: demo test check bench fuzz soak test-slow test-matrix test-oldest test-newest clean
 
 # What an environment changes in constraints.txt, as a sed script; the newest is the newest of when it is set up.
 $(OLDEST): CHANGE = s/^transformers==.*/transformers==$(shell sed -n 's/.*"transformers>=\([^,]*\),.*/\1/p' pyproject.toml)/
@@ -37,6 +37,10 @@ test-slow: $(STAMP)
 # More than 100,000 damaged and hostile inputs; says how many each target took.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 PROMOE_FUZZ_EXAMPLES=36 $(BIN)/python -m pytest tests/fuzz
+
+# Half an hour of mixed requests with faults.
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py
 
 # The suite with both; `make -k test-matrix` also runs the second where the first fails.
 test-matrix: test-oldest test-newest
