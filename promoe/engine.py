@@ -1,7 +1,10 @@
 """The transfer engine: threads that move chunks as the scheduler orders, and forwards that wait for them.
 
 One lock guards the scheduler and the counters. It is held for microseconds: never during I/O, copies, predictors or
-expert computation. Knows links, slots and errors; does not know models.
+expert computation, nor while a forward waits. Knows links, slots and errors; does not know models.
+
+Ctrl-C may end a forward anywhere. Whatever it had been granted or had begun is then given back; only if it comes in the midst
+of a change of the scheduler's state, that cannot be trusted any more, and the engine says so from then on.
 """
 
 from __future__ import annotations
@@ -14,16 +17,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
+from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError, PromoeError
 from promoe.links import Link
-from promoe.memory import Pool
+from promoe.memory import Pool, SlotPool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
+from promoe.scheduler.visit import Visit
 from promoe.stores import Store
-from promoe.threads import ThreadBeside
+from promoe.threads import ThreadBeside, hold_in_forks
 from promoe.tracing import STALL, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -67,7 +72,6 @@ class Engine:
         self.tracer: Tracer | None = None
         self.lock = threading.Lock()
         self._work = threading.Condition(self.lock)
-        self._arrived = threading.Condition(self.lock)
         self._idle_workers = 0
         self._assigned: deque[Lease] = deque()  # to workers that were idle and have not taken them yet
         longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
@@ -76,15 +80,18 @@ class Engine:
         self._chunks_completed = 0
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
         self._closed = False
-        self._fatal: BaseException | None = None
+        self._broken: tuple[str, BaseException | None] | None = None  # what happened; nothing is served any more
         self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
         self._pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
+        if scheduler.config.strict:
+            self._poison_released_slots()
         self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(link.workers)]
 
     def start(self) -> None:
         """Start the link workers."""
+        hold_in_forks(self, self.lock, Engine._forked)
         for thread in self._threads:
             thread.start()
 
@@ -102,7 +109,7 @@ class Engine:
         with self.lock:
             self._closed = True
             self._work.notify_all()
-            self._arrived.notify_all()
+            self._notify_visits()
         # No limit at all (inf) is more than a thread can be waited for.
         deadline_s = time.perf_counter() + min(self.stall_timeout_s, threading.TIMEOUT_MAX)
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]
@@ -113,14 +120,25 @@ class Engine:
             logger.warning("%s still in a transfer after %.1f s; left behind.", ", ".join(stuck), self.stall_timeout_s)
         self.link.close()
 
+    def _poison_released_slots(self) -> None:
+        """From now on, a slot in RAM without an expert holds NaN: whoever reads one shows it."""
+        for spec, pool in zip(self.scheduler.config.pools, self.pools, strict=True):
+            if isinstance(pool, SlotPool):
+                pool.poison()
+                self.scheduler.cache_of(spec.layers[0]).on_release = pool.poison_slot
+
     # -- the forwards' side -------------------------------------------------------------------------------------
 
     def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
         """A gate chose these experts: start what is missing. Returns how many are resident."""
         with self.lock:
-            hits = self.scheduler.hint(layer_idx, ids)
-            if hits < len(ids) and not self._forwards_copy:
-                self._wake_workers()
+            try:
+                hits = self.scheduler.hint(layer_idx, ids)
+                if hits < len(ids) and not self._forwards_copy:
+                    self._wake_workers()
+            except BaseException as error:
+                self._break_off(error)
+                raise
         return hits
 
     def visit(
@@ -151,29 +169,42 @@ class Engine:
             layer_idx: the layer forecast.
             probabilities: `[num_experts]`.
         """
+        p_next = np.asarray(probabilities, dtype=np.float64)  # what is no number must not end in the midst of a change
         with self.lock:
             remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
             if remaining <= 0 or self._closed:
                 return False
-            self.scheduler.forecast(remaining, layer_idx, probabilities)
-            self._wake_workers()
+            try:
+                self.scheduler.forecast(remaining, layer_idx, p_next)
+                self._wake_workers()
+            except BaseException as error:
+                self._break_off(error)
+                raise
         return True
 
     def stream(self, layer_idx: int) -> None:
         """The layer after the one just hinted will need nearly all its experts: fetch the absent ones in order."""
         with self.lock:
-            self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
-            self._wake_workers()
+            try:
+                self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
+                self._wake_workers()
+            except BaseException as error:
+                self._break_off(error)
+                raise
 
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
         with self.lock:
             if on == self.scheduler.prefetch_on:
                 return
-            self.scheduler.prefetch_on = on
-            self.recorder.prefetch_switched(on)
-            if not on:
-                self.scheduler.withdraw_forecasts()
+            try:
+                self.scheduler.prefetch_on = on
+                self.recorder.prefetch_switched(on)
+                if not on:
+                    self.scheduler.withdraw_forecasts()
+            except BaseException as error:
+                self._break_off(error)
+                raise
 
     def _wake_workers(self) -> None:
         """Give idle workers what there is to do, with the lock held.
@@ -186,12 +217,35 @@ class Engine:
             self._idle_workers -= 1
             self._work.notify()
 
+    def _notify_visits(self) -> None:
+        """Let waiting forwards look again, with the lock held."""
+        for visit in self._waiting_visits:
+            visit.notify()
+
+    def _break(self, what: str, cause: BaseException | None) -> None:
+        """Refuse to serve from now on, with the lock held."""
+        if self._broken is None:
+            self._broken = (what, cause)
+            self._notify_visits()
+
+    def _break_off(self, error: BaseException) -> None:
+        """An exception came in the midst of a change, with the lock held."""
+        if not isinstance(error, PromoeError):
+            self._break(f"Its state was being changed when this came: {error!r}.", error)
+
+    def _forked(self) -> None:
+        """This is a new process, which has a copy of everything but the threads; with the lock held."""
+        self.scheduler.prefetch_on = False  # or the forward would hand visits to a predictor's thread that is not there
+        self._broken = None
+        self._break("This process was forked from the one that patched the model, whose link workers it lacks.", None)
+
     def _check_alive(self) -> None:
-        if self._fatal is not None:
+        if self._broken is not None:
+            what, cause = self._broken
             raise EngineError(
-                f"A link worker died: {self._fatal!r}. The model cannot fetch experts any more; "
-                "call promoe.unpatch(model) and patch it again."
-            ) from self._fatal
+                f"{what} The model cannot fetch experts any more: call promoe.unpatch(model) and patch it again, or open "
+                "the model again, in the process that uses it."
+            ) from cause
         if self._closed:
             raise EngineClosedError(
                 "The model's experts were needed after its engine was closed. Call promoe.unpatch(model), "
@@ -228,14 +282,13 @@ class Engine:
     def _serve(self, worker_idx: int) -> None:
         try:
             while (lease := self._next_lease()) is not None:
-                while lease is not None:
-                    error = self._transfer(lease, worker_idx)
-                    lease = self._complete(lease, error)
+                orders = [lease]
+                while orders:
+                    self._complete(orders, self._transfer(orders[0], worker_idx))
         except BaseException as error:
             logger.exception("link worker %d died", worker_idx)
             with self.lock:
-                self._fatal = error
-                self._arrived.notify_all()
+                self._break(f"A link worker died: {error!r}.", error)
 
     def _next_lease(self) -> Lease | None:
         with self.lock:
@@ -268,42 +321,55 @@ class Engine:
 
     def copy_demand(self) -> None:
         """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
-        with self.lock:
-            lease = None if self._closed else self._next_order(speculate=False)
-        while lease is not None:
-            try:
-                error = self._transfer(lease, self.link.workers)
-            except BaseException as interruption:
-                while lease is not None:  # each completion brings the next order: none may be left behind
-                    error = EngineError(f"The copy was interrupted by {interruption!r}.")
-                    lease = self._complete(lease, error, speculate=False)
-                raise
-            lease = self._complete(lease, error, speculate=False)
+        orders: list[Lease] = []
+        try:
+            with self.lock:
+                try:
+                    self._take_order(orders, speculate=False)
+                except BaseException as error:
+                    self._break_off(error)
+                    raise
+            while orders:
+                self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
+        except BaseException as interruption:
+            while orders:  # each completion brings the next order: none may be left behind
+                self._complete(orders, EngineError(f"The copy was interrupted by {interruption!r}."), speculate=False)
+            raise
 
-    def _complete(self, lease: Lease, error: Exception | None, speculate: bool = True) -> Lease | None:
-        """Publish a completion, and take the next order in the same breath."""
+    def _complete(self, orders: list[Lease], error: Exception | None, speculate: bool = True) -> None:
+        """Publish the completion of the only one of `orders`, and put the next in its place in the same breath."""
+        first_failure = False
         with self.lock:
-            self._progress += 1
-            self._chunks_completed += 1
-            first_failure = error is not None and self._failed(lease, error)
-            if error is None and self.scheduler.chunk_done(lease):
-                self._load_errors.pop(lease.key, None)
-                if any(visit._may_go_on() for visit in self._waiting_visits):
-                    self._arrived.notify_all()
-            following = None if self._closed else self._next_order(speculate)
-            if speculate:
-                self._wake_workers()  # where there is one order there may be more
+            try:
+                lease = orders.pop()
+                self._progress += 1
+                self._chunks_completed += 1
+                first_failure = error is not None and self._failed(lease, error)
+                if error is None and self.scheduler.chunk_done(lease):
+                    self._load_errors.pop(lease.key, None)
+                    if any(visit._may_go_on() for visit in self._waiting_visits):
+                        self._notify_visits()
+                self._take_order(orders, speculate)
+                if speculate:
+                    self._wake_workers()  # where there is one order there may be more
+            except BaseException as interruption:
+                self._break_off(interruption)
+                raise
         if first_failure and lease.cause == "prefetch":
-            logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, error)
-        return following
+            # As text: an error that a log keeps would keep the slots that its traceback knows.
+            logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))
 
     def _failed(self, lease: Lease, error: Exception) -> bool:
         """Publish a failure, with the lock held; says whether it is the expert's first since it last arrived."""
         first = lease.key not in self._load_errors
         self._load_errors[lease.key] = (lease, error)
         self.scheduler.chunk_failed(lease)
-        self._arrived.notify_all()
+        self._notify_visits()
         return first
+
+    def _take_order(self, orders: list[Lease], speculate: bool) -> None:
+        if not self._closed and (lease := self._next_order(speculate)) is not None:
+            orders.append(lease)
 
     def _next_order(self, speculate: bool = True) -> Lease | None:
         if not self.scheduler.has_orders:
@@ -327,43 +393,77 @@ class EngineVisit:
         self._engine = engine
         self._layer_idx = layer_idx
         self._ids = ids
+        self._tokens = tokens
+        self._num_sequences = num_sequences
         self._pool = engine._pool_of[layer_idx]
         self._stall_s = 0.0
         self._waited_for = 0
         self._at_once = False
         self._group: list[int] = []
         self._reading: list[int] = []  # slots
-        with engine.lock:
-            engine._check_alive()
-            self._visit = engine.scheduler.begin_visit(layer_idx, ids, tokens, num_sequences)
-            self._visit.admit()
-            self._group = self._visit.ready()
-            if hits is None:  # not the group: without `reorder`, that ends at the first that is missing
-                hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
-            self._hits = hits
-            if len(self._group) < len(ids) and not engine._forwards_copy:
-                engine._wake_workers()
+        self._hits = hits
+        self._visit: Visit | None = None  # while it lasts
+        self._notified = threading.Lock()  # held while there is nothing to look at
 
     def __enter__(self) -> EngineVisit:
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
         return self
+
+    def _begin(self) -> None:
+        engine, layer_idx, ids = self._engine, self._layer_idx, self._ids
+        with engine.lock:
+            engine._check_alive()
+            try:
+                self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
+                self._visit.admit()
+                self._group = self._visit.ready()
+                if self._hits is None:  # not the group: without `reorder`, that ends at the first that is missing
+                    self._hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
+                if len(self._group) < len(ids) and not engine._forwards_copy:
+                    engine._wake_workers()
+            except BaseException as error:
+                engine._break_off(error)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        engine = self._engine
         try:
             self._end_reads()
         finally:  # whatever a device says: what is granted is given back
-            with engine.lock:
-                self._visit.close()
-                if kind is None:
-                    needed = len(self._ids)
+            self.close(ran=kind is None)
+
+    def close(self, ran: bool = False) -> None:
+        """Give back what was granted, and count the visit if it `ran`. Safe to repeat."""
+        engine = self._engine
+        with engine.lock:
+            visit = self._visit
+            if visit is None:
+                return
+            try:
+                if self in engine._waiting_visits:  # Ctrl-C came twice
+                    engine._waiting_visits.remove(self)
+                visit.close()
+                self._visit = None
+                if ran:
+                    needed, hits = len(self._ids), self._hits or 0
                     engine.recorder.visit(
-                        self._layer_idx, self._ids, min(self._hits, needed), needed - self._waited_for, self._stall_s
+                        self._layer_idx, self._ids, min(hits, needed), needed - self._waited_for, self._stall_s
                     )
                 engine._wake_workers()
-                if engine._waiting_visits:
-                    engine._arrived.notify_all()
+                engine._notify_visits()
+            except BaseException as error:
+                engine._break_off(error)
+                raise
+
+    def notify(self) -> None:
+        """Let a wait look at once, with the engine's lock held."""
+        if self._notified.locked():
+            self._notified.release()
 
     def all_rows(self) -> Rows | None:
         """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
@@ -371,7 +471,7 @@ class EngineVisit:
             start_s, num_there = time.perf_counter(), len(self._group)
             self._engine.copy_demand()
             with self._engine.lock:
-                self._group = self._visit.ready()
+                self._group = self._granted.ready()
             self._waited_for += len(self._group) - num_there
             self._stall_s += time.perf_counter() - start_s
         return self._rows() if len(self._group) == len(self._ids) else None
@@ -396,8 +496,13 @@ class EngineVisit:
             yield self._rows()
             self._group = self._next_group()
 
+    @property
+    def _granted(self) -> Visit:
+        assert self._visit is not None, "the visit is over"
+        return self._visit
+
     def _rows(self) -> Rows:
-        pool, visit = self._pool, self._visit
+        pool, visit = self._pool, self._granted
         self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
         pool.begin_read(self._reading)
         return pool.rows(self._group, self._reading)
@@ -407,66 +512,86 @@ class EngineVisit:
         self._reading = []
 
     def _next_group(self) -> list[int]:
-        engine, visit = self._engine, self._visit
+        engine, visit = self._engine, self._granted
         self._end_reads()
         with engine.lock:
-            visit.release(self._group)
-            engine._progress += 1
-            admitted = visit.admit()
-            if engine._waiting_visits or (admitted and not engine._forwards_copy):
-                engine._wake_workers()
-            if engine._waiting_visits:
-                engine._arrived.notify_all()  # another visit may be granted what this one gave back
+            try:
+                visit.release(self._group)
+                engine._progress += 1
+                admitted = visit.admit()
+                if engine._waiting_visits or (admitted and not engine._forwards_copy):
+                    engine._wake_workers()
+                engine._notify_visits()  # another visit may be granted what this one gave back
+            except BaseException as error:
+                engine._break_off(error)
+                raise
             if visit.finished:
                 return []
             there = visit.ready()
             if self._suffices(there):
                 return there
-            if not engine._forwards_copy:
-                return self._wait(len(there), time.perf_counter())
         start_s = time.perf_counter()
-        engine.copy_demand()
-        with engine.lock:
-            return self._wait(len(there), start_s)
+        if engine._forwards_copy:
+            engine.copy_demand()
+        return self._wait(len(there), start_s)
 
     def _may_go_on(self) -> bool:
         """Whether waiting, with the engine's lock held, is over."""
-        return self._suffices(self._visit.ready()) or bool(self._visit.failed())
+        visit = self._visit
+        return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed()))
 
     def _suffices(self, ready: Sequence[int]) -> bool:
         """Whether these experts are a group to run now."""
-        return bool(ready) and (not self._at_once or len(ready) == self._visit.num_granted)
+        return bool(ready) and (not self._at_once or len(ready) == self._granted.num_granted)
 
     def _wait(self, num_there: int, start_s: float) -> list[int]:
-        """Wait, with the engine's lock held, until a group may run; `num_there` of it were ready at `start_s`."""
-        engine, visit = self._engine, self._visit
-        last_progress_s = time.perf_counter()
-        progress = engine._progress
-        engine._waiting_visits.append(self)
+        """Wait until a group may run; `num_there` of it were ready at `start_s`.
+
+        Not on a condition of the engine's lock: Ctrl-C while that is taken again would leave without it.
+        """
+        engine = self._engine
+        last_progress_s, progress = time.perf_counter(), -1
         try:
             while True:
-                engine._check_alive()
-                if failed := visit.failed():
-                    raise engine._load_error(self._layer_idx, failed)
-                if self._suffices(group := visit.ready()):
-                    self._waited_for += len(group) - num_there
-                    return group
-                if not visit.holds_grants and visit.admit():
-                    engine._wake_workers()
-                    continue
-                engine._arrived.wait(min(HEARTBEAT_S, engine.stall_timeout_s))
-                now_s = time.perf_counter()
-                if engine._progress != progress:
-                    progress, last_progress_s = engine._progress, now_s
-                elif now_s - last_progress_s > engine.stall_timeout_s:
-                    raise EngineStalledError(
-                        f"MoE layer {self._layer_idx} waits for experts and no chunk completed for "
-                        f"{now_s - last_progress_s:.1f} s (stall_timeout_s={engine.stall_timeout_s}). "
-                        f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
-                    )
+                with engine.lock:
+                    if (group := self._look()) is not None:
+                        self._waited_for += len(group) - num_there
+                        return group
+                    now_s = time.perf_counter()
+                    if engine._progress != progress:
+                        progress, last_progress_s = engine._progress, now_s
+                    elif now_s - last_progress_s > engine.stall_timeout_s:
+                        raise EngineStalledError(
+                            f"MoE layer {self._layer_idx} waits for experts and no chunk completed for "
+                            f"{now_s - last_progress_s:.1f} s (stall_timeout_s={engine.stall_timeout_s}). "
+                            f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
+                        )
+                self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
         finally:
-            engine._waiting_visits.remove(self)
+            with engine.lock:
+                if self in engine._waiting_visits:
+                    engine._waiting_visits.remove(self)
             end_s = time.perf_counter()
             self._stall_s += end_s - start_s
             if (tracer := engine.tracer) is not None:
                 tracer.span(STALL, f"wait L{self._layer_idx}", start_s, end_s)
+
+    def _look(self) -> list[int] | None:
+        """A group that may run, with the engine's lock held; None: wait until `notify`."""
+        engine, visit = self._engine, self._granted
+        while True:
+            engine._check_alive()
+            if failed := visit.failed():
+                raise engine._load_error(self._layer_idx, failed)
+            if self._suffices(group := visit.ready()):
+                return group
+            try:
+                if visit.holds_grants or not visit.admit():
+                    self._notified.acquire(blocking=False)  # what came before has been looked at
+                    if self not in engine._waiting_visits:
+                        engine._waiting_visits.append(self)
+                    return None
+                engine._wake_workers()
+            except BaseException as error:
+                engine._break_off(error)
+                raise

@@ -227,6 +227,10 @@ class SlotPool:
         assert self._region is not None, "the pool is closed"
         self._region.fill(POISON_BYTE)
 
+    def poison_slot(self, idx: int) -> None:
+        """The same for one slot."""
+        ctypes.memset(self.address(idx), POISON_BYTE, self.layout.slot_bytes)
+
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
         self._tensors = {}

@@ -100,6 +100,7 @@ class PassObserver:
         num_tokens = batch * length if real is None else int(real.sum())
         phase: Phase = "decode" if length == 1 else "prefill"
         interrupted = self.current().pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
+        self._local.state = None  # it is closed once, also if Ctrl-C comes again
         with self._lock:
             if interrupted:
                 self._recorder.end_pass(0.0, interrupted, aborted=True)

@@ -16,7 +16,7 @@ from promoe.devices import Device, Event
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
-from promoe.threads import ThreadBeside, has_spare_core, when_gone
+from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, when_gone
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,7 @@ class Forecaster:
         self._busy = False
         self.failed = False
         """The predictor raised, or answered what no forecast can be."""
+        hold_in_forks(self, self._condition, Forecaster._forked)
         self._thread: ThreadBeside | None = None  # none: it predicts in the forward
         if in_order or device is not None or not getattr(predictor, "quick", False) or has_spare_core():
             # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
@@ -107,10 +108,16 @@ class Forecaster:
             if self._thread.is_alive():
                 logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
 
+    def _forked(self) -> None:
+        """This is a new process, without the thread; with the condition held."""
+        self._closed = True
+
     def _attempt(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         try:
             self._predict(origin_step, visit, ready)
-        except Exception:
+        except BaseException as error:
+            if self._thread is None and isinstance(error, KeyboardInterrupt):
+                raise  # the user's, in the forward that predicts
             logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
             with self._condition:
                 self._closed = self.failed = True

@@ -122,15 +122,20 @@ class Runtime:
             real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
-            with self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits) as visit:
-                self._predict_beside(layer)
-                rows = visit.all_rows()
-                host_index = on_host if self._on_device else None
-                if rows is not None:
-                    result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
-                else:
-                    at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
-                    result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens, host_index)
+            host_index = on_host if self._on_device else None
+            visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits)
+            try:
+                with visit:
+                    self._predict_beside(layer)
+                    rows = visit.all_rows()
+                    if rows is not None:
+                        result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
+                    else:
+                        at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
+                        result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens, host_index)
+            except BaseException:
+                visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
+                raise
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
+
+Owner = TypeVar("Owner")
+_HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
+_held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what its copy is told
+_forking: list[_HeldInForks] = []  # the owner itself
+_numbers = itertools.count()
 
 
 class ThreadBeside(threading.Thread):
@@ -56,3 +66,38 @@ def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:
     finalizer = weakref.finalize(owner, threading.Thread(target=close, name="promoe-close", daemon=True).start)
     finalizer.atexit = False
     return finalizer.detach
+
+
+def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Callable[[Owner], None]) -> None:
+    """Take `lock` while the process forks, and call `in_child(owner)` in the new one before it is let go there.
+
+    A new process has locks as they were, but none of the threads that would let them go: without this it could wait for
+    ever. `owner` is not kept alive.
+    """
+    number = next(_numbers)
+    _held_in_forks[number] = (weakref.ref(owner, lambda _: _held_in_forks.pop(number, None)), lock, in_child)
+
+
+def _before_fork() -> None:
+    for found, lock, in_child in tuple(_held_in_forks.values()):
+        if (owner := found()) is not None:
+            lock.__enter__()
+            _forking.append((owner, lock, in_child))
+
+
+def _after_fork(in_new_process: bool) -> None:
+    while _forking:
+        owner, lock, in_child = _forking.pop()
+        try:
+            if in_new_process:
+                in_child(owner)
+        finally:
+            lock.__exit__(None, None, None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork,
+        after_in_parent=partial(_after_fork, False),
+        after_in_child=partial(_after_fork, True),
+    )

@@ -1,7 +1,7 @@
 """Tiny models served by promoe under any settings, and the references that they must equal bit for bit.
 
-Models and references are made once per process. A served model is hostile to mistakes: every slot holds NaN until its
-expert has arrived, and again from the moment that its expert is evicted.
+Models and references are made once per process. A served model is hostile to mistakes (`strict`): every slot holds NaN
+until its expert has arrived, and again from the moment that its expert is evicted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import promoe
 from promoe.assembly import predictor_context
-from promoe.engine import Engine
 from promoe.gate_output import gate_indices
 from promoe.links import EmulatedLink, FaultyLink, FileLink, FileStore, HostLink, Link
 from promoe.links.faults import seeded
-from promoe.memory import POISON_BYTE
 from promoe.predictors import Predictor
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import OraclePredictor
@@ -240,7 +238,6 @@ def served(
         model = promoe.from_pretrained(checkpoint(family, dtype), **arguments)
     model.set_experts_implementation(implementation)
     try:
-        poison_free_slots(model.promoe.runtime.engine)
         yield model
         if hasattr(model, "promoe"):
             check_integrity(model)
@@ -319,21 +316,3 @@ def check_integrity(model: nn.Module) -> None:
     engine = model.promoe.runtime.engine
     with engine.lock:
         engine.scheduler.check_integrity()
-
-
-def poison_free_slots(engine: Engine) -> None:
-    """From now on, a slot without an expert holds NaN."""
-    with engine.lock:
-        for pool, cache in zip(engine.pools, engine.scheduler._caches, strict=True):
-            assert cache.num_free == cache.num_slots
-            pool.poison()
-            cache._release = _poisoning(cache._release, pool.slot)
-
-
-def _poisoning(release: Callable[[int, int], None], slot_bytes: Callable[[int], memoryview]) -> Callable[..., None]:
-    def poison(code: int, slot: int) -> None:
-        release(code, slot)
-        view = slot_bytes(slot)
-        view[:] = bytes([POISON_BYTE]) * len(view)
-
-    return poison

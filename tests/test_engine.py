@@ -96,7 +96,6 @@ def running(
     recorder = Recorder(settings.num_experts, settings.expert_bytes)
     link = make_link(HostLink(store, workers))
     pool = SlotPool(store.layouts[0], slots)
-    pool.poison()
     engine = Engine(Scheduler(settings, recorder), store, link, [pool], recorder, stall_timeout_s)
     engine.start()
     try:
@@ -606,6 +605,19 @@ def test_no_progress_is_an_error_with_the_state() -> None:
         visit(engine, 2, [4])  # it was the link: everything goes on
 
 
+def test_a_slot_holds_nan_from_its_experts_end_until_the_next_has_come() -> None:
+    held = lambda key, idx: key.expert_idx == 1  # noqa: E731
+    with running(lambda link: Recording(link, held), slots=1) as (engine, link), ThreadPoolExecutor(1) as thread:
+        visit(engine, 0, [0])
+        assert not engine.pools[0].tensors(0)["w"].isnan().any()
+        waiting = thread.submit(visit, engine, 0, [1])
+        while link.experts != [0, 1]:
+            time.sleep(0.0005)
+        assert engine.pools[0].tensors(0)["w"].isnan().all()
+        link.open.set()
+        waiting.result(JOIN_S)
+
+
 def test_progress_elsewhere_is_not_a_stall() -> None:
     """The clock starts again with each chunk, whoever's it is."""
 
@@ -656,5 +668,5 @@ def test_the_timeline_may_end_while_chunks_are_under_way() -> None:
         engine.__class__ = Vanishing
         for layer_idx in range(LAYERS):
             visit(engine, layer_idx, [0, 1, 2, 3])
-        assert engine._fatal is None
+        assert engine._broken is None
         engine.__class__ = Engine

@@ -31,7 +31,6 @@ from served import (
     greedy,
     load_stock,
     plain_link,
-    poison_free_slots,
     predictor_of,
     record,
     resident,
@@ -158,7 +157,6 @@ def test_real_shapes(threads: int, dtype: torch.dtype) -> None:
     wanted = answers()
     promoe.patch(model, cache="50%", predictor=None, link=LinkOver(plain_link), config=config())
     try:
-        poison_free_slots(model.promoe.runtime.engine)
         found = answers()
         check_integrity(model)
     finally:
@@ -174,7 +172,6 @@ def test_real_shapes_from_files(read_mode: str, tmp_path: Path) -> None:
     wanted = greedy(load_stock(tmp_path), PROMPTS["padded"], new_tokens=1)
     model = promoe.from_pretrained(tmp_path, cache="50%", predictor=None, config=config(read_mode=read_mode))
     try:
-        poison_free_slots(model.promoe.runtime.engine)
         greedy(model, PROMPTS["padded"], new_tokens=1).assert_equals(wanted)
         check_integrity(model)
     finally:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_checkpoints import write_fp8, write_mxfp4
-from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link, poison_free_slots
+from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
 
 import promoe
 from promoe.links import FileLink
@@ -26,7 +26,6 @@ def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: An
     model = promoe.from_pretrained(folder, cache="40%", link=link, config=config())
     try:
         assert model.dtype == torch.bfloat16
-        poison_free_slots(model.promoe.runtime.engine)
         greedy(model, PROMPTS["one"]).assert_equals(expected)
         stats = model.promoe.stats()
         assert stats.evictions > 0

@@ -9,6 +9,7 @@ let. A late chunk that overwrote another expert's slot would be a silent wrong w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +54,7 @@ class ExpertCache:
         self.slot_of: dict[int, int] = {}  # RESIDENT experts
         self.loads: dict[int, Load] = {}  # LOADING and DRAINING experts
         self.owner: list[int | None] = [None] * num_slots
+        self.on_release: Callable[[int], None] | None = None  # told of each slot whose expert has gone
         self.num_pinned = 0  # experts with at least one pin, whatever their state
         self._generation = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
@@ -120,6 +122,8 @@ class ExpertCache:
         self.owner[slot] = None
         self.state[code] = ABSENT
         self._free.append(slot)
+        if self.on_release is not None:
+            self.on_release(slot)
 
     def check_integrity(self) -> None:
         """Conservation of slots; raises AssertionError with all the numbers."""

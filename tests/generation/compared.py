@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from served import LinkOver, check_integrity, config, plain_link, poison_free_slots, served, slots_of, stock
+from served import LinkOver, check_integrity, config, plain_link, served, slots_of, stock
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -75,7 +75,6 @@ def patched(
     link = LinkOver(plain_link)
     promoe.patch(model, cache=slots_of(model, cache), predictor=predictor, link=link, config=config(**fields))
     try:
-        poison_free_slots(model.promoe.runtime.engine)
         yield
         check_integrity(model)
     finally:

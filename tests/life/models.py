@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import LinkOver, close, config, plain_link, poison_free_slots
+from served import LinkOver, close, config, plain_link
 from tiny_models import MOE_FAMILIES
 from tiny_models import build as build_tiny
 from torch import nn
@@ -77,7 +77,6 @@ def patch(model: Any, **arguments: Any) -> Any:
         "config": config(),
     }
     promoe.patch(model, **(defaults | arguments))
-    poison_free_slots(model.promoe.runtime.engine)
     return model
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from served import LinkOver, check_integrity, config, plain_link, poison_free_slots
+from served import LinkOver, check_integrity, config, plain_link
 from transformers import PreTrainedModel
 
 import promoe
@@ -20,7 +20,6 @@ def served(model: PreTrainedModel, slots: int, **arguments: Any) -> Iterator[Pre
     defaults: dict[str, Any] = {"predictor": "gate", "link": LinkOver(plain_link), "config": config()}
     promoe.patch(model, cache=cache_bytes(find_moe_layers(model), slots), **(defaults | arguments))
     try:
-        poison_free_slots(model.promoe.runtime.engine)
         yield model
         check_integrity(model)
     finally:

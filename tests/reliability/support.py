@@ -1,0 +1,117 @@
+"""A served model whose link fails by a plan; what it answers afterwards, and what it leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from served import PROMPTS, LinkOver, copying_link, expected, greedy, plain_link, served
+from transformers import PreTrainedModel
+from untouched import open_files, opened_since
+
+import promoe
+from promoe.links import Fault, FaultyLink
+from promoe.links.faults import FaultKind, Plan
+from promoe.memory import SlotPool
+from promoe.stores import Chunk
+
+FAMILY = "qwen2_moe"
+EXPERTS = 24  # in three layers
+SLOTS = 8
+STALL_S = 0.3
+WAIT_S = 60.0
+# Where experts are, and who moves their chunks.
+WAYS = ("RAM, workers", "RAM, forwards", "files, workers", "files, forwards")
+WORKERS = tuple(way for way in WAYS if "workers" in way)
+
+
+def only(number: int, kind: FaultKind) -> Plan:
+    """This transfer alone has a fault."""
+    return lambda n, chunk: Fault(kind) if n == number else None
+
+
+def always(kind: FaultKind) -> Plan:
+    """Every transfer has it."""
+    return lambda number, chunk: Fault(kind)
+
+
+def never(number: int, chunk: Chunk) -> None:
+    """No transfer has one."""
+
+
+@contextmanager
+def faulty(way: str, plan: Plan, **arguments: Any) -> Iterator[tuple[PreTrainedModel, FaultyLink]]:
+    """A served model and its link; afterwards, no thread, open file or slot of it is left.
+
+    Args:
+        way: one of WAYS.
+        plan: of the link's faults.
+        arguments: for `served`.
+    """
+    store, mover = way.split(", ")
+    make = plain_link if mover == "workers" else copying_link
+    links: list[FaultyLink] = []
+
+    def bind(store: Any) -> FaultyLink:
+        links.append(FaultyLink(make(store), plan))
+        return links[-1]
+
+    arguments = {"cache": SLOTS, "predictor": "gate", "stall_timeout_s": STALL_S, **arguments}
+    place = "host" if store == "RAM" else "file"
+    with leaving_nothing() as slots, served(FAMILY, store=place, link=LinkOver(bind), **arguments) as model:
+        slots += slot_memory(model)
+        try:
+            yield model, links[0]
+        finally:
+            links[0].release.set()  # no thread stays behind in a fault
+            if hasattr(model, "promoe"):
+                promoe.unpatch(model)  # also of what was closed, and from files
+
+
+def slot_memory(model: PreTrainedModel) -> list[weakref.ref[Any]]:
+    """The mappings that hold the slots."""
+    pools = model.promoe.runtime.engine.pools
+    assert all(isinstance(pool, SlotPool) for pool in pools)
+    return [weakref.ref(pool._region._mapping) for pool in pools]
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[list[weakref.ref[Any]]]:
+    """Afterwards there are no more threads and open files than before, and nothing that was put into the list lives."""
+    threads, files = set(threading.enumerate()), open_files()
+    gone: list[weakref.ref[Any]] = []
+    yield gone
+    for handler in logging.getLogger().handlers:  # pytest keeps what was logged, with its tracebacks
+        getattr(handler, "records", []).clear()
+    gc.collect()
+    left = [thread for thread in threading.enumerate() if thread not in threads and thread.name.startswith("promoe")]
+    for thread in left:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), f"{thread.name} is left"
+    assert not opened_since(files)
+    gc.collect()
+    assert not [found() for found in gone if found() is not None], "slots are still in memory"
+
+
+def assert_right(model: PreTrainedModel, prompt: str = "one") -> None:
+    """Its answers are the unmodified model's, bit by bit."""
+    greedy(model, PROMPTS[prompt]).assert_equals(expected(FAMILY, torch.float32, "grouped_mm", prompt))
+
+
+def assert_told(model: PreTrainedModel, error: type[BaseException], match: str, prompt: str = "one") -> None:
+    """A forward raises that, and nothing of it stays in memory."""
+    with pytest.raises(error, match=match):
+        greedy(model, PROMPTS[prompt])
+
+
+def assert_refuses(model: PreTrainedModel, match: str) -> None:
+    """Nothing is served any more, and each forward says so at once."""
+    for _ in range(2):
+        assert_told(model, promoe.EngineError, match)

@@ -1,0 +1,167 @@
+"""Ctrl-C at every point of a forward: the next one is right, or says that nothing is served any more. Nothing hangs."""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from served import PROMPTS, check_integrity, greedy
+from transformers import PreTrainedModel
+
+import promoe
+from promoe.errors import EngineError
+
+from .support import WAIT_S, WAYS, always, assert_refuses, assert_right, faulty, never
+
+FOLDER = str(Path(promoe.__file__).parent)
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt in this thread at one line, or one call, of promoe's code, counted from 0.
+
+    Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all these
+    places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered.
+    """
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at = at
+        self.count = 0
+        self.where = ""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FOLDER):
+            return None
+        if event == "call" or (event == "line" and frame.f_lineno not in lines_with(frame.f_code.co_filename)):
+            if self.count == self.at:
+                self.where = f"{frame.f_code.co_name} in {frame.f_code.co_filename}, line {frame.f_lineno} ({event})"
+                self.count += 1
+                raise KeyboardInterrupt(self.where)
+            self.count += 1
+        return self
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@cache
+def lines_with(path: str) -> frozenset[int]:
+    """Numbers of the lines that begin a `with`."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return frozenset(number for number, line in enumerate(lines, 1) if line.lstrip().startswith("with "))
+
+
+def interrupt(model: PreTrainedModel, at: int, prompt: str) -> str:
+    """Where it was interrupted; "" if the forwards ended before."""
+    interrupting = Interrupting(at)
+    try:
+        with interrupting.tracing():
+            greedy(model, PROMPTS[prompt], new_tokens=1)
+    except KeyboardInterrupt:
+        assert interrupting.where
+    return interrupting.where
+
+
+def points(way: str, prompt: str) -> int:
+    """How many there are in a forward of that prompt and one token more, from an empty cache."""
+    counting = Interrupting()
+    with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _), counting.tracing():
+        greedy(model, PROMPTS[prompt], new_tokens=1)
+    return counting.count
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_interruption_anywhere(way: str) -> None:
+    interrupt_in_turn(way, "short", 24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", ["short", "padded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_interruption_nearly_everywhere(way: str, prompt: str) -> None:
+    interrupt_in_turn(way, prompt, 500)
+
+
+def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
+    """Interrupt so many forwards, each a little later; what is resident differs from one to the next."""
+    step = max(1, points(way, prompt) // times)
+    refused, seen, at = 0, set(), WAYS.index(way) * step // len(WAYS)
+    while True:
+        with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
+            for _ in range(25):  # many in one model: what one leaves behind the next ones would run into
+                at += step
+                where = interrupt(model, at, prompt)
+                if not where:
+                    break
+                seen.add(where)
+                try:
+                    assert_right(model, "short")
+                except EngineError:
+                    assert_refuses(model, "Its state was being changed when this came: KeyboardInterrupt")
+                    refused += 1
+                    break
+                check_integrity(model)
+                with model.promoe.runtime.engine.lock:
+                    caches = model.promoe.runtime.engine.scheduler._caches
+                    assert not any(cache.num_pinned for cache in caches), where
+                    assert not model.promoe.runtime.engine._waiting_visits, where
+        if not where:
+            break
+    assert len(seen) > 12, seen
+    assert refused < len(seen) // 2, (refused, seen)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "function", ["on_gate", "forward", "_begin", "__enter__", "__exit__", "_wait", "_look", "close"]
+)
+def test_interruption_at_a_named_point(way: str, function: str) -> None:
+    """As the gate's hook, the experts' forward, a visit, its waiting or its end begins: nothing is changed yet."""
+
+    class AtCall(Interrupting):
+        def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+            mine = frame.f_code.co_filename.endswith(("promoe/engine.py", "promoe/runtime.py"))
+            if mine and event == "call" and frame.f_code.co_name == function and not self.where:
+                self.where = function
+                raise KeyboardInterrupt(self.where)
+
+    with faulty(way, never, cache=3, predictor=None, stall_timeout_s=5.0) as (model, _):
+        interrupting = AtCall()
+        with pytest.raises(KeyboardInterrupt, match=function), interrupting.tracing():
+            greedy(model, PROMPTS["padded"])
+        assert_right(model)
+        check_integrity(model)
+
+
+def test_interruption_of_a_read_that_takes_long() -> None:
+    """Ctrl-C while a forward waits: a real signal, which comes as soon as the forward waits."""
+    with faulty("files, workers", always("stuck"), predictor=None, stall_timeout_s=60.0) as (model, link):
+        engine = model.promoe.runtime.engine
+
+        def press() -> None:
+            assert link.stuck.wait(WAIT_S)
+            while not engine._waiting_visits:
+                time.sleep(0.001)
+            _thread.interrupt_main()
+
+        pressing = threading.Thread(target=press)
+        pressing.start()
+        with pytest.raises(KeyboardInterrupt):
+            greedy(model, PROMPTS["one"])
+        pressing.join()
+        link.mend()
+        assert_right(model)

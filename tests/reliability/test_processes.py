@@ -1,0 +1,147 @@
+"""Processes that are forked from one with a patched model, or killed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import checkpoint
+
+import promoe
+from promoe.control_groups import memory_groups
+from promoe.errors import EngineError
+
+from .support import FAMILY, WAIT_S, WAYS, assert_right, assert_told, faulty, never
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+
+
+def in_fork(action: Callable[[], Any]) -> str:
+    """What `action` ended with in a forked process: "" or an error. Fails if that does not end."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons: there are threads
+        child = os.fork()
+    if child == 0:  # nothing of the test's may run in here: no clean-up, no report
+        try:
+            action()
+            os.write(write, b"-")
+        except BaseException as error:
+            os.write(write, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        ended, _, _ = select.select([read], [], [], WAIT_S)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        assert ended, "the forked process hangs"
+        return os.read(read, 65536).decode().removeprefix("-")
+    finally:
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+@needs_fork
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("predictor", [None, "gate"])
+def test_fork(way: str, predictor: str | None) -> None:
+    """The copy says that it has no workers; the process that patched the model goes on."""
+    with faulty(way, never, predictor=predictor, stall_timeout_s=30.0) as (model, _):
+        assert_right(model)
+        told = "This process was forked from the one that patched the model.*in the process that uses it"
+        assert in_fork(lambda: assert_told(model, EngineError, told)) == ""
+        assert_right(model)
+        assert in_fork(lambda: assert_told(model, EngineError, told, "padded")) == ""
+        assert_right(model, "padded")
+
+
+@needs_fork
+@pytest.mark.parametrize("way", ["RAM, workers", "files, workers"])
+def test_fork_and_unpatch(way: str) -> None:
+    """In the copy, the model can be unpatched, which needs no workers, and is right."""
+    with faulty(way, never) as (model, _):
+        assert_right(model)
+
+        def use_it() -> None:
+            promoe.unpatch(model)
+            model.set_experts_implementation("grouped_mm")
+            assert_right(model)
+
+        assert in_fork(use_it) == ""
+        assert_right(model)
+
+
+@needs_fork
+def test_fork_while_another_thread_computes() -> None:
+    """Whatever locks that thread held: the copy answers at once."""
+    with faulty("RAM, workers", never, stall_timeout_s=30.0) as (model, _):
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                assert_right(model, "short")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        engine = model.promoe.runtime.engine
+        try:
+            for _ in range(20):
+                # The hints of a gate need the lock, and refuse nothing; no torch, whose locks are not ours.
+                assert in_fork(lambda: (engine.hint(0, [0]), model.promoe.stats(), engine.close())) == ""
+        finally:
+            stop.set()
+            thread.join()
+        assert_right(model)
+
+
+PROGRAM = """
+    import sys, torch, promoe
+    torch.set_num_threads(1)
+    config = promoe.PromoeConfig(bypass=False)
+    model = promoe.from_pretrained(sys.argv[1], cache="25%", config=config)
+    ids = torch.arange(2, 14).unsqueeze(0)
+    with torch.inference_mode():
+        while True:
+            model(ids)
+            print("ready", flush=True)
+"""
+
+
+def test_killed_while_it_answers(tmp_path: Path) -> None:
+    """SIGKILL: the checkpoint is as before, nothing is left in shared memory, folders of control groups or for temporary
+    files."""
+    folder = checkpoint(FAMILY)
+    places = [folder, Path("/dev/shm"), *(group.folder for group in memory_groups())]
+    before = {place: contents(place) for place in places if place.is_dir()}
+    program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)]
+    environment = {
+        **os.environ,
+        "TMPDIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    with subprocess.Popen(program, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == b"ready\n"
+        process.kill()
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+    assert {place: contents(place) for place in before} == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of what is in a folder; of what is promoe's where others work too."""
+    own = folder.name.startswith(FAMILY)
+    entries = [entry for entry in folder.iterdir() if own or "promoe" in entry.name or "torch" in entry.name]
+    return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in entries}

@@ -1,0 +1,201 @@
+"""Transfers that fail: the forward that needed the bytes says so, and the next one is right."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from served import PROMPTS, greedy
+
+import promoe
+from promoe.errors import EngineStalledError, ExpertLoadError
+from promoe.links import Fault
+from promoe.links.faults import FaultKind, seeded
+from promoe.memory import POISON_BYTE
+
+from .support import (
+    STALL_S,
+    WAIT_S,
+    WAYS,
+    WORKERS,
+    always,
+    assert_refuses,
+    assert_right,
+    assert_told,
+    faulty,
+    never,
+    only,
+)
+
+LOAD = r"Expert \d of MoE layer \d could not be fetched \(.*offset \d+\): .*"
+
+
+def assert_forgotten(way: str, kind: FaultKind, match: str) -> None:
+    """One transfer fails: its forward raises `match`, the next ones answer as if nothing had been."""
+    with faulty(way, only(5, kind), predictor=None) as (model, link):
+        assert_told(model, ExpertLoadError, LOAD + match + ".*start the generation again")
+        assert link.injected == {kind: 1}
+        assert_right(model)
+        assert_right(model, "padded")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_failed_read(way: str) -> None:
+    assert_forgotten(way, "failed", "Input/output error")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_short_read(way: str) -> None:
+    assert_forgotten(way, "short", "File ends early")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_torn_read(way: str) -> None:
+    assert_forgotten(way, "torn", "Input/output error")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_memory_for_a_read(way: str) -> None:
+    assert_forgotten(way, "no_memory", "injected")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bug_in_a_link(way: str) -> None:
+    assert_forgotten(way, "bug", "injected")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_slow_reads(way: str) -> None:
+    with faulty(way, seeded(0, {"slow": 0.5}, 2e-3)) as (model, link):
+        assert_right(model)
+        assert link.injected["slow"] > 10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_vanished_disk(way: str) -> None:
+    with faulty(way, only(5, "gone"), predictor=None) as (model, link):
+        for _ in range(3):
+            assert_told(model, ExpertLoadError, LOAD + "No such device")
+        link.mend()
+        assert_right(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_vanished_disk_and_close(way: str) -> None:
+    """There is a way out: no thread waits for the disk."""
+    with faulty(way, always("gone")) as (model, _):
+        assert_told(model, ExpertLoadError, "No such device")
+        model.promoe.close()
+        assert_refuses(model, "after its engine was closed")
+
+
+@pytest.mark.parametrize("way", WORKERS)
+def test_stuck_read(way: str) -> None:
+    with faulty(way, only(5, "stuck"), predictor=None) as (model, link):
+        state = r"no chunk completed for 0\.\d s \(stall_timeout_s=0\.3\)\. State: step .*Check the disk"
+        for _ in range(2):  # the second waits for the same read
+            assert_told(model, EngineStalledError, state)
+        link.release.set()
+        assert_right(model)
+
+
+@pytest.mark.parametrize("way", WORKERS)
+def test_stuck_read_and_close(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    with faulty(way, only(5, "stuck"), predictor=None) as (model, _):
+        assert_told(model, EngineStalledError, "no chunk completed")
+        model.promoe.close()
+        assert f"still in a transfer after {STALL_S} s; left behind" in caplog.text
+        assert_refuses(model, "after its engine was closed")
+
+
+@pytest.mark.parametrize("way", WORKERS)
+def test_dead_worker(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    with faulty(way, only(5, "exit"), predictor=None) as (model, _):
+        assert_refuses(model, r"A link worker died: SystemExit\(.*call promoe\.unpatch")
+        promoe.unpatch(model)
+        model.set_experts_implementation("grouped_mm")
+        assert_right(model)
+    assert "died" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["failed", "short", "torn", "no_memory", "bug"])
+@pytest.mark.parametrize("way", WAYS)
+def test_failed_prefetch(way: str, kind: FaultKind) -> None:
+    """Nobody needed it yet: it is fetched on demand, and no forward fails."""
+    prefetching = threading.local()
+
+    with faulty(way, never, min_probability=0.01) as (model, link):
+        engine = model.promoe.runtime.engine
+        plain = engine._transfer
+
+        def transfer(lease: object, worker_idx: int) -> object:
+            prefetching.now = lease.cause == "prefetch"  # type: ignore[attr-defined]
+            return plain(lease, worker_idx)
+
+        engine._transfer = transfer
+        fault = always(kind)
+        link._plan = lambda number, chunk: fault(number, chunk) if prefetching.now else None
+        for _ in range(3):
+            try:
+                greedy(model, PROMPTS["short"])
+            except ExpertLoadError:  # it became urgent on its way
+                continue
+        link.mend()
+        assert_right(model)
+        stats = model.promoe.stats()
+        assert link.injected[kind] == stats.total.failures_prefetch + stats.total.failures_demand > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("way", WAYS)
+def test_faults_of_all_kinds(way: str, seed: int) -> None:
+    """Whatever comes, an answer is right or an error, and in the end it is right."""
+    kinds: tuple[FaultKind, ...] = ("failed", "short", "torn", "bug", "no_memory", "slow")
+    with faulty(way, seeded(seed, dict.fromkeys(kinds, 0.003))) as (model, link):
+        answered = 0
+        for prompt in ("one", "short", "padded") * 4:
+            try:
+                assert_right(model, prompt)
+                answered += 1
+            except ExpertLoadError:
+                continue
+        assert 0 < answered < 12, answered
+        assert len(link.injected) >= 3, link.injected
+        link.mend()
+        assert_right(model)
+
+
+def test_garbage_of_a_failed_read_is_never_used() -> None:
+    """Every slot is full of NaN but for what arrived whole: an answer without NaN has read nothing else."""
+    with faulty("RAM, workers", lambda number, chunk: Fault("torn") if number % 7 == 3 else None) as (model, link):
+        pool = model.promoe.runtime.engine.pools[0]
+        for _ in range(10):
+            with pytest.raises(ExpertLoadError):
+                greedy(model, PROMPTS["one"])
+        assert any(POISON_BYTE in pool.slot(idx) for idx in range(pool.num_slots))
+        link.mend()
+        assert_right(model)
+
+
+def test_errors_in_one_thread_leave_the_others_alone() -> None:
+    """Forwards of two threads; those that need a failed expert raise, the others are right."""
+    with faulty("RAM, workers", seeded(1, {"torn": 0.01}), predictor=None) as (model, link):
+        outcomes: list[str] = []
+
+        def work() -> None:
+            for _ in range(6):
+                try:
+                    assert_right(model, "short")
+                    outcomes.append("right")
+                except ExpertLoadError:
+                    outcomes.append("told")
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert len(outcomes) == 12, outcomes
+        assert "right" in outcomes
+        link.mend()
+        assert_right(model)
