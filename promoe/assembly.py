@@ -23,6 +23,7 @@ from promoe.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Li
 from promoe.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.links.device import DeviceLink, Source
 from promoe.links.device_sources import PinnedSource, StagedSource
+from promoe.links.verified import VerifiedLink
 from promoe.memory import Pool, SlotPool
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, at_run_time
@@ -149,7 +150,9 @@ def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, plann
         if isinstance(store, FileStore)
         else HostLink(store, config.workers)
     )
-    return link if isinstance(choice, str) else choice.bind(store, over=link)
+    if not isinstance(choice, str):
+        link = choice.bind(store, over=link)
+    return VerifiedLink(link, store, config.verify) if config.verify else link
 
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:

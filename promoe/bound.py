@@ -18,6 +18,7 @@ from torch import nn
 from promoe.errors import PromoeError
 from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
 from promoe.links.probe import BandwidthProbe, best_bandwidth
+from promoe.links.verified import VerifiedLink
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.replay import Replay
 from promoe.scheduler import SchedulerConfig
@@ -138,6 +139,8 @@ def link_bandwidth(link: Link, store: Store) -> float:
 
     The probe takes about 4 s. Probe before and after what is to be bounded, and take the larger: disks drift.
     """
+    if isinstance(link, VerifiedLink):
+        link = link.link
     if isinstance(link, BoundEmulatedLink):
         return link.spec.bandwidth_bytes_per_s
     assert isinstance(link, FileLink), f"no probe for a {type(link).__name__}"

@@ -15,6 +15,7 @@ STREAMED_SHARE = 0.7
 # Far more than any link gains from: each worker is a thread, with memory for a chunk of its own.
 MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30
 ReadMode = Literal["auto", "page_cache", "direct"]
+Verify = Literal["first", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,9 @@ class PromoeConfig:
             free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit in free RAM).
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
-        strict: check invariants that production only counts.
+        verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
+            first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.
+        strict: check invariants that production only counts, and fill a slot in RAM with NaN as its expert goes.
     """
 
     eviction: EvictionName = "next_use"
@@ -59,6 +62,7 @@ class PromoeConfig:
     pinned_bytes: int | None = None
     read_mode: ReadMode = "auto"
     stall_timeout_s: float = 60.0
+    verify: Verify | None = None
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +74,9 @@ class PromoeConfig:
             self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
         self._require(self.eviction in get_args(EvictionName), "eviction", f"one of {get_args(EvictionName)}")
         self._require(self.read_mode in get_args(ReadMode), "read_mode", f"one of {get_args(ReadMode)}")
+        self._require(
+            self.verify is None or self.verify in get_args(Verify), "verify", f"None or one of {get_args(Verify)}"
+        )
         self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
         self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
         self._require(0.0 <= self.waste_share <= 1.0, "waste_share", "from 0 to 1")

@@ -95,8 +95,10 @@ def from_pretrained(
             return model
         parts = Parts(layers, store, plans, config, chosen, name, target)
         attach(model, parts, link, restore=lambda: load_all_experts(layers, store))
-    except BaseException:
+    except BaseException as error:
         store.close()
+        if isinstance(error, OSError):  # a file went, or was replaced, since its header was read
+            raise CheckpointError(f"Cannot open {path_or_id}: {error}. Try again.") from error
         raise
     return model
 

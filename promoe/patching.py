@@ -72,6 +72,11 @@ def patch(
         )
     target = open_device(device)
     check_choices(predictor, link, on_disk=False, on_device=target is not None)
+    if target is not None and config.verify:
+        raise ConfigError(
+            f"verify={config.verify!r} compares experts in RAM, but a device copies them from where they lie. Leave it out, "
+            "or open the model with promoe.from_pretrained."
+        )
     layers = find_moe_layers(model)
     check_state(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]

@@ -35,6 +35,7 @@ def test_defaults() -> None:
         "pinned_bytes": None,
         "read_mode": "auto",
         "stall_timeout_s": 60.0,
+        "verify": None,
         "strict": False,
     }
 
@@ -47,7 +48,7 @@ def test_every_field_is_explained() -> None:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "pinned_bytes", "read_mode"}
+    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "pinned_bytes", "read_mode", "verify"}
 
 
 def test_settings_cannot_be_changed_after_patching() -> None:
@@ -72,6 +73,8 @@ def test_equal_settings_are_equal() -> None:
         {"eviction": "static"},
         {"read_mode": "page_cache"},
         {"read_mode": "direct"},
+        {"verify": "first"},
+        {"verify": "always"},
         {"lookahead": 1},
         {"min_probability": 1.0},
         {"min_probability": 1},
@@ -103,6 +106,8 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("eviction", None, "one of"),
         ("eviction", ["lru"], "one of"),
         ("read_mode", "mmap", r"one of \('auto', 'page_cache', 'direct'\)"),
+        ("verify", "sometimes", r"None or one of \('first', 'always'\)"),
+        ("verify", True, "None or one of"),
         ("lookahead", 0, "at least 1 layer"),
         ("lookahead", -2, "at least 1 layer"),
         ("min_probability", 0.0, r"in \(0, 1\]"),

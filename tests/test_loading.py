@@ -185,7 +185,7 @@ def test_patching_what_was_opened_is_refused(folder: Path) -> None:
 
 def test_a_file_that_is_cut_off_while_it_is_served(folder: Path) -> None:
     """The forward that needs the lost bytes raises, naming them; mended, everything goes on, and unpatch too."""
-    kept = {shard: shard.read_bytes() for shard in shards(folder)}
+    kept = {shard: (shard.read_bytes(), shard.stat().st_mtime_ns) for shard in shards(folder)}
     with opened(folder, cache="25%", predictor="gate", config=config(read_mode="page_cache")) as model:
         greedy(model, PROMPTS["one"]).assert_equals(wanted())
         for shard in kept:
@@ -196,9 +196,10 @@ def test_a_file_that_is_cut_off_while_it_is_served(folder: Path) -> None:
         with pytest.raises(CheckpointError, match=r"experts of 'model\.layers\.0\.mlp\.experts' could not be read"):
             promoe.unpatch(model)
         assert snapshot(model) == before
-        for shard, content in kept.items():
+        for shard, (content, modified_ns) in kept.items():
             with shard.open("r+b") as file:  # the same file: replacing it would not reach the open one
                 file.write(content)
+            os.utime(shard, ns=(modified_ns, modified_ns))
         greedy(model, PROMPTS["padded"]).assert_equals(wanted("padded"))
         check_integrity(model)
         promoe.unpatch(model)

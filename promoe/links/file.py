@@ -30,6 +30,10 @@ class SourceFile(Protocol):
         """Where it is."""
         ...
 
+    def check_unchanged(self, fd: int) -> None:
+        """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
+        ...
+
 
 @runtime_checkable
 class FileStore(Store, Protocol):
@@ -55,7 +59,7 @@ class FileLink:
 
     Raises:
         ConfigError: unknown mode, or fewer than one worker.
-        OSError: a file cannot be opened.
+        OSError: a file cannot be opened, or is another than the one that the store opened.
     """
 
     def __init__(self, store: FileStore, mode: FileMode = "auto", workers: int = 2, *, planned_bytes: int = 0) -> None:
@@ -74,6 +78,8 @@ class FileLink:
         if self.mode == "direct":
             try:
                 self._direct = DirectFiles([file.path for file in store.files])
+                for file, descriptor in zip(store.files, self._direct.descriptors, strict=True):
+                    file.check_unchanged(descriptor.fd)
             except DirectUnsupportedError as error:
                 self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
                 logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)
@@ -86,12 +92,15 @@ class FileLink:
         direct = self._direct
         if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth blocks of their own
             read_into_slot(self._store, chunk, destination, self._staging)
-        elif chunk.dtype is None:
+            return
+        descriptor = direct.descriptors[chunk.source_idx]
+        if chunk.dtype is None:
             start, end = chunk.slot_offset_bytes, chunk.slot_offset_bytes + chunk.nbytes
             direct.read(chunk.source_idx, chunk.source_offset_bytes, destination[start:end], address + start)
         else:
             region, start = direct.stage(chunk.source_idx, chunk.source_offset_bytes, chunk.source_nbytes)
             convert_into_slot(chunk, region, start, destination)
+        self._store.files[chunk.source_idx].check_unchanged(descriptor.fd)
 
     def describe(self) -> str:
         """One line for reports: "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""

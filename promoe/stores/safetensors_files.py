@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from promoe.errors import CheckpointError
+from promoe.stores.fingerprint import Fingerprint
 from promoe.stores.safetensors_header import TensorRange, read_header
 from promoe.untrusted import open_plain, read_json
 
@@ -20,13 +21,18 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One open safetensors file whose header was checked against the file's size."""
+    """One open safetensors file whose header was checked against the file's size; each read checks that it is unchanged."""
 
-    def __init__(self, path: Path, fd: int, size_bytes: int, tensors: Mapping[str, TensorRange]) -> None:
+    def __init__(self, path: Path, fd: int, fingerprint: Fingerprint, tensors: Mapping[str, TensorRange]) -> None:
         self.path = path
         self.fd = fd
-        self.size_bytes = size_bytes
+        self.fingerprint = fingerprint
         self.tensors = tensors
+
+    @property
+    def size_bytes(self) -> int:
+        """When it was opened."""
+        return self.fingerprint.size_bytes
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], file_idx: int = 0) -> SafetensorsFile:
@@ -42,8 +48,8 @@ class SafetensorsFile:
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
-            size_bytes = os.fstat(fd).st_size
-            tensors = read_header(path, fd, size_bytes, file_idx)
+            fingerprint = Fingerprint.of(fd)
+            tensors = read_header(path, fd, fingerprint.size_bytes, file_idx)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
@@ -52,13 +58,14 @@ class SafetensorsFile:
         if hasattr(os, "posix_fadvise"):
             # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return cls(path, fd, size_bytes, tensors)
+        return cls(path, fd, fingerprint, tensors)
 
     def read_into(self, offset_bytes: int, destination: memoryview) -> None:
         """Fill `destination` from `offset_bytes` on. Thread-safe; the GIL is released while reading.
 
         Raises:
-            OSError: the file is closed, the device fails, or the file ends early; the message names offset and bytes.
+            OSError: the file is closed, the device fails, the file ends early or changed since it was opened; the message
+                names offset and bytes, or what changed.
         """
         view = destination.cast("B") if destination.format != "B" else destination
         expected_bytes, found_bytes = len(view), 0
@@ -74,8 +81,16 @@ class SafetensorsFile:
                 raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
             if count == 0:
                 what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                raise OSError(errno.EIO, what, str(self.path))
+                changes = self.fingerprint.changes(self.fd, self.path)
+                raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
+        self.check_unchanged(self.fd)  # after the read: a file is dated before other bytes can be read from it
+
+    def check_unchanged(self, fd: int) -> None:
+        """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
+        if changes := self.fingerprint.changes(fd, self.path):
+            what = f"The file changed since the model was opened ({changes}). Put it back as it was, or open the model again"
+            raise OSError(errno.ESTALE, what, str(self.path))
 
     def close(self) -> None:
         """Close the descriptor; no thread may be reading. Closing twice is allowed."""

@@ -99,8 +99,15 @@ class SafetensorsStore:
         return self.files[chunk.source_idx].path, chunk.source_offset_bytes
 
     def describe(self, chunk: Chunk) -> str:
-        """For error messages: "file model-00001-of-00002.safetensors, offset 1234"."""
-        return f"file {self.files[chunk.source_idx].path.name}, offset {chunk.source_offset_bytes}"
+        """For error messages: "tensor model.layers.0.mlp.experts.3.up_proj.weight, file model.safetensors, offset 1234"."""
+        file, start = self.files[chunk.source_idx], chunk.source_offset_bytes
+        names = [
+            tensor.name
+            for tensor in file.tensors.values()
+            if tensor.offset_bytes < start + chunk.source_nbytes and start < tensor.offset_bytes + tensor.nbytes
+        ]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"tensor {names[0]}{more}, file {file.path.name}, offset {start}"
 
     def close(self) -> None:
         """Close the files; no thread may be reading. Closing twice is allowed."""

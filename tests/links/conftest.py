@@ -19,6 +19,9 @@ class RawFile:
     path: Path
     content: bytes
 
+    def check_unchanged(self, fd: int) -> None:
+        """It may change as it likes."""
+
 
 class RawFileStore:
     """Ranges of files of random bytes: experts of one MoE layer, given as lists of chunks."""

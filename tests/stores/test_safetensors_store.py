@@ -89,7 +89,8 @@ def test_one_chunk_per_linear_in_slot_order(tmp_path: Path) -> None:
     )
     up = store.chunks(ExpertKey(0, 3))[1]
     assert store.source(up) == (shards(tmp_path)[0], header_bytes + entry["data_offsets"][0])
-    assert store.describe(up) == f"file model.safetensors, offset {up.source_offset_bytes}"
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    assert store.describe(up) == f"tensor {name}, file model.safetensors, offset {up.source_offset_bytes}"
     assert store.chunks(ExpertKey(0, 3)) is store.chunks(ExpertKey(0, 3))
     store.close()
 

@@ -1,0 +1,207 @@
+"""Other bytes than the checkpoint's: noticed and named, never computed with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_device import FakeDevice
+from served import PROMPTS, LinkOver, checkpoint, close, config, greedy, plain_link, resident
+from stores.checkpoints import shards
+from transformers import PreTrainedModel
+
+import promoe
+from promoe.errors import CheckpointError, ConfigError, ExpertLoadError
+from promoe.links import Fault, FaultyLink
+from promoe.links.direct import DirectFiles
+
+from .support import FAMILY, WAYS, always, assert_right, assert_told, faulty, leaving_nothing, never, slot_memory
+
+VERIFY: tuple[Any, ...] = ("first", "always")
+CHANGED = r"Expert \d of MoE layer \d could not be fetched \(tensor model\..*, file model-.*, offset \d+\): .*"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of several shards that may be harmed."""
+    return Path(shutil.copytree(checkpoint(FAMILY), tmp_path / "checkpoint"))
+
+
+@contextmanager
+def opened(folder: Path, **fields: Any) -> Iterator[PreTrainedModel]:
+    """Served from its files by the link that a user has; leaves nothing."""
+    with leaving_nothing() as slots:
+        model = promoe.from_pretrained(folder, cache="25%", config=config(**fields))
+        slots += slot_memory(model)
+        try:
+            yield model
+        finally:
+            if hasattr(model, "promoe"):
+                promoe.unpatch(model)
+
+
+# -- files ------------------------------------------------------------------------------------------------------
+
+
+def rewrite(shard: Path) -> None:
+    """The same file with other weights, of the same length."""
+    content = bytearray(shard.read_bytes())
+    content[-1000:] = os.urandom(1000)
+    with shard.open("r+b") as file:
+        file.write(content)
+
+
+def truncate(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 64)
+
+
+def lengthen(shard: Path) -> None:
+    with shard.open("ab") as file:
+        file.write(b"more")
+
+
+def touch(shard: Path) -> None:
+    """It is dated as changed: nobody knows whether it was."""
+    os.utime(shard, ns=(0, 0))
+
+
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+@pytest.mark.parametrize("change", [rewrite, truncate, lengthen, touch])
+def test_file_changed_in_place(folder: Path, change: Callable[[Path], None], read_mode: Any) -> None:
+    """The next read of it says what changed; the file as it was is served again; to unpatch is refused as long."""
+    kept = {shard: (shard.read_bytes(), shard.stat().st_mtime_ns) for shard in shards(folder)}
+    with opened(folder, read_mode=read_mode) as model:
+        assert_right(model)
+        for shard in kept:
+            change(shard)
+        what = "size .* bytes" if change in (truncate, lengthen) else r"modified .* -> .*, same header\)"
+        assert_told(model, ExpertLoadError, CHANGED + f"({what}|File ends early)", "padded")
+        with pytest.raises(CheckpointError, match=r"changed since the model was opened|File ends early"):
+            promoe.unpatch(model)
+        for shard, (content, modified_ns) in kept.items():
+            with shard.open("r+b") as file:
+                file.write(content)
+            os.truncate(shard, len(content))
+            os.utime(shard, ns=(modified_ns, modified_ns))
+        assert_right(model, "padded")
+
+
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+def test_file_replaced_or_removed(folder: Path, read_mode: Any) -> None:
+    """As good tools do it, by another file of that name: the open one is still there, and goes on being served."""
+    with opened(folder, read_mode=read_mode) as model:
+        assert_right(model)
+        for number, shard in enumerate(shards(folder)):
+            other = shard.with_name("other")
+            other.write_bytes(os.urandom(shard.stat().st_size))
+            other.replace(shard)
+            if number % 2:
+                shard.unlink()
+        assert_right(model, "padded")
+        promoe.unpatch(model)
+        model.set_experts_implementation("grouped_mm")
+        assert_right(model)
+
+
+def test_file_replaced_while_it_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the read of its header and the opening for O_DIRECT, which goes by name."""
+    plain = DirectFiles.__init__
+
+    def replacing(self: DirectFiles, paths: Any) -> None:
+        other = paths[0].with_name("other")
+        other.write_bytes(os.urandom(paths[0].stat().st_size))
+        other.replace(paths[0])
+        plain(self, paths)
+
+    monkeypatch.setattr(DirectFiles, "__init__", replacing)
+    with (
+        leaving_nothing(),
+        pytest.raises(CheckpointError, match=r"another file in its place.*another header.*model-00001"),
+    ):
+        promoe.from_pretrained(folder, cache="25%", config=config(read_mode="direct"))
+
+
+# -- checksums --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_bytes_without_verify(way: str) -> None:
+    """Nobody notices what nobody looks at. This is why there is `verify`."""
+    with faulty(way, always("wrong"), predictor=None) as (model, _):
+        wrong = greedy(model, PROMPTS["one"], new_tokens=1).logits
+    with faulty(way, never, predictor=None) as (model, _):
+        right = greedy(model, PROMPTS["one"], new_tokens=1).logits
+    assert not torch.equal(wrong[0], right[0])
+
+
+@pytest.mark.parametrize("verify", VERIFY)
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_bytes_the_first_time(way: str, verify: Any) -> None:
+    with faulty(way, always("wrong"), predictor=None, verify=verify) as (model, link):
+        for _ in range(2):
+            source = r"\(tensor .*offset \d+\): .*bytes that came differ from a second read of them \(CRC-32 "
+            assert_told(model, ExpertLoadError, source)
+        link.mend()
+        assert_right(model)
+        assert ", verified" in model.promoe.stats().link
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_wrong_bytes_later(way: str) -> None:
+    with faulty(way, never, predictor=None, verify="always", cache=2) as (model, link):
+        assert_right(model)
+        link._plan = always("wrong")
+        assert_told(model, ExpertLoadError, "bytes that came differ from those that came first", "one")
+        link.mend()
+        assert_right(model, "padded")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verified_answers_are_right(way: str) -> None:
+    with faulty(way, never, verify="always") as (model, _):
+        for prompt in ("one", "padded", "one"):
+            assert_right(model, prompt)
+
+
+def test_weights_in_ram_that_somebody_writes() -> None:
+    with faulty("RAM, workers", never, predictor=None, verify="always", cache=2) as (model, _):
+        assert_right(model)
+        layers = promoe.find_moe_layers(model)
+        kept = [layer.experts.down_proj.detach().clone() for layer in layers]
+        with torch.no_grad():
+            for layer in layers:
+                layer.experts.down_proj += 1.0
+        assert_told(model, ExpertLoadError, "tensor down_proj of MoE layer .*differ from those that came first")
+        with torch.no_grad():
+            for layer, values in zip(layers, kept, strict=True):
+                layer.experts.down_proj.copy_(values)
+        assert_right(model)
+
+
+def test_verify_needs_slots_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("promoe.patching.open_device", lambda name: FakeDevice())
+    with pytest.raises(ConfigError, match=r"verify='always' compares experts in RAM.*promoe\.from_pretrained"):
+        promoe.patch(resident(FAMILY), device="cuda", config=config(verify="always"))
+    assert not hasattr(resident(FAMILY), "promoe")
+
+
+def test_verified_links_are_over_what_was_chosen() -> None:
+    """Whatever a user's link does to bytes is looked at."""
+    links: list[FaultyLink] = []
+
+    def bind(store: Any) -> FaultyLink:
+        links.append(FaultyLink(plain_link(store), lambda number, chunk: Fault("wrong")))
+        return links[-1]
+
+    with leaving_nothing():
+        model = promoe.from_pretrained(
+            checkpoint(FAMILY), cache="25%", link=LinkOver(bind), config=config(verify="first", stall_timeout_s=5.0)
+        )
+        assert_told(model, ExpertLoadError, "differ from a second read")
+        close(model)

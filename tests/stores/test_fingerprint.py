@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from promoe.stores.fingerprint import Fingerprint
+
+CONTENT = struct.pack("<Q", 2) + b"{}" + bytes(100)
+DAY_NS = 86400 * 10**9
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "file").write_bytes(CONTENT)
+    os.utime(tmp_path / "file", ns=(10**18, 10**18))
+    return tmp_path / "file"
+
+
+@pytest.fixture
+def fd(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def write(path: Path, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.write(content)
+
+
+def touch(path: Path) -> None:
+    os.utime(path, ns=(10**18 + DAY_NS, 10**18 + DAY_NS))
+
+
+def rewrite_the_header(path: Path) -> None:
+    write(path, struct.pack("<Q", 2) + json.dumps([]).encode())
+
+
+def test_nothing_changed(path: Path, fd: int) -> None:
+    found = Fingerprint.of(fd)
+    assert found.size_bytes == len(CONTENT)
+    os.utime(path, ns=(0, 10**18))  # when it was read
+    path.chmod(0o600)
+    os.link(path, path.with_name("another name"))
+    path.unlink()
+    assert found.changes(fd, path) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (touch, ["modified 2001-09-", "-> 2001-09-", "same header"]),
+        (lambda path: os.truncate(path, 50), ["size 110 -> 50 bytes", "modified", "same header"]),
+        (lambda path: os.truncate(path, 0), ["size 110 -> 0 bytes", "another header"]),
+        (lambda path: write(path, CONTENT + b"more"), ["size 110 -> 114 bytes", "modified", "same header"]),
+        (rewrite_the_header, ["modified", "another header"]),
+    ],
+)
+def test_what_changed_is_said(path: Path, fd: int, change: Callable[[Path], None], said: list[str]) -> None:
+    found = Fingerprint.of(fd)
+    change(path)
+    changes = found.changes(fd, path)
+    assert [part for part in said if part not in changes] == []
+
+
+def test_another_file_of_the_same_name(path: Path, fd: int) -> None:
+    found = Fingerprint.of(fd)
+    path.rename(path.with_name("old"))
+    path.write_bytes(CONTENT)
+    os.utime(path, ns=(10**18, 10**18))
+    other = os.open(path, os.O_RDONLY)
+    assert found.changes(fd, path) == "", "who holds the old one reads the old one"
+    assert found.changes(other, path) == "another file in its place, same header"
+    path.unlink()
+    assert found.changes(other, path) == "another file in its place, header: No such file or directory"
+    os.close(other)
