@@ -67,6 +67,7 @@ class MemoryGroup:
         Raises:
             NoControlGroupError: it may not be made, or does not keep a limit.
         """
+        self._remove_left_behind()
         folder = self.folder / f"promoe-{os.getpid()}-{next(_numbers)}"
         made = MemoryGroup(folder, self.names)
         try:
@@ -81,6 +82,13 @@ class MemoryGroup:
         except OSError as error:
             raise NoControlGroupError(f"Cannot limit memory with a control group: {error}") from error
         return made
+
+    def _remove_left_behind(self) -> None:
+        """Groups inside this one whose makers were killed; one that still has a process stays."""
+        for folder in self.folder.glob("promoe-*-*"):
+            pid = folder.name.split("-")[1]
+            if pid.isdigit() and not (PROC / pid).exists():
+                MemoryGroup(folder, self.names).remove()
 
     def add(self, pid: int) -> None:
         """Count from now on what this process, all of its threads, allocates and reads.

@@ -71,6 +71,21 @@ def test_a_new_group_inside_another(tmp_path: Path) -> None:
     assert (made.folder / "cgroup.procs").read_text() == "77"
 
 
+def test_groups_of_processes_that_were_killed_are_removed(tmp_path: Path) -> None:
+    proc = process_in(tmp_path, "4:memory:/")
+    version_1(tmp_path / "cgroup" / "memory", 1 << 62, GIB)
+    (around,) = memory_groups(proc, tmp_path / "cgroup")
+    left, used, others = (
+        around.folder / name for name in ("promoe-999999999-0", f"promoe-{os.getppid()}-3", "promoe-x-1")
+    )
+    for folder in (left, used, others):
+        folder.mkdir()
+    around.new_inside(1)
+    assert not left.exists()
+    assert used.exists()
+    assert others.exists()
+
+
 def test_a_group_that_may_not_be_made(tmp_path: Path) -> None:
     around = MemoryGroup(tmp_path / "absent", memory_names())
     with pytest.raises(NoControlGroupError, match="Cannot limit memory with a control group"):

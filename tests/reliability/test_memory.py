@@ -1,0 +1,93 @@
+"""Memory that is not there, and memory that must not grow."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import PROMPTS, LinkOver, checkpoint, close, config, copying_link, greedy, plain_link, resident, slots_of
+from untouched import leaving_untouched
+
+import promoe
+from promoe import memory
+from promoe.errors import ConfigError, ExpertLoadError
+from promoe.links import Fault
+
+from .support import FAMILY, WAYS, assert_right, faulty, leaving_nothing
+
+ROUNDS = 60
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Mappings from `nbytes` on are refused as the kernel does it."""
+    plain = memory._map_private
+
+    def refusing(asked_bytes: int) -> Any:
+        if asked_bytes >= nbytes:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return plain(asked_bytes)
+
+    monkeypatch.setattr(memory, "_map_private", refusing)
+
+
+@pytest.mark.parametrize("make", [plain_link, copying_link])
+def test_no_memory_for_slots_while_patching(monkeypatch: pytest.MonkeyPatch, make: Any) -> None:
+    model = resident(FAMILY)
+    cache = slots_of(model, 8)
+    model.set_experts_implementation("grouped_mm")
+    with leaving_nothing(), leaving_untouched(model):
+        with monkeypatch.context() as patching:
+            without_memory(patching, 8 * 24576)
+            with pytest.raises(ConfigError, match=r"No memory for a cache of 8 slots of 24\.0 KiB, .*smaller cache"):
+                promoe.patch(model, cache=cache, link=LinkOver(make), config=config())
+        assert_right(model)
+
+
+def test_no_memory_for_slots_while_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    with leaving_nothing(), monkeypatch.context() as patching:
+        without_memory(patching, 8 * 24576)
+        with pytest.raises(ConfigError, match="No memory for a cache of 8 slots"):
+            promoe.from_pretrained(checkpoint(FAMILY), cache=8 * 24576, config=config())
+    with leaving_nothing():
+        model = promoe.from_pretrained(checkpoint(FAMILY), cache=8 * 24576, config=config())
+        assert_right(model)
+        close(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_does_not_grow(way: str) -> None:
+    """Neither with answers nor with errors: Python's blocks are counted after each of many rounds."""
+    with faulty(way, lambda number, chunk: Fault("torn") if number % 40 == 7 else None, verify="always") as (
+        model,
+        link,
+    ):
+        told = 0
+        counts = []
+        for _ in range(ROUNDS):
+            try:
+                greedy(model, PROMPTS["short"], new_tokens=1)
+            except ExpertLoadError:
+                told += 1
+            gc.collect()
+            counts.append(sys.getallocatedblocks())
+        assert told > 5
+        # What is learned and remembered is complete after some rounds. One object kept per forward would be as many blocks.
+        assert min(counts[-10:]) - min(counts[20:30]) < ROUNDS / 2, counts
+        link.mend()
+        assert_right(model)
+
+
+def test_opening_again_and_again(tmp_path: Path) -> None:
+    """No thread, file or slot of one stays when it is closed, also if nobody says so."""
+    for closed in (True, False) * 3:
+        with leaving_nothing():
+            model = promoe.from_pretrained(checkpoint(FAMILY), cache="25%", predictor="gate", config=config())
+            assert_right(model)
+            if closed:
+                close(model)
+            del model
+            gc.collect()
