@@ -447,8 +447,8 @@ class EngineVisit:
             try:
                 if self in engine._waiting_visits:  # Ctrl-C came twice
                     engine._waiting_visits.remove(self)
-                visit.close()
                 self._visit = None
+                visit.close()
                 if ran:
                     needed, hits = len(self._ids), self._hits or 0
                     engine.recorder.visit(

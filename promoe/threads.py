@@ -16,7 +16,7 @@ import torch
 Owner = TypeVar("Owner")
 _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
 _held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what its copy is told
-_forking: list[_HeldInForks] = []  # the owner itself
+_forking: dict[int, list[_HeldInForks]] = {}  # by thread: the owners themselves, and what is held
 _numbers = itertools.count()
 
 
@@ -79,15 +79,15 @@ def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Cal
 
 
 def _before_fork() -> None:
+    held = _forking[threading.get_ident()] = []
     for found, lock, in_child in tuple(_held_in_forks.values()):
         if (owner := found()) is not None:
             lock.__enter__()
-            _forking.append((owner, lock, in_child))
+            held.append((owner, lock, in_child))
 
 
 def _after_fork(in_new_process: bool) -> None:
-    while _forking:
-        owner, lock, in_child = _forking.pop()
+    for owner, lock, in_child in _forking.pop(threading.get_ident(), []):
         try:
             if in_new_process:
                 in_child(owner)
