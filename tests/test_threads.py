@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from promoe.threads import ThreadBeside, has_spare_core
+from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks
 
 
 @pytest.fixture
@@ -101,3 +103,27 @@ def test_where_affinities_are_unknown_all_cores_count(monkeypatch: pytest.Monkey
     assert has_spare_core()
     monkeypatch.setattr("os.cpu_count", lambda: None)
     assert not has_spare_core()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_process_is_told_while_the_lock_is_held() -> None:
+    class Owner:
+        told_with_lock = False
+
+    owner, gone, lock = Owner(), Owner(), threading.Lock()
+    hold_in_forks(owner, lock, lambda owner: setattr(owner, "told_with_lock", lock.locked()))
+    hold_in_forks(gone, lock, lambda gone: None)  # would wait for the same lock for ever
+    del gone
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons: there are threads
+        child = os.fork()
+    if child == 0:
+        os.write(write, b"told" if owner.told_with_lock and not lock.locked() else b"not")
+        os._exit(0)
+    assert os.read(read, 4) == b"told"
+    os.waitpid(child, 0)
+    os.close(read)
+    os.close(write)
+    assert not owner.told_with_lock
+    assert not lock.locked()
