@@ -99,7 +99,7 @@ def test_interruption_nearly_everywhere(way: str, prompt: str) -> None:
 def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
     """Interrupt so many forwards, each a little later; what is resident differs from one to the next."""
     step = max(1, points(way, prompt) // times)
-    refused, seen, at = 0, set(), WAYS.index(way) * step // len(WAYS)
+    refused, interrupted, at = 0, 0, WAYS.index(way) * step // len(WAYS)
     while True:
         with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
             for _ in range(25):  # many in one model: what one leaves behind the next ones would run into
@@ -107,7 +107,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                 where = interrupt(model, at, prompt)
                 if not where:
                     break
-                seen.add(where)
+                interrupted += 1
                 try:
                     assert_right(model, "short")
                 except EngineError:
@@ -121,8 +121,8 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                     assert not model.promoe.runtime.engine._waiting_visits, where
         if not where:
             break
-    assert len(seen) > 12, seen
-    assert refused < len(seen) // 2, (refused, seen)
+    assert interrupted >= times // 4, "once experts are resident, a forward has fewer points, but not so few"
+    assert refused < interrupted // 2, (refused, interrupted)
 
 
 @pytest.mark.parametrize("way", WAYS)
