@@ -81,6 +81,7 @@ class Engine:
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
         self._closed = False
         self._broken: tuple[str, BaseException | None] | None = None  # what happened; nothing is served any more
+        self._torn = False  # the scheduler's state cannot be trusted, and is not touched any more
         self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
         self._pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
@@ -132,6 +133,8 @@ class Engine:
     def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
         """A gate chose these experts: start what is missing. Returns how many are resident."""
         with self.lock:
+            if self._torn:
+                return 0  # the visit will say so
             try:
                 hits = self.scheduler.hint(layer_idx, ids)
                 if hits < len(ids) and not self._forwards_copy:
@@ -172,7 +175,7 @@ class Engine:
         p_next = np.asarray(probabilities, dtype=np.float64)  # what is no number must not end in the midst of a change
         with self.lock:
             remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
-            if remaining <= 0 or self._closed:
+            if remaining <= 0 or self._closed or self._torn:
                 return False
             try:
                 self.scheduler.forecast(remaining, layer_idx, p_next)
@@ -185,6 +188,8 @@ class Engine:
     def stream(self, layer_idx: int) -> None:
         """The layer after the one just hinted will need nearly all its experts: fetch the absent ones in order."""
         with self.lock:
+            if self._torn:
+                return
             try:
                 self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
                 self._wake_workers()
@@ -195,7 +200,7 @@ class Engine:
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
         with self.lock:
-            if on == self.scheduler.prefetch_on:
+            if on == self.scheduler.prefetch_on or self._torn:
                 return
             try:
                 self.scheduler.prefetch_on = on
@@ -231,6 +236,7 @@ class Engine:
     def _break_off(self, error: BaseException) -> None:
         """An exception came in the midst of a change, with the lock held."""
         if not isinstance(error, PromoeError):
+            self._torn = True
             self._break(f"Its state was being changed when this came: {error!r}.", error)
 
     def _forked(self) -> None:
@@ -342,6 +348,8 @@ class Engine:
         with self.lock:
             try:
                 lease = orders.pop()
+                if self._torn:
+                    return
                 self._progress += 1
                 self._chunks_completed += 1
                 first_failure = error is not None and self._failed(lease, error)
@@ -372,7 +380,7 @@ class Engine:
             orders.append(lease)
 
     def _next_order(self, speculate: bool = True) -> Lease | None:
-        if not self.scheduler.has_orders:
+        if self._broken is not None or not self.scheduler.has_orders:
             return None
         leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None
@@ -442,7 +450,7 @@ class EngineVisit:
         engine = self._engine
         with engine.lock:
             visit = self._visit
-            if visit is None:
+            if visit is None or engine._torn:
                 return
             try:
                 if self in engine._waiting_visits:  # Ctrl-C came twice

@@ -122,7 +122,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
         if not where:
             break
     assert interrupted >= times // 4, "once experts are resident, a forward has fewer points, but not so few"
-    assert refused < interrupted // 2, (refused, interrupted)
+    assert refused < interrupted, "about half of the lines change the scheduler's state; the others do no harm"
 
 
 @pytest.mark.parametrize("way", WAYS)
