@@ -62,7 +62,9 @@ def alive() -> int:
     """Objects of this library's classes, errors, and what errors keep."""
     gc.collect()
     kinds = (BaseException, TracebackType, FrameType)
-    return sum(type(one).__module__.startswith("promoe") or isinstance(one, kinds) for one in gc.get_objects())
+    return sum(
+        str(type(one).__module__).startswith("promoe") or issubclass(type(one), kinds) for one in gc.get_objects()
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
