@@ -94,7 +94,7 @@ def test_configurations(changes: dict[str, Any]) -> None:
     config = outcome("PromoeConfig", lambda: PromoeConfig(**changes))
     if config is not None:
         assert all(
-            type(getattr(config, name)) is type(default) or isinstance(default, float)
+            type(getattr(config, name)) is type(default) or default is None or isinstance(default, float)
             for name, default in FIELDS.items()
         )
         assert config.workers <= 256
