@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from promoe.errors import ConfigError
@@ -35,6 +36,8 @@ def check_writable(path: PathLike) -> Path:
     """
     target = Path(path)
     try:
+        with suppress(FileNotFoundError):
+            os.stat(target)  # a name that no file can have
         if os.path.exists(target) and not os.path.isfile(target):
             kind = "a folder" if os.path.isdir(target) else "not a plain file"
             raise ConfigError(f"Cannot write '{target}': it is {kind}. Give the path of a file.")

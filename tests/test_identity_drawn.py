@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -52,11 +53,12 @@ FIELDS = {
 }
 
 
-def test_no_setting_changes_a_bit() -> None:
+@pytest.mark.parametrize("examples", [LEAST_EXAMPLES, pytest.param(1000, marks=pytest.mark.slow)])
+def test_no_setting_changes_a_bit(examples: int) -> None:
     seen: Counter[Any] = Counter()
 
     @settings(
-        max_examples=LEAST_EXAMPLES + 20,
+        max_examples=examples + 20,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow],
@@ -98,7 +100,7 @@ def test_no_setting_changes_a_bit() -> None:
         seen.update([disturbance, fields["eviction"], *set(prompts), "examples"])
 
     holds()
-    assert seen["examples"] >= LEAST_EXAMPLES
+    assert seen["examples"] >= examples
     # No value stayed away: a strategy that lost one would pass unseen.
     values = [
         *MOE_FAMILIES,

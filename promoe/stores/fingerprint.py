@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, MAX_HEADER_BYTES
+from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
+from promoe.untrusted import MAX_JSON_BYTES, open_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Fingerprint:
 
     def _header_now(self, path: Path) -> str:
         try:
-            fd = os.open(path, os.O_RDONLY)  # not the one at hand, which may be for O_DIRECT
+            fd = open_plain(path)  # not the one at hand, which may be for O_DIRECT
         except OSError as error:
             return f"header: {error.strerror}"
         try:
@@ -66,7 +67,7 @@ class Fingerprint:
 
 def _header_crc(fd: int) -> int:
     prefix = os.pread(fd, HEADER_LENGTH_BYTES, 0)
-    header_bytes = min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES)
+    header_bytes = min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES)
     return zlib.crc32(os.pread(fd, header_bytes, HEADER_LENGTH_BYTES), zlib.crc32(prefix))
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import ClassVar
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -17,6 +18,7 @@ from .driven import Driven, OpenVisit
 
 STEPS = 100_000
 EXAMPLES = 600
+MANY_EXAMPLES = 10_000
 STEPS_PER_EXAMPLE = 40
 
 numbers = st.integers(0, 2**16 - 1)
@@ -233,13 +235,14 @@ class Storm(RuleBasedStateMachine):
         Storm.steps += self.driven.steps
 
 
-def test_a_storm_of_operations_breaks_nothing() -> None:
+@pytest.mark.parametrize("examples", [EXAMPLES, pytest.param(MANY_EXAMPLES, marks=pytest.mark.slow)])
+def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
     Storm.steps = 0
     Storm.seen = Counter()
     run_state_machine_as_test(
         Storm,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=examples,
             stateful_step_count=STEPS_PER_EXAMPLE,
             derandomize=True,
             database=None,
