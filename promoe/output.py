@@ -36,7 +36,7 @@ def check_writable(path: PathLike) -> Path:
     """
     target = Path(path)
     try:
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             os.stat(target)  # a name that no file can have
         if os.path.exists(target) and not os.path.isfile(target):
             kind = "a folder" if os.path.isdir(target) else "not a plain file"

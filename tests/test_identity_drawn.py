@@ -101,7 +101,7 @@ def test_no_setting_changes_a_bit(examples: int) -> None:
 
     holds()
     assert seen["examples"] >= examples
-    # No value stayed away: a strategy that lost one would pass unseen.
+    # No value stayed away: a strategy that lost one would pass unseen. (Hypothesis does not draw evenly.)
     values = [
         *MOE_FAMILIES,
         *IMPLEMENTATIONS,
@@ -114,5 +114,5 @@ def test_no_setting_changes_a_bit(examples: int) -> None:
         "delayed",
     ]
     values += [("cache", cache) for cache in CACHES] + [("predictor", predictor) for predictor in PREDICTORS]
-    rare = {value: seen[value] for value in values if seen[value] < 10}
+    rare = {value: seen[value] for value in values if seen[value] < examples // 40}
     assert not rare, rare
