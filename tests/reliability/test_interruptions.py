@@ -29,7 +29,8 @@ class Interrupting:
     """Raises KeyboardInterrupt in this thread at one line, or one call, of promoe's code, counted from 0.
 
     Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all these
-    places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered.
+    places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered; nor at a `try`:
+    nothing happens there, so Python does not let go of the lock that a `with` around it holds.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -60,9 +61,9 @@ class Interrupting:
 
 @cache
 def lines_with(path: str) -> frozenset[int]:
-    """Numbers of the lines that begin a `with`."""
+    """Numbers of the lines that begin a `with` or a `try`."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return frozenset(number for number, line in enumerate(lines, 1) if line.lstrip().startswith("with "))
+    return frozenset(number for number, line in enumerate(lines, 1) if line.lstrip().startswith(("with ", "try:")))
 
 
 def interrupt(model: PreTrainedModel, at: int, prompt: str) -> str:
