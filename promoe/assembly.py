@@ -204,10 +204,10 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream, parts.device)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
+        called = _called_model(model, layers)
+        undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then
         for layer in layers:
             undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
-        called = _called_model(model, layers)
-        undo.callback(passes.attach(called))
         undo.callback(refuse_changes(model, layers))
         if parts.device is not None:
             undo.callback(_generate_without_graphs(called))

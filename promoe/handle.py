@@ -11,6 +11,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError
+from promoe.forwards import in_words, threads_in_forward
 from promoe.governor import Governor
 from promoe.memory import Pool
 from promoe.passes import PassState
@@ -116,6 +117,15 @@ class Handle:
                 )  # less: counters were reset
             engine.set_prefetch(on)
 
+    def _check_idle(self) -> None:
+        model = self._model()
+        if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
+            raise PatchStateError(
+                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
+                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
+                "experts raise EngineClosedError, and unpatch it then."
+            )
+
     def keep(self, undo: ExitStack) -> None:
         """Own what undoes the patch."""
         self._undo = undo
@@ -124,9 +134,11 @@ class Handle:
         """Undo everything: hooks, classes, threads, memory. The model is as before it was patched.
 
         Raises:
+            PatchStateError: a forward of it is running; then nothing was changed.
             CheckpointError: its experts could not be read from their files; then it stays patched and usable.
         """
-        self._restore()
+        with self.runtime.passes.ending(self._check_idle):
+            self._restore()
         self._undo.close()
         for pool in self._pools:
             pool.close()

@@ -25,6 +25,7 @@ from promoe.scheduler import ExpertKey
 from promoe.sizes import CacheSize, check_cache, plan_pools
 from promoe.stores import Store
 from promoe.stores.base import read_expert
+from promoe.threads import check_interpreter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,6 +78,7 @@ def from_pretrained(
     """
     config = config or PromoeConfig()
     # What needs no model is checked before one is opened, which can take long.
+    check_interpreter()
     target = open_device(device)
     check_cache(cache)
     check_choices(predictor, link, on_disk=True, on_device=target is not None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -64,6 +64,7 @@ class PassObserver:
         self._lock = lock
         self._on_end = on_end
         self._local = threading.local()
+        self._ending = False  # guarded by the lock
 
     def current(self) -> PassState:
         """This thread's pass; outside of any (a block called alone) a nameless one."""
@@ -71,6 +72,29 @@ class PassObserver:
         if state is None:
             state = self._local.state = PassState()
         return state
+
+    @contextmanager
+    def ending(self, check: Callable[[], None]) -> Iterator[None]:
+        """No pass begins from here on, unless the context ends with an error.
+
+        Args:
+            check: raises if a pass is running; called while none can begin or end.
+
+        Raises:
+            PatchStateError: somebody else has said so before.
+        """
+        with self._lock:
+            if self._ending:
+                raise PatchStateError(
+                    "The model is being unpatched by another thread, or was; there is nothing to undo."
+                )
+            check()
+            self._ending = True
+        try:
+            yield
+        except BaseException:
+            self._ending = False
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refused, and with it to copy or pickle the model, whose hooks are ours."""
@@ -102,6 +126,11 @@ class PassObserver:
         interrupted = self.current().pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
         self._local.state = None  # it is closed once, also if Ctrl-C comes again
         with self._lock:
+            if self._ending:
+                raise PatchStateError(
+                    "The model was being unpatched by another thread when this forward began. Call it again when "
+                    "promoe.unpatch has returned."
+                )
             if interrupted:
                 self._recorder.end_pass(0.0, interrupted, aborted=True)
             pass_idx = self._recorder.begin_pass(phase, num_tokens, batch)

@@ -14,12 +14,14 @@ from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_ch
 from promoe.config import PromoeConfig
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
+from promoe.forwards import in_words, threads_in_forward
 from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.placement import other_bytes
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
+from promoe.threads import check_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +59,12 @@ def patch(
     Raises:
         ConfigError: an argument cannot work.
         UnsupportedModelError: the model has no MoE layers that promoe can serve, or is not in a state to.
-        PatchStateError: it is patched already.
+        PatchStateError: it is patched already, or a forward of it is running.
 
     Nothing is changed when an error is raised.
     """
     config = config or PromoeConfig()
+    check_interpreter()
     check_unpatched(model)
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto" or "host". Got {store!r} instead.')
@@ -79,6 +82,11 @@ def patch(
         )
     layers = find_moe_layers(model)
     check_state(model, layers)
+    if names := threads_in_forward(model, layers):
+        raise PatchStateError(
+            f"This {type(model).__name__} cannot be patched while {in_words(names)}. Nothing was changed. Wait until the "
+            "model has returned, also in its hooks."
+        )
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
     free_bytes = free_ram_bytes() if target is None else target.free_bytes() - other_bytes(model, layers)
     plans = plan_pools(cache, layouts, num_experts, free_bytes)
@@ -109,7 +117,7 @@ def unpatch(model: Model) -> Model:
     all its experts into RAM.
 
     Raises:
-        PatchStateError: the model is not patched.
+        PatchStateError: the model is not patched, or a forward of it is running; then nothing was changed.
         CheckpointError: experts could not be read from their files; the model stays patched.
     """
     handle = getattr(model, "promoe", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+
+from promoe.errors import ConfigError
 
 Owner = TypeVar("Owner")
 _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
@@ -56,6 +59,16 @@ def has_spare_core() -> bool:
     """Whether this process may use more cores than torch computes on."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores > torch.get_num_threads()
+
+
+def check_interpreter() -> None:
+    """Raise ConfigError where Python runs several threads at once (free-threaded builds): promoe was never tried there."""
+    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13
+    if is_gil_enabled is not None and not is_gil_enabled():
+        raise ConfigError(
+            f"This is a free-threaded Python ({sys.version.split()[0]}), whose global interpreter lock is off. promoe's threads "
+            "have only been tested with it. Start Python with PYTHON_GIL=1 or -X gil=1, or use another build."
+        )
 
 
 def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:

@@ -1,0 +1,53 @@
+"""Which threads are in a forward of a model at this moment, as their stacks say.
+
+Asked only when a model is patched or unpatched. Forwards themselves keep no count for it: Ctrl-C ends one without calling any of
+its hooks, upon which a count would be wrong for ever; a stack never is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+from torch import nn
+
+from promoe.moe_layers import MoELayer
+
+_CALL = nn.Module._call_impl.__code__
+
+
+def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str]:
+    """Names of the threads that are in a forward of `model`, or of a part of it that holds experts.
+
+    A gate alone is none: predictors ask gates.
+    """
+    inside = _modules_around_experts(model, layers)
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    return [names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)]
+
+
+def in_words(names: Sequence[str]) -> str:
+    """`1 forward of it is running (in thread MainThread)`, and the same for several."""
+    many = len(names) > 1
+    noun, verb, threads = ("forwards", "are", "threads") if many else ("forward", "is", "thread")
+    return f"{len(names)} {noun} of it {verb} running (in {threads} {', '.join(names)})"
+
+
+def _modules_around_experts(model: nn.Module, layers: Sequence[MoELayer]) -> set[int]:
+    """Ids of the experts modules and of all that contain one."""
+    parts = [layer.name.split(".") for layer in layers]
+    names = {".".join(path[:depth]) for path in parts for depth in range(len(path))}
+    return {id(model.get_submodule(name)) for name in names} | {id(layer.experts) for layer in layers}
+
+
+def _calls_one_of(frame: FrameType | None, modules: set[int]) -> bool:
+    while frame is not None:
+        code = frame.f_code  # that of torch.compile is another one, of the same name and file
+        is_call = code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename
+        if is_call and id(frame.f_locals.get("self")) in modules:
+            return True
+        frame = frame.f_back
+    return False
