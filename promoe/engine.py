@@ -28,7 +28,7 @@ from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.scheduler.visit import Visit
 from promoe.stores import Store
-from promoe.threads import ThreadBeside, hold_in_forks
+from promoe.threads import ThreadBeside, hold_in_forks, stop_at_exit
 from promoe.tracing import STALL, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,7 @@ class Engine:
         self._chunks_completed = 0
         self._progress = 0  # completions, and groups that other forwards have run: what a waiting forward looks for
         self._closed = False
+        self._ending = False  # the process
         self._broken: tuple[str, BaseException | None] | None = None  # what happened; nothing is served any more
         self._torn = False  # the scheduler's state cannot be trusted, and is not touched any more
         self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
@@ -93,6 +94,7 @@ class Engine:
     def start(self) -> None:
         """Start the link workers."""
         hold_in_forks(self, self.lock, Engine._forked)
+        stop_at_exit(self, Engine._end)
         for thread in self._threads:
             thread.start()
 
@@ -120,6 +122,12 @@ class Engine:
         if stuck := [thread.name for thread in workers if thread.is_alive()]:
             logger.warning("%s still in a transfer after %.1f s; left behind.", ", ".join(stuck), self.stall_timeout_s)
         self.link.close()
+
+    def _end(self) -> None:
+        """The process ends: nothing is begun any more. Forwards of daemon threads wait for their end, without a word."""
+        with self.lock:
+            self._ending = True
+            self._work.notify_all()
 
     def _poison_released_slots(self) -> None:
         """From now on, a slot in RAM without an expert holds NaN: whoever reads one shows it."""
@@ -301,7 +309,7 @@ class Engine:
             self._idle_workers += 1
             self._wake_workers()
             while not self._assigned:
-                if self._closed:
+                if self._closed or self._ending:
                     return None
                 self._work.wait()
             return self._assigned.popleft()
@@ -380,7 +388,7 @@ class Engine:
             orders.append(lease)
 
     def _next_order(self, speculate: bool = True) -> Lease | None:
-        if self._broken is not None or not self.scheduler.has_orders:
+        if self._broken is not None or self._ending or not self.scheduler.has_orders:
             return None
         leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None

@@ -1,7 +1,7 @@
 """Which threads are in a forward of a model at this moment, as their stacks say.
 
-Asked only when a model is patched or unpatched. Forwards themselves keep no count for it: Ctrl-C ends one without calling any of
-its hooks, upon which a count would be wrong for ever; a stack never is.
+Asked only when a model is patched or unpatched. Forwards keep no count for it: Ctrl-C ends one without calling any of its
+hooks, upon which a count would be wrong for ever; a stack never is.
 """
 
 from __future__ import annotations

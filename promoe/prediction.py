@@ -16,7 +16,7 @@ from promoe.devices import Device, Event
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.predictors import Forecast, LayerVisit, Predictor
-from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, when_gone
+from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, stop_at_exit, when_gone
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Forecaster:
             run = partial(_run, weakref.ref(self), self._condition, self._waiting)
             self._thread = ThreadBeside(run, "promoe-predictor")
             self._thread.start()
+            stop_at_exit(self, Forecaster._stop)
             self._call_off_waking = when_gone(self, partial(_wake, self._condition))
 
     @property
@@ -99,14 +100,17 @@ class Forecaster:
 
     def close(self) -> None:
         """Stop after the prediction under way, or leave one behind that does not end. Safe to repeat."""
-        with self._condition:
-            self._closed = True
-            self._condition.notify_all()
+        self._stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._call_off_waking()
             self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
+
+    def _stop(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
 
     def _forked(self) -> None:
         """This is a new process, without the thread; with the condition held."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,6 +23,9 @@ _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
 _held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what its copy is told
 _forking: dict[int, list[_HeldInForks]] = {}  # by thread: the owners themselves, and what is held
 _numbers = itertools.count()
+_stopped_at_exit: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+# How long the end of the process waits for what these threads are at.
+EXIT_WAIT_S = 2.0
 
 
 class ThreadBeside(threading.Thread):
@@ -66,8 +71,8 @@ def check_interpreter() -> None:
     is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13
     if is_gil_enabled is not None and not is_gil_enabled():
         raise ConfigError(
-            f"This is a free-threaded Python ({sys.version.split()[0]}), whose global interpreter lock is off. promoe's threads "
-            "have only been tested with it. Start Python with PYTHON_GIL=1 or -X gil=1, or use another build."
+            f"This is a free-threaded Python ({sys.version.split()[0]}) whose global interpreter lock is off. promoe's "
+            "threads have only been tested with it. Start Python with PYTHON_GIL=1 or -X gil=1, or use another build."
         )
 
 
@@ -89,6 +94,25 @@ def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Cal
     """
     number = next(_numbers)
     _held_in_forks[number] = (weakref.ref(owner, lambda _: _held_in_forks.pop(number, None)), lock, in_child)
+
+
+def stop_at_exit(owner: Owner, stop: Callable[[Owner], None]) -> None:
+    """Call `stop(owner)` when the process ends, after its other threads but daemons; it lets `ThreadBeside`s end and returns.
+
+    A daemon that computes with torch while the interpreter is torn down is ended in the midst of C++, which ends the process
+    with SIGABRT. `owner` is not kept alive.
+    """
+    _stopped_at_exit[owner] = stop
+
+
+@atexit.register
+def _at_exit() -> None:
+    for owner, stop in tuple(_stopped_at_exit.items()):
+        stop(owner)
+    deadline_s = time.perf_counter() + EXIT_WAIT_S
+    for thread in threading.enumerate():
+        if isinstance(thread, ThreadBeside):
+            thread.join(max(0.0, deadline_s - time.perf_counter()))
 
 
 def _before_fork() -> None:
