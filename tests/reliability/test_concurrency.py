@@ -63,6 +63,7 @@ def held(model: PreTrainedModel, act: Callable[[], Any], threads: int = 1) -> It
         ),
         (2, r"while 2 forwards of it are running \(in threads asking_\d, asking_\d\)"),
     ],
+    ids=["one", "two"],
 )
 def test_unpatch_during_a_forward(way: str, threads: int, told: str) -> None:
     with faulty(way, never) as (model, _):
