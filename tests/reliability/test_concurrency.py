@@ -426,7 +426,13 @@ def ended(program: str, *options: str) -> str:
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("options", [(), ("-X", "dev", "-W", "error::ResourceWarning")], ids=["", "development mode"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id=""),
+        pytest.param(("-X", "dev", "-W", "error::ResourceWarning"), id="development mode", marks=pytest.mark.slow),
+    ],
+)
 def test_end_of_the_process(end: str, options: tuple[str, ...]) -> None:
     """Nobody waits for a read that hangs, and nothing is written but what is meant to be; also with Python's own checks."""
     lines = ended(ENDS[end], *options).splitlines()

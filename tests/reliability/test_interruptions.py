@@ -87,7 +87,7 @@ def points(way: str, prompt: str) -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_interruption_anywhere(way: str) -> None:
-    interrupt_in_turn(way, "short", 24)
+    interrupt_in_turn(way, "short", 12)
 
 
 @pytest.mark.slow
