@@ -425,7 +425,13 @@ def ended(program: str, *options: str) -> str:
     return run.stderr
 
 
-@pytest.mark.parametrize("end", ENDS)
+# Each takes as long as a process does to begin: the others are for `make test-slow`.
+QUICK_ENDS = ("a predictor that computes", "closed with a stuck read")
+
+
+@pytest.mark.parametrize(
+    "end", [pytest.param(end, marks=() if end in QUICK_ENDS else pytest.mark.slow) for end in ENDS]
+)
 @pytest.mark.parametrize(
     "options",
     [
