@@ -143,13 +143,10 @@ class Engine:
         with self.lock:
             if self._torn:
                 return 0  # the visit will say so
-            try:
+            with _Changing(self):
                 hits = self.scheduler.hint(layer_idx, ids)
                 if hits < len(ids) and not self._forwards_copy:
                     self._wake_workers()
-            except BaseException as error:
-                self._break_off(error)
-                raise
         return hits
 
     def visit(
@@ -185,12 +182,9 @@ class Engine:
             remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
             if remaining <= 0 or self._closed or self._torn:
                 return False
-            try:
+            with _Changing(self):
                 self.scheduler.forecast(remaining, layer_idx, p_next)
                 self._wake_workers()
-            except BaseException as error:
-                self._break_off(error)
-                raise
         return True
 
     def stream(self, layer_idx: int) -> None:
@@ -198,26 +192,20 @@ class Engine:
         with self.lock:
             if self._torn:
                 return
-            try:
+            with _Changing(self):
                 self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
                 self._wake_workers()
-            except BaseException as error:
-                self._break_off(error)
-                raise
 
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
         with self.lock:
             if on == self.scheduler.prefetch_on or self._torn:
                 return
-            try:
+            with _Changing(self):
                 self.scheduler.prefetch_on = on
                 self.recorder.prefetch_switched(on)
                 if not on:
                     self.scheduler.withdraw_forecasts()
-            except BaseException as error:
-                self._break_off(error)
-                raise
 
     def _wake_workers(self) -> None:
         """Give idle workers what there is to do, with the lock held.
@@ -337,12 +325,8 @@ class Engine:
         """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
         orders: list[Lease] = []
         try:
-            with self.lock:
-                try:
-                    self._take_order(orders, speculate=False)
-                except BaseException as error:
-                    self._break_off(error)
-                    raise
+            with self.lock, _Changing(self):
+                self._take_order(orders, speculate=False)
             while orders:
                 self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
         except BaseException as interruption:
@@ -353,24 +337,20 @@ class Engine:
     def _complete(self, orders: list[Lease], error: Exception | None, speculate: bool = True) -> None:
         """Publish the completion of the only one of `orders`, and put the next in its place in the same breath."""
         first_failure = False
-        with self.lock:
-            try:
-                lease = orders.pop()
-                if self._torn:
-                    return
-                self._progress += 1
-                self._chunks_completed += 1
-                first_failure = error is not None and self._failed(lease, error)
-                if error is None and self.scheduler.chunk_done(lease):
-                    self._load_errors.pop(lease.key, None)
-                    if any(visit._may_go_on() for visit in self._waiting_visits):
-                        self._notify_visits()
-                self._take_order(orders, speculate)
-                if speculate:
-                    self._wake_workers()  # where there is one order there may be more
-            except BaseException as interruption:
-                self._break_off(interruption)
-                raise
+        with self.lock, _Changing(self):
+            lease = orders.pop()
+            if self._torn:
+                return
+            self._progress += 1
+            self._chunks_completed += 1
+            first_failure = error is not None and self._failed(lease, error)
+            if error is None and self.scheduler.chunk_done(lease):
+                self._load_errors.pop(lease.key, None)
+                if any(visit._may_go_on() for visit in self._waiting_visits):
+                    self._notify_visits()
+            self._take_order(orders, speculate)
+            if speculate:
+                self._wake_workers()  # where there is one order there may be more
         if first_failure and lease.cause == "prefetch":
             # As text: an error that a log keeps would keep the slots that its traceback knows.
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))
@@ -392,6 +372,27 @@ class Engine:
             return None
         leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None
+
+
+class _Changing:
+    """A change of the scheduler's state, with the engine's lock held: what an exception in its midst leaves cannot be trusted.
+
+    Not a generator, which takes several times as long: this is on the path of every layer.
+    """
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._engine._break_off(error)
 
 
 class EngineVisit:
@@ -433,7 +434,7 @@ class EngineVisit:
         engine, layer_idx, ids = self._engine, self._layer_idx, self._ids
         with engine.lock:
             engine._check_alive()
-            try:
+            with _Changing(engine):
                 self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
                 self._visit.admit()
                 self._group = self._visit.ready()
@@ -441,9 +442,6 @@ class EngineVisit:
                     self._hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
                 if len(self._group) < len(ids) and not engine._forwards_copy:
                     engine._wake_workers()
-            except BaseException as error:
-                engine._break_off(error)
-                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -460,7 +458,7 @@ class EngineVisit:
             visit = self._visit
             if visit is None or engine._torn:
                 return
-            try:
+            with _Changing(engine):
                 if self in engine._waiting_visits:  # Ctrl-C came twice
                     engine._waiting_visits.remove(self)
                 self._visit = None
@@ -472,9 +470,6 @@ class EngineVisit:
                     )
                 engine._wake_workers()
                 engine._notify_visits()
-            except BaseException as error:
-                engine._break_off(error)
-                raise
 
     def notify(self) -> None:
         """Let a wait look at once, with the engine's lock held."""
@@ -531,16 +526,13 @@ class EngineVisit:
         engine, visit = self._engine, self._granted
         self._end_reads()
         with engine.lock:
-            try:
+            with _Changing(engine):
                 visit.release(self._group)
                 engine._progress += 1
                 admitted = visit.admit()
                 if engine._waiting_visits or (admitted and not engine._forwards_copy):
                     engine._wake_workers()
                 engine._notify_visits()  # another visit may be granted what this one gave back
-            except BaseException as error:
-                engine._break_off(error)
-                raise
             if visit.finished:
                 return []
             there = visit.ready()
@@ -601,13 +593,10 @@ class EngineVisit:
                 raise engine._load_error(self._layer_idx, failed)
             if self._suffices(group := visit.ready()):
                 return group
-            try:
+            with _Changing(engine):
                 if visit.holds_grants or not visit.admit():
                     self._notified.acquire(blocking=False)  # what came before has been looked at
                     if self not in engine._waiting_visits:
                         engine._waiting_visits.append(self)
                     return None
                 engine._wake_workers()
-            except BaseException as error:
-                engine._break_off(error)
-                raise
