@@ -175,10 +175,7 @@ class SlotBank:
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> torch.Tensor:
         if func is torch._grouped_mm or getattr(func, "__name__", "") == "grouped_mm_fallback":
-            in_one = (
-                func is torch._grouped_mm and isinstance(args[1]._call.rows, SlotRows) and has_grouped_kernel(args[0])
-            )
-            return (_grouped_mm_of_slots if in_one else _grouped_mm)(*args, **(kwargs or {}))
+            return _grouped_mm(*args, **(kwargs or {}), stock_kernel=func is torch._grouped_mm)
         raise NotImplementedError(
             f"{getattr(func, '__name__', func)} reached a SlotBank: it would need all experts at once. This experts kernel "
             "is not one of the supported ones."
@@ -194,39 +191,23 @@ def _grouped_mm(
     offs: torch.Tensor,
     bias: None = None,
     out_dtype: None = None,
+    *,
+    stock_kernel: bool,
 ) -> torch.Tensor:
     """`x[S, in]`, sorted by expert, times the experts' matrices `[in, out]` -> `[S, out]`.
 
     One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a CPU,
-    which does the same.
+    which does the same. On a device whose `stock_kernel` takes all groups at once, that over the slots that they are in.
     """
     assert bias is None, f"grouped_mm with bias={bias!r}"
     assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
-    matrices = [call.row(expert, name) for expert in experts]
+    matrices = [call.row(expert, name) for expert in experts]  # raises where one is not ready
+    if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x):
+        stack = call.rows.stacks[name]
+        return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if transposed else stack)
     return products(x, [matrix.t() for matrix in matrices] if transposed else matrices, sizes, bank.shape[2])
-
-
-def _grouped_mm_of_slots(
-    x: torch.Tensor,
-    bank: SlotBank,
-    offs: torch.Tensor,
-    bias: None = None,
-    out_dtype: None = None,
-) -> torch.Tensor:
-    """The same by torch's own grouped product over the slots that experts are in."""
-    call, name = bank._call, bank._name
-    experts, _ = call.segments(offs)
-    if not experts:
-        return _grouped_mm(x, bank, offs, bias, out_dtype)
-    assert isinstance(call.rows, SlotRows), call.rows
-    assert bias is None, f"grouped_mm with bias={bias!r}"
-    assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
-    for expert in experts:
-        call.row(expert, name)  # raises where it is not ready
-    stack = call.rows.stacks[name]
-    return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if bank._transposed else stack)
 
 
 def products(x: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: Sequence[int], width: int) -> torch.Tensor:
