@@ -16,10 +16,9 @@ from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_ch
 from promoe.config import PromoeConfig
 from promoe.devices import open_device
 from promoe.errors import CheckpointError
-from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer, model_type_of
 from promoe.opening import Progress, open_without_experts
-from promoe.placement import other_bytes
+from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.scheduler import ExpertKey
 from promoe.sizes import CacheSize, check_cache, plan_pools
@@ -87,8 +86,7 @@ def from_pretrained(
     )
     model, layers, store = opened.model, opened.layers, opened.store
     try:
-        free_bytes = free_ram_bytes() if target is None else target.free_bytes() - other_bytes(model, layers)
-        plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes)
+        plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes(model, layers, target))
         chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
         if target is None and config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
             load_all_experts(layers, store, progress)

@@ -15,9 +15,8 @@ from promoe.config import PromoeConfig
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.forwards import in_words, threads_in_forward
-from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
-from promoe.placement import other_bytes
+from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
@@ -88,8 +87,7 @@ def patch(
             "model has returned, also in its hooks."
         )
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
-    free_bytes = free_ram_bytes() if target is None else target.free_bytes() - other_bytes(model, layers)
-    plans = plan_pools(cache, layouts, num_experts, free_bytes)
+    plans = plan_pools(cache, layouts, num_experts, free_bytes(model, layers, target))
     chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
     if target is not None:
         host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)

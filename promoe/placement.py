@@ -9,6 +9,7 @@ from torch import nn
 
 from promoe.devices import Device
 from promoe.errors import ConfigError
+from promoe.links.free_ram import free_ram_bytes
 from promoe.moe_layers import MoELayer
 from promoe.units import format_memory
 
@@ -26,6 +27,11 @@ def other_tensors(model: nn.Module, layers: Sequence[MoELayer]) -> Iterator[torc
 def other_bytes(model: nn.Module, layers: Sequence[MoELayer]) -> int:
     """What they take."""
     return sum(tensor.nbytes for tensor in other_tensors(model, layers))
+
+
+def free_bytes(model: nn.Module, layers: Sequence[MoELayer], device: Device | None) -> int | None:
+    """Memory that slots may take: RAM, or what `device` has left beside all that will be placed there. None: unknown."""
+    return free_ram_bytes() if device is None else device.free_bytes() - other_bytes(model, layers)
 
 
 def place(model: nn.Module, layers: Sequence[MoELayer], device: Device) -> Callable[[], None]:

@@ -74,7 +74,7 @@ class CachedSource:
         self._num_buffers = min(nbytes // slot_bytes, max(fewest, self._num_experts))
         self._link = link
         self._keys = {
-            _name(chunk): ExpertKey(layer_idx, expert_idx)
+            chunk.name: ExpertKey(layer_idx, expert_idx)
             for layer_idx, count in enumerate(store.num_experts)
             for expert_idx in range(count)
             for chunk in store.chunks(ExpertKey(layer_idx, expert_idx))
@@ -98,7 +98,7 @@ class CachedSource:
 
     def fetch(self, chunk: Chunk) -> torch.Tensor:
         """The chunk from RAM, read into it if it is not there; see `Source.fetch`. What another worker reads is waited for."""
-        key, place = self._keys[_name(chunk)], chunk.slot_offset_bytes
+        key, place = self._keys[chunk.name], chunk.slot_offset_bytes
         with self._changed:
             buffer = self._wait_for_buffer(key)
             buffer.users += 1
@@ -186,11 +186,6 @@ def bytes_for_all_that_fits(store: Store, workers: int) -> int:
 def _slot_bytes(store: Store) -> int:
     """A buffer takes an expert of any layer."""
     return max(layout.slot_bytes for layout in store.layouts)
-
-
-def _name(chunk: Chunk) -> tuple[int, int, int]:
-    """What tells a chunk from all others of a store."""
-    return chunk.source_idx, chunk.source_offset_bytes, chunk.slot_offset_bytes
 
 
 def _wait_for_all(events: Sequence[Event]) -> None:

@@ -41,8 +41,7 @@ class VerifiedLink:
             OSError: as the link's; or the bytes are others, which the message says with both checksums.
         """
         self.link.transfer(chunk, destination, address)
-        name = (chunk.source_idx, chunk.source_offset_bytes, chunk.slot_offset_bytes)
-        known = self._known.get(name)
+        known = self._known.get(chunk.name)
         if known is not None and self._mode == "first":
             return
         found = zlib.crc32(destination[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes])
@@ -54,7 +53,7 @@ class VerifiedLink:
                 f"The {chunk.nbytes} bytes that came differ from {before} (CRC-32 {found:08x}, expected {expected:08x}); "
                 "they were not used. Check disk and memory, and that nothing writes to the checkpoint or the model",
             )
-        self._known[name] = expected
+        self._known[chunk.name] = expected
 
     def describe(self) -> str:
         """One line for reports."""

@@ -54,6 +54,11 @@ class Chunk:
     parts: tuple[ChunkPart, ...] = ()
     compute: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
 
+    @property
+    def name(self) -> tuple[int, int, int]:
+        """What tells it from all others of its store: whence it comes, and where in a slot it goes."""
+        return self.source_idx, self.source_offset_bytes, self.slot_offset_bytes
+
 
 @runtime_checkable
 class Store(Protocol):
