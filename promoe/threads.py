@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from promoe.errors import ConfigError
+from promoe.processor import num_cores
 
 Owner = TypeVar("Owner")
 _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
@@ -62,8 +63,7 @@ class ThreadBeside(threading.Thread):
 
 def has_spare_core() -> bool:
     """Whether this process may use more cores than torch computes on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores > torch.get_num_threads()
+    return num_cores() > torch.get_num_threads()
 
 
 def check_interpreter() -> None:

@@ -18,6 +18,7 @@ from promoe.demo.comparison import REPETITION_PENALTY, Reference, Result, Task
 from promoe.demo.options import Options
 from promoe.demo.systems import RESIDENT, SYSTEMS
 from promoe.moe_layers import MoELayer
+from promoe.processor import processor_name
 from promoe.report import text_comparison
 from promoe.units import format_megabytes, format_number, format_seconds, format_times, is_number
 
@@ -50,7 +51,7 @@ def bullets(sentences: Sequence[str]) -> None:
 def machine() -> dict[str, str]:
     """What the numbers hold for, apart from the model."""
     return {
-        "machine": f"{_processor()}, {torch.get_num_threads()} threads of {os.cpu_count()} for compute",
+        "machine": f"{processor_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} for compute",
         "versions": f"promoe {promoe.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}",
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -145,11 +146,3 @@ def show_sample(prompt: str, text: str) -> None:
     for name, content in (("prompt", prompt), ("answer", f"{text} …")):
         lines = textwrap.wrap(" ".join(content.split()), WIDTH - 10) or [""]
         say("\n".join(f"  {name if number == 0 else '':6}  {line}" for number, line in enumerate(lines)))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from promoe.doctor.facts import Facts
+from promoe.doctor.facts import MIB, Facts
 from promoe.units import format_memory, format_number
 
-MIB = 1024 * 1024
 TESTED = ("5.17", "5.23")
 """Of transformers, the oldest and the newest version that the tests run on."""
 SLOW_DISK_BYTES_PER_S = 1e9

@@ -22,6 +22,7 @@ from promoe.links.direct import DirectUnsupportedError
 from promoe.links.file import drop_files
 from promoe.links.free_ram import free_ram_bytes
 from promoe.links.probe import probe_file
+from promoe.processor import multiplies_bfloat16, num_cores, processor_name
 
 MIB = 1024 * 1024
 PACKAGES = ("promoe", "torch", "transformers", "safetensors", "numpy")
@@ -100,11 +101,11 @@ def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Fact
     return Facts(
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         system=f"{platform.system()} {platform.release()}",
-        processor=_processor(proc),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        processor=processor_name(proc),
+        cores=num_cores(),
         threads=torch.get_num_threads(),
         kernels=torch.backends.cpu.get_cpu_capability(),
-        bfloat16=_multiplies_bfloat16(proc),
+        bfloat16=multiplies_bfloat16(proc),
         total_ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         free_ram_bytes=free,
         limited_by_group=bool(memory_groups(proc, cgroups))
@@ -124,25 +125,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
-
-
-def _cpu_fields(proc: Path) -> dict[str, str]:
-    """Of the first processor, by name."""
-    with suppress(OSError):
-        lines = (proc / "cpuinfo").read_text().splitlines()
-        return {
-            name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines)) if name
-        }
-    return {}
-
-
-def _processor(proc: Path) -> str:
-    return _cpu_fields(proc).get("model name") or platform.processor() or platform.machine()
-
-
-def _multiplies_bfloat16(proc: Path) -> bool:
-    flags = set(_cpu_fields(proc).get("flags", "").split()) | set(_cpu_fields(proc).get("Features", "").split())
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _huge_pages() -> str:

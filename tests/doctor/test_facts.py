@@ -49,19 +49,6 @@ def test_a_folder_that_nothing_can_be_written_to(tmp_path: Path, folder: str) ->
         find_facts(tmp_path / folder)
 
 
-def test_what_a_processor_says_of_itself(tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text(
-        "processor : 0\nmodel name : Some CPU\nflags : fpu amx_bf16\n\nprocessor : 1\nmodel name : Some CPU\nflags : fpu\n"
-    )
-    assert module._processor(tmp_path) == "Some CPU"
-    assert module._multiplies_bfloat16(tmp_path)
-    (tmp_path / "cpuinfo").write_text("processor : 0\nFeatures : fp asimd bf16\n")
-    assert module._multiplies_bfloat16(tmp_path)
-    (tmp_path / "cpuinfo").write_text("processor : 0\nflags : avx512_bf16x\n")
-    assert not module._multiplies_bfloat16(tmp_path)
-    assert not module._multiplies_bfloat16(tmp_path / "missing")
-
-
 def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HUGE_PAGES", tmp_path / "enabled")
     assert module._huge_pages() == "unknown"
