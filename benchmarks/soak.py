@@ -38,13 +38,16 @@ from transformers.generation.streamers import BaseStreamer
 
 import promoe
 from promoe.config import PromoeConfig
-from promoe.demo.command import DTYPE, Demo
+from promoe.demo.command import DTYPE
+from promoe.demo.example import Example, find_example
 from promoe.demo.options import Options
 from promoe.demo.systems import load_stock
 from promoe.links.faults import FaultKind, Faults, seeded
+from promoe.running import load_tokenizer, prompt_inputs
 from promoe.units import format_memory, format_ms
 
 MOST_TRIES = 20
+PROMPTS = 13
 GROWTH = 0.01
 WARM_UP_SHARE = 0.1
 
@@ -97,9 +100,10 @@ class Request:
         return [out.sequences, *out.logits], times_s
 
 
-def make_requests(demo: Demo, rng: random.Random) -> list[Request]:
+def make_requests(example: Example, rng: random.Random) -> list[Request]:
     """Of each kind some."""
-    prompts = [prompt["input_ids"][0].tolist() for prompt in demo.task.prompts]
+    tokenizer = load_tokenizer(str(example.checkpoint))
+    prompts = [prompt_inputs(tokenizer, text)["input_ids"][0].tolist() for text in example.prompts(PROMPTS)]
     everything = [token for prompt in prompts for token in prompt]
 
     def batch(*rows: list[int]) -> dict[str, Any]:
@@ -239,9 +243,9 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.getLogger("promoe").setLevel(logging.ERROR)  # not a warning for each prediction whose transfer failed
-    demo = Demo(dataclasses.replace(Options(), prompts=12))
-    checkpoint = options.model or demo.example.widened(demo.out, demo.options.repeat, DTYPE)
-    requests = make_requests(demo, random.Random(options.seed))
+    example = find_example()
+    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, DTYPE)
+    requests = make_requests(example, random.Random(options.seed))
     stock = load_stock(checkpoint, DTYPE)
     expected = [request.answer(stock)[0] for request in requests]
     del stock
