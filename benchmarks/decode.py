@@ -137,7 +137,10 @@ def main() -> None:
     compared, ratios = systems(demo), RATIOS
     if options.waste:
         compared = limited(demo, options.waste)
-        ratios = tuple((NEXT_USE, system.name, "") for system in compared[2:])
+        names = [system.name for system in compared[2:]]
+        ratios = tuple((NEXT_USE, name, "") for name in names)
+        for first in range(0, len(names), len(options.waste)):  # of one predictor, the first limit against the others
+            ratios += tuple((names[first], name, "") for name in names[first + 1 : first + len(options.waste)])
     rows = []
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     disk = OnDisk(checkpoint, DTYPE)
