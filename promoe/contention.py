@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
 from promoe.links import FileStore
-from promoe.links.probe import ProbeMode, probe_read_bandwidth
+from promoe.links.probe import ProbeMode, ReadBandwidth, probe_read_bandwidth
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,17 +75,31 @@ def measure_contention(
         workers: threads that read.
         seconds: of each of the three; longer where passes take long.
     """
-    with torch.inference_mode(), ThreadPoolExecutor(1) as pool:
-        tokens = itertools.cycle(torch.tensor([list(ids)]).split(1, dim=1))
+    tokens = itertools.cycle(torch.tensor([list(ids)]).split(1, dim=1))
 
-        def decode() -> float:
-            started_s = time.perf_counter()
+    def decode() -> float:
+        started_s = time.perf_counter()
+        with torch.inference_mode():
             model(next(tokens), use_cache=False)
-            return time.perf_counter() - started_s
+        return time.perf_counter() - started_s
 
+    return contention(decode, partial(probe_read_bandwidth, store, REQUEST_BYTES, workers, mode), seconds)
+
+
+def contention(
+    decode: Callable[[], float], read: Callable[[float], ReadBandwidth], seconds: float = SECONDS
+) -> Contention:
+    """The same for anything that computes and reads.
+
+    Args:
+        decode: runs one pass, and returns its seconds.
+        read: reads for so many seconds.
+        seconds: of each of the three; longer where passes take long.
+    """
+    with ThreadPoolExecutor(1) as pool:
         seconds = max(seconds, FEWEST_PASSES * min(decode(), decode()))
         alone = [decode() for _ in _until(seconds)]
-        reads = pool.submit(probe_read_bandwidth, store, REQUEST_BYTES, workers, mode, seconds)
+        reads = pool.submit(read, seconds)
         beside: list[float] = []
         while not reads.done() or not beside:
             beside.append(decode())

@@ -174,6 +174,32 @@ class PhaseStats(Counts):
         return cls(**{**_own(cls, values), "layers": layers})
 
 
+@dataclass(frozen=True, kw_only=True)
+class ForecastStats:
+    """What forecasts that came so long before their visit were worth. Only visits of decode are scored."""
+
+    steps_ahead: int
+    """Layer visits from when the forecast came to the one that it was about: the distance k."""
+    visits: int = 0
+    """Visits that had such a forecast."""
+    needed: int = 0
+    """Experts that they needed."""
+    named: int = 0
+    """Of these, named: among the forecast's most probable ones, as many as the visit needed."""
+    by_chance: float = 0.0
+    """How many would have been named by drawing as many at random."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share (0..1) of the needed experts that were named; nan without any."""
+        return ratio(self.named, self.needed)
+
+    @property
+    def chance(self) -> float:
+        """The same by drawing; nan without any."""
+        return ratio(self.by_chance, self.needed)
+
+
 _Record = TypeVar("_Record", LayerStats, PhaseStats)
 
 

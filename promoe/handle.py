@@ -19,7 +19,7 @@ from promoe.report import text_report
 from promoe.runtime import Runtime
 from promoe.stats import Stats
 from promoe.stores import Store
-from promoe.tracing import Tracer, check_writable
+from promoe.tracing import PASS, Tracer, check_writable, latest_passes
 
 
 class Handle:
@@ -82,23 +82,28 @@ class Handle:
         return text_report(self.stats())
 
     @contextmanager
-    def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
+    def trace(self, path: str | PathLike[str] | None = None) -> Iterator[Tracer]:
         """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
+
+        Args:
+            path: None: nothing is written, and only the latest events are kept, for `lanes_of(tracer.spans())`.
 
         Raises:
             ConfigError: the path cannot be written; raised before anything runs.
             PatchStateError: a timeline is being recorded already.
         """
-        check_writable(path)
+        if path is not None:
+            check_writable(path)
         engine = self.runtime.engine
         if engine.tracer is not None:
             raise PatchStateError("A timeline of this model is being recorded already; end that one first.")
-        tracer = engine.tracer = Tracer(self._model_name)
+        tracer = engine.tracer = Tracer(self._model_name) if path is not None else latest_passes(self._model_name)
         try:
             yield tracer
         finally:
             engine.tracer = None
-            tracer.write(path)
+            if path is not None:
+                tracer.write(path)
 
     def close(self) -> None:
         """Stop all threads. A forward after that raises EngineClosedError; `promoe.unpatch` still works."""
@@ -108,6 +113,9 @@ class Handle:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
         if (model := self._model()) is not None:
             self.runtime.check_entered(state, model)
+        if (tracer := self.runtime.engine.tracer) is not None:  # another thread may end the timeline at any time
+            end_s = state.start_s + duration_s
+            tracer.span(PASS, f"{state.phase} pass", state.start_s, end_s, phase=state.phase, tokens=state.num_tokens)
         if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:

@@ -14,8 +14,8 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,16 +84,47 @@ def open_without_experts(
         UnsupportedModelError: the model has no MoE layers, or quantised or otherwise unsupported ones.
         CheckpointError: files are missing, truncated, in another format, or do not match the model.
     """
-    check_arguments(path_or_id, chunk_bytes, from_pretrained_kwargs)
-    opening = _Opening(progress or _no_progress, chunk_bytes)
+    return _open(_Opening(progress or _no_progress, chunk_bytes), path_or_id, dtype, auto_class, from_pretrained_kwargs)
+
+
+def open_headers(
+    path_or_id: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    auto_class: type | None = None,
+    **from_pretrained_kwargs: Any,
+) -> OpenedModel:
+    """The same from the headers of the files alone: no weight is read, and the model stays on the meta device.
+
+    Its parameters have the shapes and dtypes that `open_without_experts` would give them. Arguments and errors are as
+    there; weights that the files lack are not noticed, other than experts.
+    """
+    opening = _Opening(_no_progress, chunk_bytes, headers_only=True)
+    return _open(opening, path_or_id, dtype, auto_class, from_pretrained_kwargs)
+
+
+class _HeadersReadError(BaseException):
+    """Ends a load where nothing but headers was wanted. No Exception: nobody is to take it for a failure."""
+
+
+def _open(
+    opening: _Opening,
+    path_or_id: str | os.PathLike[str],
+    dtype: torch.dtype | str | None,
+    auto_class: type | None,
+    kwargs: Mapping[str, Any],
+) -> OpenedModel:
     # Never ask on the terminal whether a checkpoint's own code may run.
-    options = {**from_pretrained_kwargs, "trust_remote_code": False, "use_safetensors": True}
+    options = {**kwargs, "trust_remote_code": False, "use_safetensors": True}
+    check_arguments(path_or_id, opening.chunk_bytes, kwargs)
     try:
         auto_class = auto_class or class_to_open(path_or_id, options)
         auto = opening.auto_class(auto_class)
-        with _ONE_AT_A_TIME:
+        with _ONE_AT_A_TIME, suppress(_HeadersReadError):
             model = auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options)
-        return opening.finish(model)
+            return opening.finish(model)
+        return opening.finish(opening.model)
     except BaseException as error:
         opening.close()
         if isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
@@ -113,9 +144,11 @@ def open_without_experts(
 class _Opening:
     """One load in progress: steps into it when the model stands on meta and its files are known."""
 
-    def __init__(self, progress: Progress, chunk_bytes: int) -> None:
+    def __init__(self, progress: Progress, chunk_bytes: int, headers_only: bool = False) -> None:
         self.progress = progress
         self.chunk_bytes = chunk_bytes
+        self.headers_only = headers_only
+        self.model: Any = None  # on meta, once nothing more than headers is to be read
         self.store: SafetensorsStore | None = None
         self.layers: list[MoELayer] = []
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
@@ -144,6 +177,10 @@ class _Opening:
                 model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any
             ) -> Any:
                 rest = opening.plan(model, checkpoint_files, load_config)
+                if opening.headers_only:
+                    as_loaded(model, load_config.dtype_plan)
+                    opening.model = model
+                    raise _HeadersReadError
                 with _hidden_experts(opening.layers):
                     loading, offloaded = base._load_pretrained_model(model, rest, checkpoint_files, load_config, *args)
                 check_shapes(loading, load_config.ignore_mismatched_sizes)
@@ -289,7 +326,7 @@ def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
     from promoe.moe_layers import find_moe_layers
 
     layers = find_moe_layers(model, allow_meta=True)
-    kept = {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (load_config.dtype_plan or {}).items()}
+    kept = _patterns(load_config.dtype_plan)
     changed = False
     for layer in layers:
         for bank in layer.tensors:
@@ -301,6 +338,21 @@ def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
                     set_tensor(layer.experts, path, torch.nn.Parameter(empty, requires_grad=False))
                     changed = True
     return find_moe_layers(model, allow_meta=True) if changed else layers
+
+
+def as_loaded(model: PreTrainedModel, dtype_plan: Mapping[str, torch.dtype] | None) -> None:
+    """Make a model on meta what loading would: tied weights, and the dtypes of what stays in another than the model's."""
+    model.tie_weights()
+    patterns, kept = _patterns(dtype_plan), set(model.state_dict())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        dtype = next((dtype for pattern, dtype in patterns.items() if pattern.search(name)), tensor.dtype)
+        if dtype != tensor.dtype and tensor.is_floating_point() and name in kept:
+            tensor.data = tensor.data.to(dtype)
+
+
+def _patterns(dtype_plan: Mapping[str, torch.dtype] | None) -> dict[re.Pattern[str], torch.dtype]:
+    """What Transformers' `dtype_plan` means by its names."""
+    return {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (dtype_plan or {}).items()}
 
 
 def bank_specs(layer: MoELayer) -> list[BankSpec]:

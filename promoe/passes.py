@@ -31,6 +31,8 @@ class PassState:
     real: torch.Tensor | None = None
     """`[num_tokens]` bool in host memory, False for padding; None: no padding."""
     start_s: float = 0.0
+    num_tokens: int = 0
+    """Without padding."""
     gated: set[int] = field(default_factory=set)
     entered: set[int] = field(default_factory=set)
 
@@ -134,7 +136,7 @@ class PassObserver:
             if interrupted:
                 self._recorder.end_pass(0.0, interrupted, aborted=True)
             pass_idx = self._recorder.begin_pass(phase, num_tokens, batch)
-        self._local.state = PassState(pass_idx, phase, batch, real, time.perf_counter())
+        self._local.state = PassState(pass_idx, phase, batch, real, time.perf_counter(), num_tokens)
 
     def _end_pass(self, output: Any) -> None:
         state = self.current()

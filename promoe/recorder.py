@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
-from promoe.counts import Cause, Counts, LayerStats, Phase, PhaseStats
+from promoe.counts import Cause, Counts, ForecastStats, LayerStats, Phase, PhaseStats
+from promoe.over_time import OverTime, Stretch
 
 _LAYER_COUNTS = tuple(field.name for field in fields(Counts))
 
@@ -45,6 +47,8 @@ class Recorder:
             "decode": _Tally(self.num_experts),
         }
         self._now = self._tallies[self._phase]
+        self._over_time = OverTime(self._tallies["decode"].so_far)
+        self._forecasts: dict[int, _Forecasts] = {}
 
     def begin_pass(self, phase: Phase, num_tokens: int, num_sequences: int) -> int:
         """A forward pass of the model begins; from now on counts go to `phase`.
@@ -57,6 +61,8 @@ class Recorder:
         Returns:
             The pass's number, for `end_pass` when passes of several threads overlap.
         """
+        if phase == "decode":
+            self._over_time.pass_begins()
         self._phase = phase
         self._now = self._tallies[phase]
         self._next_pass += 1
@@ -154,6 +160,21 @@ class Recorder:
         self._now.predictor_calls += 1
         self._now.predictor_s += seconds
 
+    def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
+        """A layer's visit showed what a forecast of it was worth.
+
+        Args:
+            steps_ahead: layer visits from when the forecast came to this one.
+            needed: experts that the visit needed.
+            named: how many of them the forecast had among its so many most probable ones.
+            by_chance: how many it would have had if it had drawn them.
+        """
+        scored = self._forecasts.setdefault(steps_ahead, _Forecasts())
+        scored.visits += 1
+        scored.needed += needed
+        scored.named += named
+        scored.by_chance += by_chance
+
     def stale_completion(self) -> None:
         """A transfer completed for a lease that was no longer valid, and was ignored."""
         self._now.stale_completions += 1
@@ -161,6 +182,22 @@ class Recorder:
     def phase_stats(self, phase: Phase) -> PhaseStats:
         """A frozen copy of one phase's counters."""
         return self._tallies[phase].frozen()
+
+    def forecast_stats(self) -> tuple[ForecastStats, ...]:
+        """What forecasts were worth, nearest first."""
+        return tuple(ForecastStats(steps_ahead=k, **vars(scored)) for k, scored in sorted(self._forecasts.items()))
+
+    def over_time(self) -> tuple[Stretch, ...]:
+        """Decode, cut into stretches."""
+        return self._over_time.stretches()
+
+
+class _Forecasts:
+    """Mutable counterpart of one ForecastStats."""
+
+    def __init__(self) -> None:
+        self.visits = self.needed = self.named = 0
+        self.by_chance = 0.0
 
 
 class _Tally:
@@ -202,3 +239,9 @@ class _Tally:
             for i, counts in enumerate(expert_counts)
         )
         return PhaseStats(layers=layers, **values, **{name: sum(per_layer[name]) for name in _LAYER_COUNTS})
+
+    def so_far(self, passes: int) -> Stretch:
+        """What was counted, as of so many passes."""
+        return Stretch(
+            passes, sum(self.needed), sum(self.hits), sum(self.ready), tuple(chain.from_iterable(self.expert_counts))
+        )

@@ -47,14 +47,16 @@ class ResidentHandle:
         return text_report(self.stats())
 
     @contextmanager
-    def trace(self, path: str | PathLike[str]) -> Iterator[Tracer]:
+    def trace(self, path: str | PathLike[str] | None = None) -> Iterator[Tracer]:
         """A timeline without events."""
-        check_writable(path)
+        if path is not None:
+            check_writable(path)
         tracer = Tracer(type(self._model).__name__)
         try:
             yield tracer
         finally:
-            tracer.write(path)
+            if path is not None:
+                tracer.write(path)
 
     def close(self) -> None:
         """Nothing to stop."""

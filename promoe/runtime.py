@@ -142,6 +142,7 @@ class Runtime:
                     f"experts L{layer.layer_idx}",
                     start_s,
                     time.perf_counter(),
+                    layer=layer.layer_idx,
                     experts=len(ids),
                     tokens=len(index),
                 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from promoe.counts import Cause, LayerStats, Phase, PhaseStats
+from promoe.counts import Cause, ForecastStats, LayerStats, Phase, PhaseStats
+from promoe.over_time import Stretch
 from promoe.recorder import Recorder
 from promoe.units import (
     DASH,
@@ -20,7 +21,7 @@ from promoe.units import (
     ratio,
 )
 
-__all__ = ["Cause", "LayerStats", "Phase", "PhaseStats", "Recorder", "Stats"]
+__all__ = ["Cause", "ForecastStats", "LayerStats", "Phase", "PhaseStats", "Recorder", "Stats", "Stretch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,10 @@ class Stats:
     """Passes that read a prompt."""
     decode: PhaseStats = field(repr=False)
     """Passes that generate one token per sequence."""
+    forecasts: tuple[ForecastStats, ...] = field(default=(), repr=False)
+    """What forecasts were worth, per distance, nearest first; empty without any."""
+    over_time: tuple[Stretch, ...] = field(default=(), repr=False)
+    """Decode, cut into stretches of equally many passes (the last may have fewer)."""
 
     @classmethod
     def of(
@@ -79,6 +84,8 @@ class Stats:
             store=store,
             prefill=recorder.phase_stats("prefill"),
             decode=recorder.phase_stats("decode"),
+            forecasts=recorder.forecast_stats(),
+            over_time=recorder.over_time(),
         )
 
     @cached_property
@@ -151,6 +158,8 @@ class Stats:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         values["cache_rate"] = self.cache_rate if is_number(self.cache_rate) else None
+        for name in ("forecasts", "over_time"):  # not `asdict`, which copies each of some 100,000 counts by itself
+            values[name] = [{f.name: getattr(part, f.name) for f in fields(part)} for part in getattr(self, name)]
         return values | {name: getattr(self, name).to_json() for name in ("prefill", "decode", "total")}
 
     @classmethod
@@ -158,6 +167,10 @@ class Stats:
         """The inverse of `to_json`; derived values in `values` are ignored."""
         own = {f.name: values[f.name] for f in fields(cls)}
         own |= {name: PhaseStats.from_json(values[name]) for name in ("prefill", "decode")}
+        own["forecasts"] = tuple(ForecastStats(**forecast) for forecast in values["forecasts"])
+        own["over_time"] = tuple(
+            Stretch(**{**stretch, "expert_counts": tuple(stretch["expert_counts"])}) for stretch in values["over_time"]
+        )
         return cls(**own | {name: tuple(values[name]) for name in ("num_experts", "expert_bytes")})
 
     def rows(self) -> list[tuple[str, str, str, str]]:

@@ -9,14 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from promoe.output import PathLike, check_writable, write_atomically
 
-__all__ = ["COMPUTE", "PREDICTOR", "SCHEDULER", "STALL", "Tracer", "check_writable", "link_worker"]
+__all__ = [
+    "COMPUTE",
+    "LINK_IN_FORWARD",
+    "PASS",
+    "PREDICTOR",
+    "SCHEDULER",
+    "STALL",
+    "Span",
+    "Tracer",
+    "check_writable",
+    "latest_passes",
+    "link_worker",
+]
 
+PASS = "pass"
 COMPUTE = "compute"
 STALL = "wait (stall)"
 PREDICTOR = "predictor"
@@ -27,12 +41,23 @@ _PID = 1
 logger = logging.getLogger(__name__)
 
 
+LINK_IN_FORWARD = f"{_LINK_WORKER}(in the forward)"
+"""The lane of short copies, which the forward that needs them does itself."""
+
+
 def link_worker(worker_idx: int) -> str:
     """The lane of one transfer worker."""
     return f"{_LINK_WORKER}{worker_idx}"
 
 
-class _Span(NamedTuple):
+def latest_passes(title: str) -> Tracer:
+    """A tracer for a report's picture of one token: the events of some dozens of passes, in a few megabytes."""
+    return Tracer(title, max_events=20_000, latest=True)
+
+
+class Span(NamedTuple):
+    """Something that took from `start_s` to `end_s`."""
+
     lane: str
     name: str
     start_s: float
@@ -56,24 +81,31 @@ class _Counter(NamedTuple):
 class Tracer:
     """Collects events from any thread, and writes them as one JSON file.
 
-    Lanes are rows of the timeline: COMPUTE, STALL, `link_worker(n)`, PREDICTOR, SCHEDULER, or any other name.
+    Lanes are rows of the timeline: PASS, COMPUTE, STALL, `link_worker(n)`, PREDICTOR, SCHEDULER, or any other name.
     Spans of one lane may lie inside each other; where they overlap otherwise (several threads computing at once) the
     file gets a second row "compute (2)".
 
     Args:
         title: name of the process row, for example the model's.
-        max_events: bound on memory (about 300 bytes an event). Events after that are counted in `dropped`, not kept.
+        max_events: bound on memory (about 300 bytes an event). What is more is counted in `dropped`, not kept.
+        latest: of more events than that, keep the latest instead of the first.
         conditions: written into the file's `otherData`, for whoever finds it later.
     """
 
     def __init__(
-        self, title: str = "promoe", *, max_events: int = 500_000, conditions: Mapping[str, str] | None = None
+        self,
+        title: str = "promoe",
+        *,
+        max_events: int = 500_000,
+        latest: bool = False,
+        conditions: Mapping[str, str] | None = None,
     ) -> None:
         self.title = title
         self.max_events = max_events
         self.conditions = dict(conditions or {})
         self.dropped = 0
-        self._events: list[_Span | _Instant | _Counter] = []
+        self._latest = latest
+        self._events: deque[Span | _Instant | _Counter] = deque(maxlen=max_events if latest else None)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -82,7 +114,12 @@ class Tracer:
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
         """Something took from `start_s` to `end_s`; `args` (layer, expert, nbytes, ...) show when it is clicked."""
         assert end_s >= start_s, f"span {name!r} in lane {lane!r} ends {start_s - end_s:.9f} s before it starts"
-        self._append(_Span(lane, name, start_s, end_s, args))
+        self._append(Span(lane, name, start_s, end_s, args))
+
+    def spans(self) -> list[Span]:
+        """All spans so far, in the order in which they ended."""
+        with self._lock:
+            return [event for event in self._events if isinstance(event, Span)]
 
     def instant(self, lane: str, name: str, at_s: float, **args: Any) -> None:
         """Something happened at one moment."""
@@ -101,17 +138,21 @@ class Tracer:
         with self._lock:
             events, dropped = list(self._events), self.dropped
         if dropped:
-            logger.warning("The timeline holds the first %d events; %d later ones were dropped.", len(events), dropped)
+            kept, lost = ("latest", "earlier") if self._latest else ("first", "later")
+            logger.warning(
+                "The timeline holds the %s %d events; %d %s ones were dropped.", kept, len(events), dropped, lost
+            )
         return write_atomically(path, self._pieces(events, dropped))
 
-    def _append(self, event: _Span | _Instant | _Counter) -> None:
+    def _append(self, event: Span | _Instant | _Counter) -> None:
         with self._lock:
-            if len(self._events) < self.max_events:
+            full = len(self._events) >= self.max_events
+            if not full or self._latest:
                 self._events.append(event)
-            else:
+            if full:
                 self.dropped += 1
 
-    def _pieces(self, events: list[_Span | _Instant | _Counter], dropped: int) -> Iterator[str]:
+    def _pieces(self, events: list[Span | _Instant | _Counter], dropped: int) -> Iterator[str]:
         notes = {**self.conditions, "events": str(len(events)), "events_dropped": str(dropped)}
         yield f'{{"displayTimeUnit":"ms","otherData":{json.dumps(notes)},"traceEvents":[\n'
         for number, event in enumerate(_chrome_events(self.title, events)):
@@ -119,8 +160,8 @@ class Tracer:
         yield "\n]}\n"
 
 
-def _chrome_events(title: str, events: list[_Span | _Instant | _Counter]) -> Iterator[dict[str, Any]]:
-    spans = [event for event in events if isinstance(event, _Span)]
+def _chrome_events(title: str, events: list[Span | _Instant | _Counter]) -> Iterator[dict[str, Any]]:
+    spans = [event for event in events if isinstance(event, Span)]
     instants = [event for event in events if isinstance(event, _Instant)]
     counters = [event for event in events if isinstance(event, _Counter)]
     starts_s = [span.start_s for span in spans] + [i.at_s for i in instants] + [c.at_s for c in counters]
@@ -148,7 +189,7 @@ def _chrome_events(title: str, events: list[_Span | _Instant | _Counter]) -> Ite
         yield {"ph": "C", "name": counter.name, **place, "args": {"value": counter.value}}
 
 
-def _rows(spans: list[_Span]) -> list[tuple[_Span, int]]:
+def _rows(spans: list[Span]) -> list[tuple[Span, int]]:
     """Sort by start, and give each span the first row of its lane in which it nests or follows."""
     open_ends: dict[str, list[list[int]]] = {}
     result = []
@@ -179,6 +220,6 @@ def _category(lane: str) -> str:
 def _lane_order(lane_row: tuple[str, int]) -> tuple[int, int, str, int]:
     lane, row = lane_row
     if lane.startswith(_LINK_WORKER) and lane.removeprefix(_LINK_WORKER).isdigit():
-        return 2, int(lane.removeprefix(_LINK_WORKER)), lane, row
-    fixed = {COMPUTE: 0, STALL: 1, PREDICTOR: 3, SCHEDULER: 4}
-    return fixed.get(lane, 5), 0, lane, row
+        return 3, int(lane.removeprefix(_LINK_WORKER)), lane, row
+    fixed = {PASS: 0, COMPUTE: 1, STALL: 2, LINK_IN_FORWARD: 4, PREDICTOR: 5, SCHEDULER: 6}
+    return fixed.get(lane, 7), 0, lane, row

@@ -82,6 +82,7 @@ def running(
     slots: int = 3,
     workers: int = 1,
     stall_timeout_s: float = 30.0,
+    clock: Callable[[], float] = time.perf_counter,
     **fields: Any,
 ) -> Iterator[tuple[Engine, Any]]:
     """An engine over LAYERS layers of EXPERTS experts of CHUNKS chunks each, with its link."""
@@ -96,7 +97,7 @@ def running(
     recorder = Recorder(settings.num_experts, settings.expert_bytes)
     link = make_link(HostLink(store, workers))
     pool = SlotPool(store.layouts[0], slots)
-    engine = Engine(Scheduler(settings, recorder), store, link, [pool], recorder, stall_timeout_s)
+    engine = Engine(Scheduler(settings, recorder), store, link, [pool], recorder, stall_timeout_s, clock)
     engine.start()
     try:
         yield engine, link
@@ -121,15 +122,42 @@ def visit(engine: Engine, layer_idx: int, ids: list[int]) -> list[int]:
     return order
 
 
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what other threads will bring about."""
+    deadline_s = time.monotonic() + JOIN_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it never came"
+        time.sleep(0.0005)
+
+
 def settle(engine: Engine) -> None:
     """Wait until no worker has anything to do: all wait, and none was woken that has not run yet."""
-    deadline_s = time.monotonic() + JOIN_S
-    while True:
+
+    def settled() -> bool:
         with engine.lock:
-            if engine._idle_workers == len(engine._threads):
-                return
-        assert time.monotonic() < deadline_s, engine.state()
-        time.sleep(0.0005)
+            return engine._idle_workers == len(engine._threads)
+
+    until(settled)
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.looked = threading.Event()
+
+    def __call__(self) -> float:
+        self.looked.set()
+        return self.now_s
+
+    def advance(self, engine: Engine, seconds: float) -> None:
+        """Let it pass, and every waiting forward see that it has."""
+        self.looked.clear()
+        self.now_s += seconds
+        with engine.lock:
+            engine.notify_visits()
+        assert self.looked.wait(JOIN_S)
 
 
 def resident(engine: Engine) -> set[ExpertKey]:
@@ -249,7 +277,7 @@ def test_a_copy_that_fails_or_is_interrupted_leaves_nothing_behind(error: BaseEx
 
 
 def test_long_chunks_are_left_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promoe.engine.SHORT_CHUNK_BYTES", 4095)
+    monkeypatch.setattr("promoe.engine.monitor.SHORT_CHUNK_BYTES", 4095)
     with running(Copying, slots=4) as (engine, link):
         visit(engine, 0, [1, 2])
         assert set(link.threads) == {"promoe-link-0"}
@@ -297,12 +325,10 @@ def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
         visit(engine, 0, [0])
         probabilities = [1.0, 1.0] + [0.0] * 4
         assert engine.forecast(engine.scheduler.step, 1, 1, probabilities)
-        while (ExpertKey(1, 0), 1) not in link.started:
-            time.sleep(0.0005)
+        until(lambda: (ExpertKey(1, 0), 1) in link.started)
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(visit, engine, 0, [3])
-            while not engine._waiting_visits:
-                time.sleep(0.0005)
+            until(lambda: engine.waiting_visits)
             link.open.set()
             done.result(JOIN_S)
         held = link.started.index((ExpertKey(1, 0), 1))
@@ -355,10 +381,7 @@ def test_several_forwards_wait_for_all_of_theirs_and_none_for_ever() -> None:
 def test_workers_fetch_at_once() -> None:
     with running(lambda link: Recording(link, lambda key, idx: True), workers=3) as (engine, link):
         engine.hint(0, [0, 1])
-        deadline_s = time.monotonic() + JOIN_S
-        while link.most_running < 3 and time.monotonic() < deadline_s:
-            time.sleep(0.0005)
-        assert link.most_running == 3
+        until(lambda: link.most_running == 3)
         assert link.started == [(ExpertKey(0, 0), idx) for idx in range(3)]
         link.open.set()
         visit(engine, 0, [0, 1])
@@ -367,9 +390,7 @@ def test_workers_fetch_at_once() -> None:
 def test_speculation_may_use_all_workers_and_demand_is_next() -> None:
     with running(lambda link: Recording(link, lambda key, idx: True), slots=6, workers=2) as (engine, link):
         assert engine.forecast(engine.scheduler.step, 1, 1, [1.0] * 4 + [0.0] * 2)
-        deadline_s = time.monotonic() + JOIN_S
-        while link.most_running < 2 and time.monotonic() < deadline_s:
-            time.sleep(0.0005)
+        until(lambda: link.most_running == 2)
         engine.hint(0, [0])
         link.open.set()
         settle(engine)
@@ -422,16 +443,16 @@ def test_several_forwards_at_once(slots: int) -> None:
 
 def test_a_group_that_another_forward_runs_is_progress() -> None:
     """A long computation in one thread is not a stall of another that waits for its slots."""
-    with running(slots=1, stall_timeout_s=1.0) as (engine, _), ThreadPoolExecutor(1) as thread:
+    clock = Clock()
+    with running(slots=1, stall_timeout_s=1.0, clock=clock) as (engine, _), ThreadPoolExecutor(1) as thread:
         with engine.visit(0, [0, 1]) as layer_visit:
             groups = layer_visit.groups()
             next(groups)
             waiting = thread.submit(visit, engine, 1, [2])
-            while not engine._waiting_visits:
-                time.sleep(0.0005)
-            time.sleep(0.6)
+            until(lambda: engine.waiting_visits)
+            clock.advance(engine, 0.6)
             next(groups)
-            time.sleep(0.6)
+            clock.advance(engine, 0.6)
             assert not waiting.done()
             assert list(groups) == []
         assert waiting.result(JOIN_S) == [2]
@@ -562,8 +583,7 @@ def test_closing_wakes_a_forward_that_waits() -> None:
         ThreadPoolExecutor(2) as threads,
     ):
         waiting = threads.submit(visit, engine, 0, [0])
-        while not engine._waiting_visits:
-            time.sleep(0.0005)
+        until(lambda: engine.waiting_visits)
         closing = threads.submit(engine.close)  # its worker is in a transfer, which lands first
         with pytest.raises(EngineClosedError, match=r"closed.*unpatch"):
             waiting.result(JOIN_S)
@@ -611,8 +631,7 @@ def test_a_slot_holds_nan_from_its_experts_end_until_the_next_has_come() -> None
         visit(engine, 0, [0])
         assert not engine.pools[0].tensors(0)["w"].isnan().any()
         waiting = thread.submit(visit, engine, 0, [1])
-        while link.experts != [0, 1]:
-            time.sleep(0.0005)
+        until(lambda: link.experts == [0, 1])
         assert engine.pools[0].tensors(0)["w"].isnan().all()
         link.open.set()
         waiting.result(JOIN_S)
@@ -621,16 +640,19 @@ def test_a_slot_holds_nan_from_its_experts_end_until_the_next_has_come() -> None
 def test_progress_elsewhere_is_not_a_stall() -> None:
     """The clock starts again with each chunk, whoever's it is."""
 
-    def slow(link: Link) -> Recording:
-        class Slow(Recording):
-            def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
-                time.sleep(0.1)
-                super().transfer(chunk, destination, address)
+    clock = Clock()
 
-        return Slow(link)
+    class Slow(Recording):
+        engine: Engine
 
-    with running(slow, stall_timeout_s=0.6) as (engine, _):
-        visit(engine, 0, [0, 1])  # eight chunks: 0.8 s
+        def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+            clock.advance(self.engine, 0.4)
+            super().transfer(chunk, destination, address)
+
+    with running(Slow, stall_timeout_s=0.6, clock=clock) as (engine, link):
+        link.engine = engine
+        visit(engine, 0, [0, 1])
+    assert clock.now_s == pytest.approx(2 * CHUNKS * 0.4)
 
 
 def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,8 @@ from promoe.governor import ROUND_TRIALS, TRIAL_PASSES, Governor
 from promoe.passes import PassState
 from promoe.report import text_report
 from promoe.scheduler import ExpertKey
-from promoe.tracing import COMPUTE, Tracer
+from promoe.tracing import COMPUTE, PASS, STALL, Tracer
+from promoe.viz.lanes import median_token
 
 FAMILY, LAYERS, EXPERTS = "qwen2_moe", 3, 8
 SLOT_BYTES = 24576  # 2 x 32 x 64 and 64 x 32 weights of 4 bytes
@@ -211,10 +212,26 @@ def test_a_timeline_covers_the_context_and_nothing_else(tmp_path: Path) -> None:
     assert [event["name"] for event in computed] == ["experts L0", "experts L1", "experts L2"] * (1 + NEW_TOKENS)
     assert sum(event["args"]["experts"] for event in computed) == stats.total.needed
     assert [event["args"]["tokens"] for event in computed] == [12] * LAYERS + [1] * LAYERS * NEW_TOKENS
+    passes = [event["args"] for event in spans if event["cat"] == PASS]
+    assert passes == [{"phase": "prefill", "tokens": 12}, *[{"phase": "decode", "tokens": 1}] * NEW_TOKENS]
+    waited_us = sum(event["dur"] for event in spans if event["cat"] == STALL)
+    assert waited_us == pytest.approx(1e6 * stats.total.stall_s, rel=1e-3)
     moved = [event for event in spans if event["cat"] == "link"]
     assert sum(event["args"]["nbytes"] for event in moved) == stats.bytes_demand
     assert all(event["name"].startswith("demand L") for event in moved)
     assert {"name": "Qwen2MoeForCausalLM"} in [event["args"] for event in events(path)]
+
+
+def test_without_a_file_the_latest_passes_are_there_to_look_at(tmp_path: Path) -> None:
+    with served(FAMILY, cache=2) as model:
+        with model.promoe.trace() as tracer:
+            assert_unharmed(model)
+        assert model.promoe.runtime.engine.tracer is None
+    token = median_token(tracer.spans())
+    assert token is not None
+    assert (token.phase, token.num_tokens) == ("decode", 1)
+    assert [visit.layer for visit in token.visits] == list(range(LAYERS))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_timeline_survives_an_exception_in_its_context(tmp_path: Path) -> None:

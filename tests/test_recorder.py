@@ -131,3 +131,16 @@ def test_frozen_statistics_do_not_follow_the_recorder() -> None:
     r.visit(0, (1,), 1, 1, 0.0)
     assert before.layer_visits == 0
     assert before.expert_counts[0] == (0, 0, 0, 0)
+
+
+def test_forecasts_are_summed_per_distance() -> None:
+    r = recorder()
+    r.forecast_scored(2, 2, 1, 1.0)
+    r.forecast_scored(1, 2, 2, 1.0)
+    r.forecast_scored(2, 2, 0, 0.5)
+    near, far = r.forecast_stats()
+    assert (near.steps_ahead, near.visits, near.accuracy, near.chance) == (1, 1, 1.0, 0.5)
+    assert (far.steps_ahead, far.visits, far.needed, far.named) == (2, 2, 4, 1)
+    assert (far.accuracy, far.chance) == (0.25, 0.375)
+    r.reset()
+    assert r.forecast_stats() == ()

@@ -7,7 +7,8 @@ import math
 import pytest
 from synthetic_runs import MIB, make_stats, resident_stats
 
-from promoe.counts import Counts, LayerStats, PhaseStats
+from promoe.counts import Counts, ForecastStats, LayerStats, PhaseStats
+from promoe.over_time import Stretch
 from promoe.recorder import Recorder
 from promoe.stats import Stats
 
@@ -76,7 +77,9 @@ def test_bytes_used_in_a_later_phase_never_make_the_pending_negative() -> None:
     assert phase.bytes_pending == 0
 
 
-@pytest.mark.parametrize("stats", [make_stats(predictor="gate", wasted_every=3), make_stats(), resident_stats()])
+@pytest.mark.parametrize(
+    "stats", [make_stats(predictor="gate", wasted_every=3, lookahead=2), make_stats(), resident_stats()]
+)
 def test_json_round_trip(stats: Stats) -> None:
     text = json.dumps(stats.to_json(), allow_nan=False)
     assert Stats.from_json(json.loads(text)) == stats
@@ -102,7 +105,7 @@ def test_total_adds_every_counter_of_every_layer() -> None:
     assert stats.total.expert_counts[1][2] == stats.prefill.expert_counts[1][2] + stats.decode.expert_counts[1][2]
 
 
-@pytest.mark.parametrize("record", [Stats, PhaseStats, LayerStats, Counts])
+@pytest.mark.parametrize("record", [Stats, PhaseStats, LayerStats, Counts, ForecastStats, Stretch])
 def test_every_field_is_documented(record: type) -> None:
     import ast
     import inspect
@@ -140,3 +143,13 @@ def test_summary_tells_of_trouble_only_when_there_was_some() -> None:
     stats = Stats.of(recorder, cache_slots=1, cache_bytes=10, link="", policy="lru", predictor=None)
     assert stats.summary().splitlines()[-1] == "trouble   1 demand transfers failed, 1 late transfers ignored"
     assert "trouble" not in make_stats().summary()
+
+
+def test_the_run_is_there_in_stretches_and_its_forecasts_by_distance() -> None:
+    stats = make_stats(layers=4, experts=8, decode_passes=10, lookahead=3)
+    assert [stretch.passes for stretch in stats.over_time] == [1] * 10
+    assert sum(sum(stretch.expert_counts) for stretch in stats.over_time) == stats.decode.needed
+    assert [forecast.steps_ahead for forecast in stats.forecasts] == [1, 2, 3]
+    assert [forecast.visits for forecast in stats.forecasts] == [40] * 3
+    assert [forecast.accuracy for forecast in stats.forecasts] == [1.0, 0.75, 0.7]
+    assert stats.forecasts[0].chance == pytest.approx(2 / 8)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from promoe.errors import ConfigError
-from promoe.tracing import COMPUTE, PREDICTOR, SCHEDULER, STALL, Tracer, check_writable, link_worker
+from promoe.tracing import COMPUTE, LINK_IN_FORWARD, PREDICTOR, SCHEDULER, STALL, Tracer, check_writable, link_worker
 
 
 def check_schema(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_a_span_keeps_its_name_times_in_us_and_args(tmp_path: Path) -> None:
 def test_lanes_come_in_a_fixed_order(tmp_path: Path) -> None:
     tracer = Tracer()
     tracer.instant("something else", "x", 1.0)
-    for lane in (SCHEDULER, link_worker(10), PREDICTOR, link_worker(2), STALL, COMPUTE):
+    for lane in (SCHEDULER, LINK_IN_FORWARD, link_worker(10), PREDICTOR, link_worker(2), STALL, COMPUTE):
         tracer.span(lane, "s", 1.0, 2.0)
     events = written(tracer, tmp_path / "t.json")
     assert lanes(events) == [
@@ -83,6 +83,7 @@ def test_lanes_come_in_a_fixed_order(tmp_path: Path) -> None:
         "wait (stall)",
         "link worker 2",
         "link worker 10",
+        "link worker (in the forward)",
         "predictor",
         "scheduler",
         "something else",
@@ -132,6 +133,17 @@ def test_memory_is_bounded_and_drops_are_counted(tmp_path: Path, caplog: pytest.
     document = json.loads((tmp_path / "t.json").read_text())
     assert document["otherData"]["events_dropped"] == "7"
     assert [e["name"] for e in document["traceEvents"] if e["ph"] == "i"] == ["0", "1", "2"]
+
+
+def test_the_latest_events_may_be_kept_instead(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracer = Tracer(max_events=3, latest=True)
+    for i in range(10):
+        tracer.span(COMPUTE, str(i), float(i), i + 0.5)
+    assert (len(tracer), tracer.dropped) == (3, 7)
+    assert [span.name for span in tracer.spans()] == ["7", "8", "9"]
+    with caplog.at_level(logging.WARNING, logger="promoe.tracing"):
+        tracer.write(tmp_path / "t.json")
+    assert "the latest 3 events; 7 earlier ones were dropped" in caplog.text
 
 
 def test_threads_lose_no_event() -> None:

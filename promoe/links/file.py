@@ -146,13 +146,26 @@ def drop_files(paths: Iterable[Path]) -> None:
 
 
 def _choose(mode: FileMode, store: Store, planned_bytes: int) -> tuple[Literal["page_cache", "direct"], str]:
+    free_bytes = free_ram_bytes()
+    return choose_mode(mode, store.expert_bytes, None if free_bytes is None else free_bytes - planned_bytes)
+
+
+def choose_mode(
+    mode: FileMode, expert_bytes: int, free_bytes: int | None
+) -> tuple[Literal["page_cache", "direct"], str]:
+    """How files are read, and why.
+
+    Args:
+        mode: as asked for.
+        expert_bytes: of all experts.
+        free_bytes: of RAM, beside slots and all else; None: unknown.
+    """
     if mode != "auto":
         return mode, "as asked"
-    free_bytes = free_ram_bytes()
     if free_bytes is None or not hasattr(os, "O_DIRECT"):
         return "page_cache", "the only way here"
-    usable_bytes = max(0, free_bytes - planned_bytes)
-    experts, usable = format_memory(store.expert_bytes), format_memory(usable_bytes)
-    if store.expert_bytes + SPARE_RAM_BYTES <= usable_bytes:
+    usable_bytes = max(0, free_bytes)
+    experts, usable = format_memory(expert_bytes), format_memory(usable_bytes)
+    if expert_bytes + SPARE_RAM_BYTES <= usable_bytes:
         return "page_cache", f"experts of {experts} fit into {usable} of free RAM"
     return "direct", f"experts of {experts} and {format_memory(SPARE_RAM_BYTES)} to spare exceed {usable} of free RAM"

@@ -85,6 +85,9 @@ class Observer(Protocol):
     def failed(self, cause: Cause) -> None:
         """A chunk could not be fetched."""
 
+    def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
+        """A visit showed what a forecast that came `steps_ahead` visits before it was worth (see `accuracy`)."""
+
     def stale_completion(self) -> None:
         """A completion came with an outdated lease and was ignored."""
 
@@ -105,6 +108,9 @@ class NullObserver:
         """Ignored."""
 
     def failed(self, cause: Cause) -> None:
+        """Ignored."""
+
+    def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
         """Ignored."""
 
     def stale_completion(self) -> None:

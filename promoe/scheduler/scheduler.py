@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import eviction
+from .accuracy import Accuracy
 from .budget import WasteBudget
 from .cache import ABSENT, DRAINING, LOADING, RESIDENT, ExpertCache, Load
 from .calibration import Calibration
@@ -79,6 +80,7 @@ class Scheduler:
         self._num_next = 1  # tokens that the next visits are expected to have
         self.eviction = eviction.create(config.eviction, config.num_layers, self.max_experts, self._prior)
         self.calibration = Calibration(config.num_experts)
+        self._accuracy = Accuracy(self.observer)
         self._chosen: list[Sequence[int]] = [()] * config.num_layers  # by each layer's latest hint or visit
         self._demand: deque[int] = deque()  # pinned experts with chunks to send, in order of execution
         self._hinted: dict[int, set[int]] = {}  # layer -> codes that its gate announced
@@ -174,9 +176,11 @@ class Scheduler:
         self.current_layer = layer_idx
         self._chosen[layer_idx] = ids
         tokens = [ids] if tokens is None else tokens
+        # A prompt in place of the expected decode step says nothing about the forecasts' worth.
+        outcome = ids if len(tokens) <= self._num_next else None
+        self._accuracy.visited(layer_idx, outcome)
         if self.config.calibrate:
-            # A prompt in place of the expected decode step says nothing about the forecasts' worth.
-            self.calibration.observe(layer_idx, ids if len(tokens) <= self._num_next else None)
+            self.calibration.observe(layer_idx, outcome)
         self._num_next = num_sequences
         if tokens and self._prior_learns and not self.everything_resident:
             self._prior.observe(layer_idx, tokens)
@@ -238,6 +242,7 @@ class Scheduler:
         if np.isnan(p_next).any():
             p_next = np.where(np.isnan(p_next), 0.0, p_next)
         assert p_next.shape == (num_experts,), f"layer {layer_idx}: {p_next.shape} probabilities, {num_experts} experts"
+        self._accuracy.forecast(layer_idx, steps_ahead, p_next)
         if self.config.calibrate:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
             chosen = self._chosen[(layer_idx - steps_ahead) % num_layers]

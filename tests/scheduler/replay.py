@@ -29,6 +29,7 @@ class Tally:
         self.evictions = 0
         self.failures: Counter[str] = Counter()
         self.stale = 0
+        self.scored: list[tuple[int, int, int, float]] = []
 
     @property
     def moved_bytes(self) -> int:
@@ -48,6 +49,9 @@ class Tally:
 
     def failed(self, cause: str) -> None:
         self.failures[cause] += 1
+
+    def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
+        self.scored.append((steps_ahead, needed, named, by_chance))
 
     def stale_completion(self) -> None:
         self.stale += 1

@@ -1,0 +1,264 @@
+"""The scheduler behind one lock: who may change it, who waits for it, and what becomes of what it orders.
+
+The lock is held for microseconds: never during I/O, copies, predictors or expert computation, nor while a forward waits.
+
+Ctrl-C may end a forward anywhere. Whatever it had been granted or had begun is then given back; only if it comes in the midst
+of a change of the scheduler's state, that cannot be trusted any more, and the engine says so from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from promoe.errors import EngineClosedError, EngineError, ExpertLoadError, PromoeError
+from promoe.links import Link
+from promoe.memory import Pool
+from promoe.recorder import Recorder
+from promoe.scheduler import ExpertKey, Lease, Scheduler
+from promoe.stores import Store
+from promoe.tracing import LINK_IN_FORWARD, Tracer, link_worker
+
+logger = logging.getLogger(__name__)
+
+# Up to here, a chunk that lies in RAM is copied by the forward that needs it: two turns of other threads take longer.
+SHORT_CHUNK_BYTES = 64 * 1024
+
+
+class Waiting(Protocol):
+    """A forward that waits for experts."""
+
+    def may_go_on(self) -> bool:
+        """Whether its wait is over; asked with the lock held."""
+        ...
+
+    def notify(self) -> None:
+        """Let it look; with the lock held."""
+        ...
+
+
+class Monitor:
+    """What forwards and link workers share, and what they do with it; see `Engine`, which is one with threads.
+
+    Attributes:
+        lock: guards the scheduler, the recorder and all that is here.
+        waiting_visits: forwards that wait for a chunk, or for what another forward will give back.
+        progress: completions, and groups that forwards have run: what a waiting forward looks for.
+        forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
+        torn: the scheduler's state cannot be trusted, and is not touched any more.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        store: Store,
+        link: Link,
+        pools: Sequence[Pool],
+        recorder: Recorder,
+        stall_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.scheduler = scheduler
+        self.store = store
+        self.link = link
+        self.pools = tuple(pools)
+        self.recorder = recorder
+        self.stall_timeout_s = stall_timeout_s
+        self.clock = clock
+        self.tracer: Tracer | None = None
+        self.lock = threading.Lock()
+        self.pool_of = {
+            layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
+        }
+        longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
+        self.forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
+        self.waiting_visits: list[Waiting] = []
+        self.progress = 0
+        self.torn = False
+        self._work = threading.Condition(self.lock)
+        self._idle_workers = 0
+        self._assigned: deque[Lease] = deque()  # to workers that were idle and have not taken them yet
+        self._chunks_completed = 0
+        self._closed = False
+        self._ending = False  # the process
+        self._broken: tuple[str, BaseException | None] | None = None  # what happened; nothing is served any more
+        self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
+
+    # -- what can be served at all ------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        """Raise if nothing is served any more.
+
+        Raises:
+            EngineError: something broke, or this process was forked.
+            EngineClosedError: it was closed.
+        """
+        if self._broken is not None:
+            what, cause = self._broken
+            raise EngineError(
+                f"{what} The model cannot fetch experts any more: call promoe.unpatch(model) and patch it again, or open "
+                "the model again, in the process that uses it."
+            ) from cause
+        if self._closed:
+            raise EngineClosedError(
+                "The model's experts were needed after its engine was closed. Call promoe.unpatch(model), "
+                "or open the model again."
+            )
+
+    def _break(self, what: str, cause: BaseException | None) -> None:
+        """Refuse to serve from now on, with the lock held."""
+        if self._broken is None:
+            self._broken = (what, cause)
+            self.notify_visits()
+
+    def break_off(self, error: BaseException) -> None:
+        """An exception came in the midst of a change, with the lock held."""
+        if not isinstance(error, PromoeError):
+            self.torn = True
+            self._break(f"Its state was being changed when this came: {error!r}.", error)
+
+    def load_error(self, layer_idx: int, expert_ids: Sequence[int]) -> ExpertLoadError:
+        """What to raise where these experts failed: names the first, where it lies, and why."""
+        key = ExpertKey(layer_idx, expert_ids[0])
+        lease, cause = self._load_errors.get(key, (None, None))
+        where = "" if lease is None else f" ({self.store.describe(self.store.chunks(key)[lease.chunk_idx])})"
+        error = ExpertLoadError(
+            f"Expert {key.expert_idx} of MoE layer {layer_idx} could not be fetched{where}: {cause}. "
+            "The forward was stopped and its KV cache is incomplete: start the generation again once the cause is mended."
+        )
+        error.__cause__ = cause
+        return error
+
+    def state(self) -> str:
+        """The state of the engine in words, for error messages."""
+        scheduler = self.scheduler
+        caches = [scheduler.cache_of(spec.layers[0]) for spec in scheduler.config.pools]
+        pools = "; ".join(
+            f"pool {i}: {c.num_slots} slots, {c.num_free} free, {len(c.slot_of)} resident, {c.num_pinned} pinned, "
+            f"{sum(load.in_flight for load in c.loads.values())} chunks in flight"
+            for i, c in enumerate(caches)
+        )
+        return (
+            f"step {scheduler.step}, layer {scheduler.current_layer}, {self._chunks_completed} chunks completed, "
+            f"{self._idle_workers} of {self.link.workers} workers idle, link: {self.link.describe()}; {pools}"
+        )
+
+    # -- who does what --------------------------------------------------------------------------------------------
+
+    def wake_workers(self) -> None:
+        """Give idle workers what there is to do, with the lock held.
+
+        The order is taken here and not by the worker: until that has the interpreter to itself, hundreds of microseconds
+        pass in which the link could have been busy.
+        """
+        while self._idle_workers and not self._closed and (lease := self._next_order()) is not None:
+            self._assigned.append(lease)
+            self._idle_workers -= 1
+            self._work.notify()
+
+    def notify_visits(self) -> None:
+        """Let waiting forwards look again, with the lock held."""
+        for visit in self.waiting_visits:
+            visit.notify()
+
+    def _take_order(self, orders: list[Lease], speculate: bool) -> None:
+        if not self._closed and (lease := self._next_order(speculate)) is not None:
+            orders.append(lease)
+
+    def _next_order(self, speculate: bool = True) -> Lease | None:
+        if self._broken is not None or self._ending or not self.scheduler.has_orders:
+            return None
+        leases = self.scheduler.next_chunks(1, speculate)
+        return leases[0] if leases else None
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def _transfer(self, lease: Lease, worker_idx: int) -> Exception | None:
+        pool = self.pool_of[lease.key.layer_idx]
+        chunk = self.store.chunks(lease.key)[lease.chunk_idx]
+        start_s = time.perf_counter()
+        try:
+            self.link.transfer(chunk, pool.slot(lease.slot), pool.address(lease.slot))
+        except Exception as error:  # whatever a link raises is reported to the forward that needs the expert
+            return error
+        if (tracer := self.tracer) is not None:  # another thread may end the timeline at any time
+            tracer.span(
+                LINK_IN_FORWARD if worker_idx == self.link.workers else link_worker(worker_idx),
+                f"{lease.cause} L{lease.key.layer_idx} E{lease.key.expert_idx}",
+                start_s,
+                time.perf_counter(),
+                cause=lease.cause,
+                layer=lease.key.layer_idx,
+                expert=lease.key.expert_idx,
+                chunk=lease.chunk_idx,
+                nbytes=chunk.nbytes,
+            )
+        return None
+
+    def copy_demand(self) -> None:
+        """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
+        orders: list[Lease] = []
+        try:
+            with self.lock, Changing(self):
+                self._take_order(orders, speculate=False)
+            while orders:
+                self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
+        except BaseException as interruption:
+            while orders:  # each completion brings the next order: none may be left behind
+                self._complete(orders, EngineError(f"The copy was interrupted by {interruption!r}."), speculate=False)
+            raise
+
+    def _complete(self, orders: list[Lease], error: Exception | None, speculate: bool = True) -> None:
+        """Publish the completion of the only one of `orders`, and put the next in its place in the same breath."""
+        first_failure = False
+        with self.lock, Changing(self):
+            lease = orders.pop()
+            if self.torn:
+                return
+            self.progress += 1
+            self._chunks_completed += 1
+            first_failure = error is not None and self._failed(lease, error)
+            if error is None and self.scheduler.chunk_done(lease):
+                self._load_errors.pop(lease.key, None)
+                if any(visit.may_go_on() for visit in self.waiting_visits):
+                    self.notify_visits()
+            self._take_order(orders, speculate)
+            if speculate:
+                self.wake_workers()  # where there is one order there may be more
+        if first_failure and lease.cause == "prefetch":
+            # As text: an error that a log keeps would keep the slots that its traceback knows.
+            logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))
+
+    def _failed(self, lease: Lease, error: Exception) -> bool:
+        """Publish a failure, with the lock held; says whether it is the expert's first since it last arrived."""
+        first = lease.key not in self._load_errors
+        self._load_errors[lease.key] = (lease, error)
+        self.scheduler.chunk_failed(lease)
+        self.notify_visits()
+        return first
+
+
+class Changing:
+    """A change of the scheduler's state, with the lock held: what an exception in its midst leaves cannot be trusted.
+
+    Not a generator, which takes several times as long: this is on the path of every layer.
+    """
+
+    __slots__ = ("_monitor",)
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._monitor.break_off(error)

@@ -1,0 +1,230 @@
+"""A layer's visit, as its forward sees it: groups of experts that are there, and waiting for the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+
+import torch
+
+from promoe.engine.monitor import Changing, Monitor
+from promoe.errors import EngineStalledError
+from promoe.scheduler.visit import Visit
+from promoe.tracing import STALL
+
+Rows = Mapping[int, Mapping[str, torch.Tensor]]
+"""Expert id -> its tensors in a slot, by parameter name."""
+
+# How often a waiting forward looks up to see whether anything moved at all.
+HEARTBEAT_S = 1.0
+
+
+class EngineVisit:
+    """A layer's visit, as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive."""
+
+    def __init__(
+        self,
+        engine: Monitor,
+        layer_idx: int,
+        ids: Sequence[int],
+        tokens: Sequence[Sequence[int]] | None,
+        num_sequences: int,
+        hits: int | None,
+    ) -> None:
+        self._engine = engine
+        self._layer_idx = layer_idx
+        self._ids = ids
+        self._tokens = tokens
+        self._num_sequences = num_sequences
+        self._pool = engine.pool_of[layer_idx]
+        self._stall_s = 0.0
+        self._waited_for = 0
+        self._at_once = False
+        self._group: list[int] = []
+        self._reading: list[int] = []  # slots
+        self._hits = hits
+        self._visit: Visit | None = None  # while it lasts
+        self._notified = threading.Lock()  # held while there is nothing to look at
+
+    def __enter__(self) -> EngineVisit:
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        engine, layer_idx, ids = self._engine, self._layer_idx, self._ids
+        with engine.lock:
+            engine.check_alive()
+            with Changing(engine):
+                self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
+                self._visit.admit()
+                self._group = self._visit.ready()
+                if self._hits is None:  # not the group: without `reorder`, that ends at the first that is missing
+                    self._hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
+                if len(self._group) < len(ids) and not engine.forwards_copy:
+                    engine.wake_workers()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._end_reads()
+        finally:  # whatever a device says: what is granted is given back
+            self.close(ran=kind is None)
+
+    def close(self, ran: bool = False) -> None:
+        """Give back what was granted, and count the visit if it `ran`. Safe to repeat."""
+        engine = self._engine
+        with engine.lock:
+            visit = self._visit
+            if visit is None or engine.torn:
+                return
+            with Changing(engine):
+                if self in engine.waiting_visits:  # Ctrl-C came twice
+                    engine.waiting_visits.remove(self)
+                self._visit = None
+                visit.close()
+                if ran:
+                    needed, hits = len(self._ids), self._hits or 0
+                    engine.recorder.visit(
+                        self._layer_idx, self._ids, min(hits, needed), needed - self._waited_for, self._stall_s
+                    )
+                engine.wake_workers()
+                engine.notify_visits()
+
+    def notify(self) -> None:
+        """Let a wait look at once, with the engine's lock held."""
+        if self._notified.locked():
+            self._notified.release()
+
+    def all_rows(self) -> Rows | None:
+        """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
+        if len(self._group) < len(self._ids) and self._engine.forwards_copy:
+            start_s, num_there = time.perf_counter(), len(self._group)
+            self._engine.copy_demand()
+            with self._engine.lock:
+                self._group = self._granted.ready()
+            self._waited_for += len(self._group) - num_there
+            self._stalled(start_s, time.perf_counter())
+        return self._rows() if len(self._group) == len(self._ids) else None
+
+    def groups(self, at_once: bool = False) -> Iterator[Rows]:
+        """Groups of ready experts until all have run; waits where none is ready.
+
+        Rows of a group are valid until the next one is asked for.
+
+        Args:
+            at_once: wait for all that there may be slots for, so that groups are as few as possible.
+
+        Raises:
+            ExpertLoadError: a needed expert could not be fetched.
+            EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
+        """
+        self._at_once = at_once
+        if at_once or not self._group:
+            self._group = []
+            self._group = self._next_group()
+        while self._group:
+            yield self._rows()
+            self._group = self._next_group()
+
+    @property
+    def _granted(self) -> Visit:
+        assert self._visit is not None, "the visit is over"
+        return self._visit
+
+    def _rows(self) -> Rows:
+        pool, visit = self._pool, self._granted
+        self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
+        pool.begin_read(self._reading)
+        return pool.rows(self._group, self._reading)
+
+    def _end_reads(self) -> None:
+        self._pool.end_read(self._reading)
+        self._reading = []
+
+    def _next_group(self) -> list[int]:
+        engine, visit = self._engine, self._granted
+        self._end_reads()
+        with engine.lock:
+            with Changing(engine):
+                visit.release(self._group)
+                engine.progress += 1
+                admitted = visit.admit()
+                if engine.waiting_visits or (admitted and not engine.forwards_copy):
+                    engine.wake_workers()
+                engine.notify_visits()  # another visit may be granted what this one gave back
+            if visit.finished:
+                return []
+            there = visit.ready()
+            if self._suffices(there):
+                return there
+        start_s = time.perf_counter()
+        if engine.forwards_copy:
+            engine.copy_demand()
+        return self._wait(len(there), start_s)
+
+    def may_go_on(self) -> bool:
+        """Whether waiting, with the engine's lock held, is over."""
+        visit = self._visit
+        return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed()))
+
+    def _suffices(self, ready: Sequence[int]) -> bool:
+        """Whether these experts are a group to run now."""
+        return bool(ready) and (not self._at_once or len(ready) == self._granted.num_granted)
+
+    def _wait(self, num_there: int, start_s: float) -> list[int]:
+        """Wait until a group may run; `num_there` of it were ready at `start_s`.
+
+        Not on a condition of the engine's lock: Ctrl-C while that is taken again would leave without it.
+        """
+        engine = self._engine
+        last_progress_s, progress = engine.clock(), -1
+        try:
+            while True:
+                with engine.lock:
+                    if (group := self._look()) is not None:
+                        self._waited_for += len(group) - num_there
+                        return group
+                    now_s = engine.clock()
+                    if engine.progress != progress:
+                        progress, last_progress_s = engine.progress, now_s
+                    elif now_s - last_progress_s > engine.stall_timeout_s:
+                        raise EngineStalledError(
+                            f"MoE layer {self._layer_idx} waits for experts and no chunk completed for "
+                            f"{now_s - last_progress_s:.1f} s (stall_timeout_s={engine.stall_timeout_s}). "
+                            f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
+                        )
+                self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
+        finally:
+            with engine.lock:
+                if self in engine.waiting_visits:
+                    engine.waiting_visits.remove(self)
+            self._stalled(start_s, time.perf_counter())
+
+    def _stalled(self, start_s: float, end_s: float) -> None:
+        self._stall_s += end_s - start_s
+        if (tracer := self._engine.tracer) is not None:
+            tracer.span(STALL, f"wait L{self._layer_idx}", start_s, end_s, layer=self._layer_idx)
+
+    def _look(self) -> list[int] | None:
+        """A group that may run, with the engine's lock held; None: wait until `notify`."""
+        engine, visit = self._engine, self._granted
+        while True:
+            engine.check_alive()
+            if failed := visit.failed():
+                raise engine.load_error(self._layer_idx, failed)
+            if self._suffices(group := visit.ready()):
+                return group
+            with Changing(engine):
+                if visit.holds_grants or not visit.admit():
+                    self._notified.acquire(blocking=False)  # what came before has been looked at
+                    if self not in engine.waiting_visits:
+                        engine.waiting_visits.append(self)
+                    return None
+                engine.wake_workers()
