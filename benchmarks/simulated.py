@@ -25,7 +25,6 @@ import torch
 from decode import SlowedFiles
 from transformers import PreTrainedModel
 
-from promoe.bound import RoutedPass
 from promoe.contention import measure_contention
 from promoe.demo.command import DTYPE, Demo
 from promoe.demo.comparison import Reference, Task, compare, record
@@ -35,7 +34,7 @@ from promoe.experts_forward import run_groups
 from promoe.links import FileLink
 from promoe.moe_layers import MoELayer
 from promoe.scheduler import SchedulerConfig
-from promoe.simulation.simulator import Simulator
+from promoe.simulation.answers import simulate_answers
 from promoe.units import aligned, format_ms, format_share
 from promoe.wire import Wire
 
@@ -68,31 +67,6 @@ def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]
         for hook in hooks:
             hook.remove()
     return median(shares)
-
-
-def simulated_tpot_s(
-    config: SchedulerConfig,
-    routing: Sequence[Sequence[RoutedPass]],
-    wire: Wire,
-    layer_s: float,
-    expert_s: float,
-    slowdown: float,
-    group_s: float,
-) -> float:
-    """Median over the measured generations, the warm-up having been simulated first."""
-    simulator, per_generation = Simulator(config, wire, slowdown=slowdown, group_s=group_s), []
-    for passes in routing:
-        steps = []
-        for routed in passes:
-            start_s = simulator.now_s
-            simulator.recorder.begin_pass(routed.phase, 1, 1)
-            for layer_idx, tokens in routed.visits:
-                simulator.visit(layer_idx, tokens, layer_s, expert_s)
-            simulator.recorder.end_pass(simulator.now_s - start_s)
-            if routed.phase == "decode":
-                steps.append(simulator.now_s - start_s)
-        per_generation.append(sum(steps) / len(steps))
-    return median(per_generation[1:])
 
 
 def cached_tpot_s(source: Any, task: Task) -> float:
@@ -168,7 +142,10 @@ def measure(
         real_s = next(run.tpot_s for run in result.runs if run.name == system.name)
         config = config_of(source, system, cache)
         wire = Wire(bandwidth, 0.0)
-        tpot_s = simulated_tpot_s(config, reference.routing, wire, layer_s, expert_s, slowdown, group_s)
+        answers = simulate_answers(
+            config, reference.routing, wire, lambda *_: (layer_s, expert_s), slowdown, group_s, stream=False
+        )
+        tpot_s = answers.tpot_s
         found.append({"setting": title, "cache": cache, "system": system.name, "real_s": real_s, "simulated_s": tpot_s})
     rows = [("", "real", "simulated", "simulated / real")]
     for row in found:

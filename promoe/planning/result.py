@@ -1,0 +1,87 @@
+"""What a plan found, and its JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from promoe.output import write_atomically
+from promoe.planning.choice import Choice
+from promoe.planning.fits import Room
+from promoe.planning.prediction import Prediction
+from promoe.planning.sizes import ModelSizes
+from promoe.planning.times import ComputeTimes, LinkSpeed
+from promoe.planning.verification import Verified
+
+
+@dataclass(frozen=True)
+class Result:
+    """A whole plan.
+
+    Args:
+        sizes: of the model.
+        room: fast memory.
+        context: tokens that the KV cache is for.
+        compute: measured; None: it could not be.
+        links: measured, by how files are read.
+        predictions: for cache rates that fit, ascending.
+        choice: among them; None without speeds.
+        verified: those that were run.
+    """
+
+    sizes: ModelSizes
+    room: Room
+    context: int
+    compute: ComputeTimes | None = None
+    links: Mapping[Any, LinkSpeed] = dataclasses.field(default_factory=dict)
+    predictions: Sequence[Prediction] = ()
+    choice: Choice | None = None
+    verified: Sequence[Verified] = ()
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Numbers, in bytes and seconds; what does not exist is null."""
+    sizes, room, choice = result.sizes, result.room, result.choice
+    found = {
+        "model": {
+            "name": sizes.name,
+            "model_type": sizes.model_type,
+            "dtype": sizes.dtype,
+            "found_in": sizes.found_in,
+            "layers": len(sizes.layers),
+            "experts": sizes.num_experts,
+            "expert_bytes": [layer.layout.payload_bytes for layer in sizes.layers],
+            "routed_bytes": sizes.expert_bytes,
+            "stored_bytes": sizes.stored_bytes,
+            "other_bytes": sizes.other_bytes,
+            "context": result.context,
+            "kv_bytes": sizes.kv.nbytes(result.context),
+            "kv_assumed": sizes.kv.assumed,
+        },
+        "room": {**dataclasses.asdict(room), "reserve_bytes": room.reserve_bytes, "slots_bytes": room.slots_bytes},
+        "compute": None if result.compute is None else dataclasses.asdict(result.compute),
+        "links": {mode: dataclasses.asdict(link) for mode, link in result.links.items()},
+        "predictions": [dataclasses.asdict(one) for one in result.predictions],
+        "choice": None if choice is None else dataclasses.asdict(choice),
+        "verified": [dataclasses.asdict(one) for one in result.verified],
+    }
+    numbers: dict[str, Any] = _without_nan(found)
+    return numbers
+
+
+def write_result(result: Result, path: Path) -> None:
+    """Write it. Raises ConfigError where that cannot be done."""
+    write_atomically(path, [json.dumps(as_json(result), indent=2, allow_nan=False), "\n"])
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nan(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
