@@ -9,14 +9,15 @@ from pathlib import Path
 from promoe.errors import ConfigError
 from promoe.output import PathLike, write_atomically
 from promoe.stats import Stats
+from promoe.columns import text_columns
+from promoe.viz import saved
 from promoe.viz.page import page
 from promoe.viz.run import Run
+from promoe.viz.saved import Saved
 from promoe.viz.table import text_table
 from promoe.viz.words import advice, comparison, meaning
 
-__all__ = ["Run", "html_report", "text_comparison", "text_report"]
-
-_LINE = 100
+__all__ = ["Run", "Saved", "html_report", "load_run", "save_run", "text_comparison", "text_report"]
 
 
 def text_report(
@@ -31,8 +32,8 @@ def text_report(
         bound_s: least seconds per token that compute and link allow, where it is known.
 
     Returns:
-        Text of about 30 lines, at most 100 characters wide where the set-up's own names allow. Each advice ends with
-        the rule that led to it.
+        Text of about 30 lines, its sentences wrapped to the terminal (60 to 100 characters; 100 without one). Each
+        advice ends with the rule that led to it.
     """
     run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, bound_s=bound_s)
     parts = [stats.summary(), "", "What it means", *_bullets(meaning(run))]
@@ -65,9 +66,10 @@ def html_report(
     *,
     baseline: str | None = None,
 ) -> Path:
-    """Write a report on `runs` as one HTML file: table, charts per run and per layer, heat map, words, advice.
+    """Write a report on `runs` as one HTML file: tables, charts per run, layer and token, heat maps, words, advice.
 
-    It needs no network and no other file, follows the reader's light or dark mode, and prints.
+    Two runs are set side by side; of more, one is shown at a time. It needs no network and no other file, follows the
+    reader's light or dark mode, and prints.
 
     Args:
         runs: one or more, with different names; for comparisons all of the same model.
@@ -86,6 +88,32 @@ def html_report(
     return write_atomically(path, page(runs, _baseline(runs, baseline), title, conditions or {}))
 
 
+def save_run(run: Run, path: PathLike, conditions: Mapping[str, str] | None = None) -> Path:
+    """Write all that a report shows of `run` as JSON, for `load_run` and `promoe report`.
+
+    Args:
+        run: what was measured.
+        path: where to write; replaced if it exists.
+        conditions: what the numbers hold for.
+
+    Returns:
+        The path written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    return write_atomically(path, saved.pieces(run, conditions or {}))
+
+
+def load_run(path: PathLike) -> Saved:
+    """The run, and its conditions, that `save_run` wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, is no saved run, or is damaged.
+    """
+    return saved.read(path)
+
+
 def _baseline(runs: Sequence[Run], name: str | None) -> Run:
     if not runs:
         raise ConfigError("A report needs at least one run. Got none.")
@@ -102,4 +130,5 @@ def _baseline(runs: Sequence[Run], name: str | None) -> Run:
 
 
 def _bullets(sentences: Sequence[str]) -> list[str]:
-    return [textwrap.fill(s, _LINE, initial_indent="  - ", subsequent_indent="    ") for s in sentences]
+    columns = text_columns()
+    return [textwrap.fill(s, columns, initial_indent="  - ", subsequent_indent="    ") for s in sentences]

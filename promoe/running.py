@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,20 @@ import transformers
 from transformers import AutoTokenizer, TextStreamer
 
 from promoe.errors import CheckpointError, ConfigError
+from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
 from promoe.output import check_writable
-from promoe.report import Run, html_report, text_report
+from promoe.report import Run, html_report, save_run, text_report
 from promoe.sizes import CacheSize
 from promoe.terminal import LiveText, opening_bar
-from promoe.units import format_number, format_seconds, format_share
+from promoe.units import format_number, format_seconds
+from promoe.viz.lanes import Lanes, median_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+LOG_EVERY_S = 1.0  # of --live where stderr is no terminal
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Request:
     seed: int = 0
     trace: str | None = None
     report: str | None = None
+    live: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -56,6 +60,15 @@ class Request:
             raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
         if not self.prompt.strip():
             raise ConfigError("The prompt is empty. Give the model something to answer, in quotes.")
+
+    @property
+    def figures(self) -> Path | None:
+        """Where the report's numbers go.
+
+        Raises:
+            ConfigError: the report itself cannot be written.
+        """
+        return None if self.report is None else check_writable(self.report).with_suffix(".json")
 
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """For `model.generate`."""
@@ -70,9 +83,13 @@ def answer(request: Request) -> Generation:
     Raises:
         PromoeError: the model cannot be opened, or an output path not be written (checked before the model is opened).
     """
-    outputs = [check_writable(path) for path in (request.trace, request.report) if path is not None]
+    asked = (request.trace, request.report, request.figures)
+    outputs = [check_writable(path) for path in asked if path is not None]
     if len(set(outputs)) < len(outputs):
-        raise ConfigError(f"--trace and --report name the same file, '{outputs[0]}'. Give two.")
+        raise ConfigError(
+            f"--trace and --report would write the same file, '{outputs[0]}': a report writes its page, and its numbers "
+            "beside it as .json. Give other names."
+        )
     transformers.logging.disable_progress_bar()  # ours shows bytes
     tokenizer = load_tokenizer(request.model)
     with opening_bar(Path(request.model).name) as progress:
@@ -86,14 +103,17 @@ def answer(request: Request) -> Generation:
     handle: Any = model.promoe
     try:
         inputs = {name: ids.to(model.device) for name, ids in prompt_inputs(tokenizer, request.prompt).items()}
+        token = None
         with ExitStack() as stack:
-            if request.trace is not None:
-                stack.enter_context(handle.trace(request.trace))
+            if request.trace is not None or request.report is not None:
+                tracer = stack.enter_context(handle.trace(request.trace))
             torch.manual_seed(request.seed)
             generation = _stream(model, tokenizer, inputs, request)
+            if request.report is not None:
+                token = median_token(tracer.spans())
     finally:
         handle.close()
-    _report(handle.stats(), generation, request)
+    _report(handle.stats(), generation, request, token)
     return generation
 
 
@@ -154,30 +174,27 @@ class WordStreamer(TextStreamer):  # type: ignore[misc]
 def _stream(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, inputs: dict[str, torch.Tensor], request: Request
 ) -> Generation:
-    live = LiveText(sys.stdout, sys.stderr)
+    live = LiveText(sys.stdout, sys.stderr, log_every_s=LOG_EVERY_S if request.live else None)
     words = WordStreamer(tokenizer, live)
     handle: Any = model.promoe
-    count, first_s = 0, 0.0
+    with ExitStack() as stack:
+        stack.callback(live.end)
+        busy_s = stack.enter_context(metered(handle)) if request.live else no_link
+        panel = Panel(handle.stats, busy_s)
+        count = 0
 
-    def on_token(token: int) -> None:
-        nonlocal count, first_s
-        count, now_s = count + 1, time.perf_counter()
-        first_s = first_s or now_s
-        words.put(torch.tensor([token]))
-        live.status(lambda: _status(count, now_s - first_s, handle.stats().hit_rate))
+        def on_token(token: int) -> None:
+            nonlocal count
+            count += 1
+            if count == 1:
+                panel.begin()
+            words.put(torch.tensor([token]))
+            live.status(lambda: panel.text(count, live.room if request.live else (live.room[0], 1)))
 
-    live.status(lambda: f"reading a prompt of {inputs['input_ids'].shape[1]} tokens")
-    try:
+        live.status(lambda: f"reading a prompt of {inputs['input_ids'].shape[1]} tokens")
         generation = generate(model, inputs, request.max_new_tokens, on_token, **request.options(tokenizer))
         words.end()
-    finally:
-        live.end()
     return generation
-
-
-def _status(tokens: int, decode_s: float, hit_rate: float) -> str:
-    speed = format_number((tokens - 1) / decode_s if tokens > 1 else None)
-    return f"{tokens} tokens, {speed} tokens/s, hit rate {format_share(hit_rate)}"
 
 
 def _times(generation: Generation) -> str:
@@ -188,20 +205,19 @@ def _times(generation: Generation) -> str:
     return f"{text}, then {format_seconds(tpot_s)} per token ({format_number(1 / tpot_s)} tokens/s)"
 
 
-def _report(stats: Any, generation: Generation, request: Request) -> None:
+def _report(stats: Any, generation: Generation, request: Request, token: Lanes | None) -> None:
     tpot_s, ttft_s = generation.tpot_s if generation.gaps_s else None, generation.ttft_s
     print(f"\n{_times(generation)}\n{text_report(stats, tpot_s=tpot_s, ttft_s=ttft_s)}", file=sys.stderr)
-    if request.report is not None:
-        run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s)
+    if request.report is not None and request.figures is not None:
+        run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, token=token)
         conditions = {
             "model": request.model,
             "link": stats.link,
             "tokens": f"{len(generation.tokens)} generated",
             "threads": str(torch.get_num_threads()),
         }
-        print(
-            f"report    {html_report([run], request.report, f'promoe run: {request.model}', conditions)}",
-            file=sys.stderr,
-        )
+        page = html_report([run], request.report, f"promoe run: {request.model}", conditions)
+        figures = save_run(run, request.figures, conditions)
+        print(f"report    {page}; its numbers {figures}, for promoe report", file=sys.stderr)
     if request.trace is not None:
         print(f"timeline  {request.trace} (open it at https://ui.perfetto.dev)", file=sys.stderr)

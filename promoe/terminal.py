@@ -1,9 +1,10 @@
-"""What a command shows while it works: a bar while weights are loaded, text as it comes, one status line below it."""
+"""What a command shows while it works: a bar while weights are loaded, text as it comes, a status below it."""
 
 from __future__ import annotations
 
 import os
 import time
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
@@ -11,30 +12,46 @@ from typing import TextIO
 from tqdm import tqdm
 
 # A terminal's own words: make sure that a line lies below and come back; save and restore the cursor; erase below it.
-_LINE_BELOW, _SAVE, _RESTORE, _ERASE_BELOW = "\033D\033M", "\0337", "\0338", "\033[J"
-_DOWN_AND_ERASE, _DIM, _PLAIN = "\033[B\r\033[K", "\033[2m", "\033[m"
+_DOWN, _BACK_UP, _SAVE, _RESTORE, _ERASE_BELOW = "\033D", "\033M", "\0337", "\0338", "\033[J"
+_NEXT_LINE_AND_ERASE, _DIM, _PLAIN, _ESCAPE = "\033[B\r\033[K", "\033[2m", "\033[m", "\033"
 _STATUS_EVERY_S = 0.1
+LOG_COLUMNS = 200
 
 
 class LiveText:
-    """Text to one stream as it comes, and, where `err` is a terminal, a status line that follows it.
+    """Text to one stream as it comes, and, where `err` is a terminal, a status of one or more lines that follows it.
 
     Args:
         out: where the text goes; nothing else is written there.
-        err: where the status line goes, if it is a terminal.
+        err: where the status goes, if it is a terminal.
         clock: seconds, for tests.
+        log_every_s: where `err` is no terminal, write the status there as a line at most so often; None: never.
     """
 
-    def __init__(self, out: TextIO, err: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        out: TextIO,
+        err: TextIO,
+        clock: Callable[[], float] = time.monotonic,
+        log_every_s: float | None = None,
+    ) -> None:
         self._out = out
         self._err = err
         self._clock = clock
         self._live = err.isatty() and os.environ.get("TERM") != "dumb"
         # On one terminal the status stands below the text, which must not be written over.
         self._below = self._live and out.isatty()
+        self._every_s = _STATUS_EVERY_S if self._live else log_every_s
         self._status = ""
         self._drawn_s = -1.0
-        self._at_line_start = True
+        self._column = 0
+        self._shown = False
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Columns, and lines, that a status may take: a third of a terminal, or one line of a log."""
+        columns, lines = _size()
+        return (columns - 1, max(1, lines // 3)) if self._live else (LOG_COLUMNS, 1)
 
     def text(self, text: str) -> None:
         """Append to the text."""
@@ -43,41 +60,55 @@ class LiveText:
         self.erase()
         self._out.write(text)
         self._out.flush()
-        self._at_line_start = text.endswith("\n")
+        self._column = column_after(text, self._column, _size()[0])
         if self._below:
             self._draw()
 
     def status(self, make: Callable[[], str]) -> None:
-        """Replace the status line, at most ten times a second; `make` is called only when it will be shown."""
-        if not self._live or 0 <= self._clock() - self._drawn_s < _STATUS_EVERY_S:
+        """Replace the status, at most ten times a second; `make` is called only when it will be shown.
+
+        Lines with a terminal's own words in them have to be as short as `room` says; others are cut to that.
+        """
+        if self._every_s is None or 0 <= self._clock() - self._drawn_s < self._every_s:
             return
         self._status = make()
-        self.erase()
-        self._draw()
+        if self._live:
+            self.erase()
+            self._draw()
+        else:
+            self._err.write(f"{self._status}\n")
+            self._err.flush()
         self._drawn_s = self._clock()
 
     def erase(self) -> None:
-        """Take the status line away, for example before something else is printed."""
-        if self._live:
-            self._err.write(_ERASE_BELOW if self._below else "\r\033[K")
+        """Take the status away, for example before something else is printed."""
+        if self._shown:
+            self._err.write(_ERASE_BELOW if self._below else f"\r{_ERASE_BELOW}")
             self._err.flush()
+        self._shown = False
 
     def end(self) -> None:
         """The text is complete: end its line."""
         self.erase()
-        if not self._at_line_start:
+        if self._column:
             self._out.write("\n")
             self._out.flush()
-        self._at_line_start = True
+        self._column = 0
 
     def _draw(self) -> None:
-        if not self._status:
+        columns, _ = _size()
+        if not self._status or (self._below and self._column == columns):
+            # Behind a full line the cursor is beyond the last column, where no terminal can be made to return to.
             return
-        line = self._status[: _columns() - 1]
+        self._shown = True
+        lines = [line if _ESCAPE in line else line[: columns - 1] for line in self._status.splitlines()]
         if self._below:
-            self._err.write(f"{_LINE_BELOW}{_SAVE}{_DOWN_AND_ERASE}{_DIM}{line}{_PLAIN}{_RESTORE}")
+            plain = [line if _ESCAPE in line else f"{_DIM}{line}{_PLAIN}" for line in lines]
+            room = _DOWN * len(lines) + _BACK_UP * len(lines)
+            self._err.write(room + _SAVE + "".join(f"{_NEXT_LINE_AND_ERASE}{line}" for line in plain) + _RESTORE)
         else:
-            self._err.write(f"\r\033[K{line}")
+            back = f"\033[{len(lines) - 1}A" if len(lines) > 1 else ""
+            self._err.write("\r" + "\r\n".join(lines) + back)
         self._err.flush()
 
 
@@ -97,8 +128,27 @@ def opening_bar(name: str) -> Iterator[Callable[[int, int], None]]:
         yield progress
 
 
-def _columns() -> int:
+def column_after(text: str, column: int, columns: int) -> int:
+    """Where the cursor stands after `text` on a terminal that wraps: 0..columns, the last being behind a full line.
+
+    Args:
+        text: written.
+        column: where it stood before.
+        columns: of the terminal.
+    """
+    for character in text:
+        if character in "\n\r":
+            column = 0
+        elif character == "\t":
+            column = min(columns - 1, (column // 8 + 1) * 8)
+        elif unicodedata.category(character) not in ("Mn", "Me", "Cf", "Cc"):
+            width = 2 if unicodedata.east_asian_width(character) in "WF" else 1
+            column = width if column + width > columns else column + width
+    return column
+
+
+def _size() -> tuple[int, int]:
     try:
-        return os.get_terminal_size(2).columns
+        return os.get_terminal_size(2)
     except OSError:
-        return 80
+        return 80, 24

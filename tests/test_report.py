@@ -62,7 +62,8 @@ def report_of(tmp_path: Path, runs: list[Run], **kwargs: object) -> tuple[str, P
     return source, Page(source)
 
 
-def test_text_report_has_numbers_meaning_and_advice_with_its_rule() -> None:
+def test_text_report_has_numbers_meaning_and_advice_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = text_report(make_stats(policy="lru"), bound_s=0.016)
     assert text.startswith(make_stats(policy="lru").summary())
     assert "Compute waited 30.0% of decode time for experts: 6.00 ms of 20.0 ms per pass." in text
@@ -70,6 +71,13 @@ def test_text_report_has_numbers_meaning_and_advice_with_its_rule() -> None:
     assert "What to do" in text
     assert "(rule: policy is lru" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_sentences_of_a_text_report_fit_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = text_report(make_stats(policy="lru"))
+    sentences = text[text.index("What it means") :].splitlines()
+    assert 70 <= max(map(len, sentences)) <= 80
 
 
 def test_text_report_before_anything_ran_says_so() -> None:
@@ -163,11 +171,11 @@ def test_html_report_shows_conditions_table_words_and_every_run(tmp_path: Path) 
 def test_every_chart_has_title_axis_labels_with_units_and_hover_titles(tmp_path: Path) -> None:
     source, _ = report_of(tmp_path, five_runs())
     charts = re.findall(r"<figure.*?</figure>", source, re.DOTALL)
-    assert len(charts) == 4 + 2 + 5 * 4
+    assert len(charts) == 4 + 1 + 2 + 5 * 5  # of all runs, of what they needed, of each
     for chart in charts:
         assert re.search(r"<h3>[^<]+</h3><p>[^<]+</p>", chart)
         drawing = ElementTree.fromstring(re.search(r"<svg.*?</svg>", chart, re.DOTALL)[0])  # type: ignore[index]
-        labels = [t.text or "" for t in drawing.iter("text") if "axis-label" in t.get("class", "")]
+        labels = re.findall(r'class="(?:axis-label mid|x-name|y-name)"[^>]*>([^<]+)<', chart)
         assert labels, chart[:200]
         assert all(re.search(r"\(.+\)", label) for label in labels), labels
         empty = "zero in every layer" in chart

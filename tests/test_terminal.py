@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from promoe.terminal import LiveText, opening_bar
+from promoe.terminal import LOG_COLUMNS, LiveText, column_after, opening_bar
 
 
 class Terminal(io.StringIO):
@@ -57,9 +57,7 @@ def test_piped_text_stays_clean_while_the_status_shows(monkeypatch: pytest.Monke
     live.status(lambda: "2 tokens")
     live.end()
     assert out.getvalue() == "hello\n"
-    assert "\r\033[K1 token" in err.getvalue()
-    assert "\r\033[K2 tokens" in err.getvalue()
-    assert err.getvalue().endswith("\r\033[K"), "the status is taken away at the end"
+    assert err.getvalue() == "\r1 token\r\033[J\r2 tokens\r\033[J", "and the status is taken away at the end"
 
 
 def test_on_one_terminal_the_status_is_erased_before_text_and_drawn_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +76,73 @@ def test_on_one_terminal_the_status_is_erased_before_text_and_drawn_below_it(mon
 
 def test_a_status_is_cut_to_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("promoe.terminal._columns", lambda: 20)
+    monkeypatch.setattr("promoe.terminal._size", lambda: (20, 24))
     err = Terminal()
     LiveText(io.StringIO(), err).status(lambda: "x" * 100)
     assert err.getvalue().count("x") == 19
+
+
+def test_a_status_of_several_lines_makes_room_below_and_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    LiveText(screen, screen).status(lambda: "one\n\033[31mtwo\033[m")
+    room = "\033D\033D\033M\033M\0337"
+    lines = "\033[B\r\033[K\033[2mone\033[m\033[B\r\033[K\033[31mtwo\033[m"
+    assert screen.getvalue() == f"{room}{lines}\0338"
+    err = Terminal()
+    LiveText(io.StringIO(), err).status(lambda: "one\ntwo\nthree")
+    assert err.getvalue() == "\rone\r\ntwo\r\nthree\033[2A", "back to the first, to be erased from there"
+
+
+def test_behind_a_full_line_nothing_is_drawn_or_erased(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("promoe.terminal._size", lambda: (10, 24))
+    screen, clock = Terminal(), Clock()
+    live = LiveText(screen, screen, clock)
+    live.status(lambda: "working")
+    before = len(screen.getvalue())
+    live.text("0123456789")
+    clock.now_s = 1.0
+    live.status(lambda: "still")
+    live.text("a")
+    sent = screen.getvalue()[before:]
+    assert sent.startswith("\033[J0123456789a\033D"), "the cursor cannot be brought back behind the 9"
+    assert "still" in sent
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "expected"),
+    [
+        ("abc", 0, 3),
+        ("abc", 7, 10),
+        ("abc", 8, 1),
+        ("abc", 10, 3),
+        ("ab\n", 5, 0),
+        ("ab\nc", 5, 1),
+        ("\t", 3, 8),
+        ("\t", 8, 9),
+        ("漢字", 0, 4),
+        ("漢", 9, 2),
+        ("e\u0301", 0, 1),
+        ("", 10, 10),
+    ],
+)
+def test_where_the_cursor_stands(text: str, column: int, expected: int) -> None:
+    assert column_after(text, column, 10) == expected
+
+
+def test_lines_for_a_log_come_at_most_so_often() -> None:
+    out, err, clock = io.StringIO(), io.StringIO(), Clock()
+    live = LiveText(out, err, clock, log_every_s=1.0)
+    assert live.room == (LOG_COLUMNS, 1)
+    live.status(lambda: "first")
+    clock.now_s = 0.9
+    live.status(never)
+    clock.now_s = 1.1
+    live.text("word ")
+    live.status(lambda: "second")
+    live.end()
+    assert (out.getvalue(), err.getvalue()) == ("word \n", "first\nsecond\n")
 
 
 def test_the_bar_begins_anew_with_another_total(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,8 @@ def collect(
 
     Repeat the command after an interruption: it goes on after what is on disk. With more --max-tokens it adds to a trace.
 
+    Example: `promoe-train collect --model MODEL --out trace`
+
     Args:
         model: folder or hub id of an MoE model
         out: folder of the trace
@@ -95,6 +97,8 @@ def fit(
     Repeat the command after an interruption: it goes on after the last whole epoch. 80% of the prompts are fitted on, a
     tenth of these to stop early and to calibrate; `evaluate` judges on the rest.
 
+    Example: `promoe-train fit --trace trace --out run --trainer.max-epochs 20`
+
     Args:
         trace: folder of the trace
         out: folder of the run; the predictor is in its folder "predictor"
@@ -144,6 +148,8 @@ def evaluate(
     absent experts (m per layer) that arrive in time, min(1, k * layer_seconds * bandwidth / (expert_bytes * m)).
     GOODPRED: accuracy x FETCHRATE.
 
+    Example: `promoe-train evaluate --trace trace --kinds gate,run --json evaluation.json`
+
     Args:
         trace: folder that `collect` recorded, or a NumPy archive of ids (`experts` [tokens, layers, top_k],
             `prompt_lengths`, `token_index`)
@@ -182,7 +188,9 @@ def evaluate(
 def export(*, run: str, out: str, evaluation: str | None = None) -> int:
     """Write a trained predictor to a folder of its own: safetensors, config, and a card with its evaluation.
 
-    The folder is what `promoe.patch(model, predictor=...)` takes, and what can be pushed to a hub.
+    The folder is what `promoe.from_pretrained(MODEL, predictor=...)` takes, and what can be pushed to a hub.
+
+    Example: `promoe-train export --run run --out predictor --evaluation evaluation.json`
 
     Args:
         run: folder that `fit` wrote

@@ -52,7 +52,7 @@ def run_export(task: Export, out: TextIO) -> None:
         predictor.to(torch.bfloat16).save_pretrained(task.out, model_card_kwargs=card)
     except OSError as error:
         raise ConfigError(f"Cannot write to '{task.out}': {error.strerror or error}. Choose another --out.") from error
-    print(f'written to {task.out}; use it with promoe.patch(model, predictor="{task.out}")', file=out)
+    print(f'written to {task.out}; use it with promoe.from_pretrained(MODEL, predictor="{task.out}")', file=out)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from promoe.errors import ConfigError
 from promoe.output import make_folder
+from promoe.viz.figures import COLOURS, DPI, INK, MARKERS, SOFT, check_matplotlib, new_figure, percent_axis, set_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people can tell apart (yellow is too pale for lines), and a marker each.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-MARKERS = ("o", "s", "D", "^", "v", "p", "h")
-INK, SOFT, GRID = "#1a2027", "#57616e", "#e4e8ed"
-DPI = 160
 PANELS_PER_ROW = 2
 BRIER = ", Brier "
 
@@ -29,8 +24,7 @@ Series = tuple[str, Sequence[float], Sequence[float]]
 
 def check_plots(folder: Path) -> None:
     """Make the folder, and raise ConfigError if that cannot be done or matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("matplotlib is not installed. Try `pip install 'promoe[viz]'`.")
+    check_matplotlib()
     make_folder(folder)
 
 
@@ -71,15 +65,15 @@ def draw_accuracy(result: Result, subject: str) -> Figure | None:
             lines[kind] = (sorted(known), [known[k] for k in sorted(known)])
     if not lines:
         return None
-    figure, (axes,) = _figure(1, 1, (7.6, 4.4))
+    figure, (axes,) = new_figure(1, 1, (7.6, 4.4))
     for kind, (x, y) in lines.items():
         constant = len(y) > 1 and len(set(y)) == 1
         axes.plot(x, y, **_style(result, kind) | ({"linestyle": (0, (4, 2)), "linewidth": 1.2} if constant else {}))
-    _percent_axis(axes, "experts used that are predicted, %")
+    percent_axis(axes, "experts used that are predicted, %")
     axes.set_xlabel("lookahead k, MoE layers", color=SOFT)
     ks = sorted({k for x, _ in lines.values() for k in x})
     axes.set_xticks(ks, [str(k) for k in ks])
-    _title(figure, "Accuracy by lookahead", f"{subject}, held-out prompts; dashed: the same for every k")
+    set_title(figure, "Accuracy by lookahead", f"{subject}, held-out prompts; dashed: the same for every k")
     order = sorted(range(len(lines)), key=lambda i: -list(lines.values())[i][1][-1])
     _legend_beside(figure, [axes], order)
     return figure
@@ -96,7 +90,7 @@ def draw_layers(result: Result, subject: str) -> Figure | None:
     if not panels:
         return None
     figure, grid = _panels(result, panels, "MoE layer", "experts used that are predicted, %", 3.1, 1.4)
-    _title(figure, "Accuracy by layer", f"{subject}, held-out prompts")
+    set_title(figure, "Accuracy by layer", f"{subject}, held-out prompts")
     _legend_beside(figure, grid)
     return figure
 
@@ -117,7 +111,7 @@ def draw_calibration(result: Result, subject: str) -> Figure | None:
         axes.set_xlim(0, 102)
         axes.set_aspect("equal")
         axes.legend(fontsize=8, frameon=False, loc="upper left", labelcolor=INK)
-    _title(figure, "Calibration", f"{subject}, held-out prompts; dotted: what is given probability p is used with p")
+    set_title(figure, "Calibration", f"{subject}, held-out prompts; dotted: what is given probability p is used with p")
     return figure
 
 
@@ -133,28 +127,18 @@ def _panels(
     """A panel of that height per lookahead, with so much room beside them, in inches."""
     columns = min(PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
-    figure, grid = _figure(rows, columns, (4.1 * columns + beside, height * rows + 0.6))
+    figure, grid = new_figure(rows, columns, (4.1 * columns + beside, height * rows + 0.6))
     for i, (lookahead, lines) in enumerate(panels.items()):
         axes = grid[i]
         for label, x, y in lines:
             axes.plot(x, y, **_style(result, label.partition(BRIER)[0]) | {"label": label})
-        _percent_axis(axes, y_label if i % columns == 0 else "")
+        percent_axis(axes, y_label if i % columns == 0 else "")
         axes.set_xlabel(x_label if i + columns >= len(panels) else "", color=SOFT)
         axes.set_title(f"k = {lookahead}", loc="left", fontsize=10, color=INK)
         axes.locator_params(axis="x", integer=True)
     for axes in grid[len(panels) :]:
         axes.remove()
     return figure, grid[: len(panels)]
-
-
-def _figure(rows: int, columns: int, inches: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=inches, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(grid.flat)
 
 
 def _style(result: Result, kind: str) -> dict[str, Any]:
@@ -171,23 +155,6 @@ def _style(result: Result, kind: str) -> dict[str, Any]:
         "linewidth": 1.7,
         "zorder": 3,
     }
-
-
-def _title(figure: Figure, title: str, subtitle: str) -> None:
-    figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    # The second line of the room that the title takes, in another type.
-    figure.text(0.01, 1 - 0.36 / figure.get_figheight(), subtitle, ha="left", va="center", fontsize=9.5, color=SOFT)
-
-
-def _percent_axis(axes: Axes, label: str) -> None:
-    axes.set_ylim(0, 102)
-    axes.set_ylabel(label, color=SOFT)
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=SOFT, length=0, labelsize=9)
-    for name, spine in axes.spines.items():
-        spine.set_visible(name == "bottom")
-        spine.set_color(SOFT)
 
 
 def _legend_beside(figure: Figure, grid: Sequence[Axes], order: Sequence[int] | None = None) -> None:

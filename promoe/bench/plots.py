@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from promoe.bench.results import Report, Row, Table
 from promoe.bench.systems import RESIDENT
 from promoe.bench.tasks import GENERATE
-from promoe.training.plots import COLOURS, DPI, GRID, INK, MARKERS, SOFT
 from promoe.units import is_number, ratio
+from promoe.viz.figures import COLOURS, DPI, GRID, INK, MARKERS, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,4 +1,4 @@
-"""Charts of the report: stacked bars in rows (runs) and in columns (layers), as `<figure>` elements.
+"""Charts of the report: stacked bars in rows (runs) and in columns (layers, distances), as `<figure>` elements.
 
 Colour always means the same thing in every chart; what compute waited for, and what was moved in vain, is hatched too.
 """
@@ -6,13 +6,14 @@ Colour always means the same thing in every chart; what compute waited for, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from html import escape
 from typing import NamedTuple
 
-from promoe.units import is_number
+from promoe.units import DASH, is_number
+from promoe.viz.figure import WIDTH, Numbers, figure, sentence
 from promoe.viz.svg import Canvas, every, tick_labels, ticks, wrapped
 
-WIDTH = 580
+Write = Callable[[float], str]
+"""A value with its unit."""
 
 
 class Series(NamedTuple):
@@ -33,14 +34,22 @@ class Rows(NamedTuple):
     intervals: Sequence[tuple[float, float] | None] = ()
 
 
-def figure(title: str, subtitle: str, legend: Sequence[tuple[str, str]], drawing: str, css: str = "") -> str:
-    """A chart with its title, a sentence on what is drawn, and the legend [(css class, name)]."""
-    keys = "".join(f'<li><span class="key {css_}"></span>{escape(name)}</li>' for css_, name in legend)
-    return (
-        f'<figure class="chart {css}"><figcaption><h3>{escape(title)}</h3><p>{escape(subtitle)}</p></figcaption>'
-        + (f'<ul class="legend">{keys}</ul>' if keys else "")
-        + f"{drawing}</figure>"
-    )
+class Columns(NamedTuple):
+    """What the columns of a chart are: head of the table and axis, a name each, and for some a value that is marked."""
+
+    axis_label: str
+    names: Sequence[str]
+    marks: Sequence[float] = ()
+    mark_label: str = ""
+    value_labels: bool = False
+    """Write each column's value above it; for few columns."""
+    empty: str = ""
+    """What to say where all values are zero."""
+
+    @classmethod
+    def of_layers(cls, count: int) -> Columns:
+        """One per MoE layer."""
+        return cls("MoE layer (index)", [str(i) for i in range(count)], empty="zero in every layer")
 
 
 def stacked_rows(
@@ -49,10 +58,12 @@ def stacked_rows(
     rows: Rows,
     series: Sequence[Series],
     axis_label: str,
-    write: Callable[[float], str],
+    write: Write,
     top: float | None = None,
 ) -> str:
     """Horizontal bars, one per run, with an optional mark (the bound) and confidence interval per row.
+
+    Each run's name stands above its bar, so that names may be long and bars are not short on a phone.
 
     Args:
         title: what the chart shows.
@@ -63,112 +74,155 @@ def stacked_rows(
         write: a value with its unit, for hover.
         top: end of the axis; None: fits the values.
     """
-    pitch, bar, left, right = 38, 20, 172, 70
-    bottom = pitch * len(rows.labels) + 8
+    pitch, bar, side = 45, 16, 8
+    bottom = pitch * len(rows.labels) + 4
     canvas = Canvas(WIDTH, bottom + 40)
     sums = [sum(_known(s.values[i]) for s in series) for i in range(len(rows.labels))]
     ends = [interval[1] for interval in rows.intervals if interval]
-    values = ticks(top or max([*sums, *ends, *(m for m in rows.marks if m is not None)], default=0.0))
-    scale = (WIDTH - left - right) / (top or values[-1])
+    values = ticks(top or max([*sums, *ends, *(m for m in rows.marks if m is not None)], default=0.0), 4)
+    scale = (WIDTH - 2 * side) / (top or values[-1])
     for value, label in zip(values, tick_labels(values), strict=True):
-        canvas.line(left + value * scale, 4, left + value * scale, bottom, "grid")
-        canvas.text(left + value * scale, bottom + 15, label, "tick mid")
-    canvas.text(left + (WIDTH - left - right) / 2, bottom + 34, axis_label, "axis-label mid")
+        for i in range(len(rows.labels)):  # beside the bars only: names stand between them
+            canvas.line(side + value * scale, pitch * i + 19, side + value * scale, pitch * i + 41, "grid")
+        canvas.text(side + value * scale, bottom + 15, label, "tick mid")
+    canvas.text(WIDTH / 2, bottom + 34, axis_label, "axis-label mid")
     for i, name in enumerate(rows.labels):
-        y = 8 + pitch * i + (pitch - bar) / 2 - 4
-        lines = wrapped(name, 25)
-        for j, line in enumerate(lines):
-            canvas.text(left - 12, y + bar / 2 + 4.5 + 15 * (j - (len(lines) - 1) / 2), line, "row-label end", tip=name)
-        x = float(left)
+        y = pitch * i + 22
+        canvas.text(side, y - 6, wrapped(name, 38, lines=1)[0], "row-label", tip=name)
+        canvas.text(WIDTH - side, y - 6, rows.totals[i], "total end")
+        x = float(side)
         for s in series:
             width = _known(s.values[i]) * scale
             if width > 0:
                 canvas.rect(x, y, width, bar, f"mark {s.css}", f"{name}\n{s.label}: {write(s.values[i])}")
             x += width
-        right_end = max(x, _extras(canvas, rows, i, y, bar, left, scale, write))
-        canvas.text(right_end + 8, y + bar / 2 + 4.5, rows.totals[i], "total")
-    canvas.line(left, 4, left, bottom, "axis")
+        _extras(canvas, rows, i, y, bar, side, scale, write)
+        canvas.line(side, y - 3, side, y + bar + 3, "axis")
     legend = _legend(series)
     if any(m is not None for m in rows.marks):
         legend.append(("k-bound", rows.mark_label))
     if any(rows.intervals):
         legend.append(("k-interval", "95% interval"))
-    return figure(title, subtitle, legend, canvas.render(title))
+    spoken = sentence(title, (f"{name} {total}" for name, total in zip(rows.labels, rows.totals, strict=True)))
+    return figure(title, subtitle, legend, canvas.render(spoken), _row_numbers(rows, series, write), css="rows")
 
 
-def _extras(
-    canvas: Canvas, rows: Rows, i: int, y: float, bar: float, left: float, scale: float, write: Callable[[float], str]
-) -> float:
-    """Draw row i's interval and mark; returns the rightmost x."""
-    end = 0.0
+def _row_numbers(rows: Rows, series: Sequence[Series], write: Write) -> Numbers:
+    heads, body = ["run", *(s.label for s in series)], []
+    for i, name in enumerate(rows.labels):
+        body.append([name, *(_written(s.values[i], write) for s in series)])
+    if any(rows.marks):
+        heads.append(rows.mark_label)
+        body = [[*cells, _written(mark, write)] for cells, mark in zip(body, rows.marks, strict=True)]
+    if any(rows.intervals):
+        heads.append("95% interval")
+        spans = [f"{write(i[0])} to {write(i[1])}" if i else DASH for i in rows.intervals]
+        body = [[*cells, span] for cells, span in zip(body, spans, strict=True)]
+    return Numbers(heads, body)
+
+
+def _extras(canvas: Canvas, rows: Rows, i: int, y: float, bar: float, left: float, scale: float, write: Write) -> None:
+    """Draw row i's interval and mark."""
     interval = rows.intervals[i] if rows.intervals else None
     if interval is not None:
         low, high = (left + value * scale for value in interval)
         tip = f"{rows.labels[i]}\n95% interval: {write(interval[0])} to {write(interval[1])}"
-        middle, cap = y + bar / 2, f"{y + 6:.1f}v{bar - 12:.1f}"
+        middle, cap = y + bar / 2, f"{y + 4:.1f}v{bar - 8:.1f}"
         canvas.path(f"M{low:.1f} {middle:.1f}H{high:.1f}M{low:.1f} {cap}M{high:.1f} {cap}", "interval", tip)
-        end = high
     mark = rows.marks[i] if rows.marks else None
     if mark is not None:
         x = left + mark * scale
-        canvas.line(x, y - 5, x, y + bar + 5, "bound-halo")
-        canvas.line(x, y - 5, x, y + bar + 5, "bound", f"{rows.labels[i]}\n{rows.mark_label}: {write(mark)}")
-        end = max(end, x)
-    return end
+        canvas.line(x, y - 3, x, y + bar + 3, "bound-halo")
+        canvas.line(x, y - 3, x, y + bar + 3, "bound", f"{rows.labels[i]}\n{rows.mark_label}: {write(mark)}")
 
 
 def stacked_columns(
     title: str,
     subtitle: str,
+    columns: Columns,
     series: Sequence[Series],
     axis_label: str,
-    write: Callable[[float], str],
+    write: Write,
     top: float | None = None,
+    of: str = "",
 ) -> str:
-    """Vertical bars, one per MoE layer.
+    """Vertical bars, one per MoE layer or distance.
 
     Args:
         title: what the chart shows.
         subtitle: one sentence on how to read it.
-        series: stacked bottom to top, one value per layer; nan is drawn as nothing.
+        columns: what they are.
+        series: stacked bottom to top, one value per column; nan is drawn as nothing.
         axis_label: quantity and unit.
         write: a value with its unit, for hover.
         top: value that the axis must reach at least, so that several charts can share a scale.
+        of: the run's name, where charts of two stand beside each other.
     """
-    height, left, right, bottom = 236, 56, 8, 192
+    height, left, right, bottom = 214, 52, 6, 170
     canvas = Canvas(WIDTH, height)
-    layers = len(series[0].values)
-    sums = [sum(_known(s.values[i]) for s in series) for i in range(layers)]
-    values = ticks(max([*sums, top or 0.0]), 4)
+    count = len(columns.names)
+    sums = [sum(_known(s.values[i]) for s in series) for i in range(count)]
+    values = ticks(max([*sums, *columns.marks, top or 0.0]), 4)
     scale = (bottom - 10) / values[-1]
     for value, label in zip(values, tick_labels(values), strict=True):
         canvas.line(left, bottom - value * scale, WIDTH - right, bottom - value * scale, "grid")
-        canvas.text(left - 8, bottom - value * scale + 4, label, "tick end")
-    pitch = (WIDTH - left - right) / max(1, layers)
-    gap = max(1.0, pitch * 0.22)
-    label_step = every(22 / pitch)
-    for i in range(layers):
-        y = float(bottom)
+        canvas.text(left - 7, bottom - value * scale + 4, label, "tick end")
+    pitch = (WIDTH - left - right) / max(1, count)
+    bar = min(pitch - max(1.0, pitch * 0.22), 48.0)
+    for i, name in enumerate(columns.names):
+        middle, y = left + (i + 0.5) * pitch, float(bottom)
         for s in series:
             share = _known(s.values[i]) * scale
             if share > 0:
-                tip = f"layer {i}\n{s.label}: {write(s.values[i])}"
-                canvas.rect(left + i * pitch + gap / 2, y - share, pitch - gap, share, f"mark {s.css}", tip)
+                tip = f"{columns.axis_label.partition(' (')[0]} {name}\n{s.label}: {write(s.values[i])}"
+                canvas.rect(middle - bar / 2, y - share, bar, share, f"mark {s.css}", tip)
             y -= share
-        if i % label_step == 0:
-            canvas.text(left + (i + 0.5) * pitch, bottom + 16, str(i), "tick mid")
-    if not any(sums):
-        canvas.text(left + (WIDTH - left - right) / 2, bottom / 2, "zero in every layer", "tick mid")
+        if columns.value_labels:
+            canvas.text(middle, y - 5, write(sums[i]), "total mid")
+        if columns.marks:
+            at = bottom - columns.marks[i] * scale
+            tip = f"{columns.mark_label}: {write(columns.marks[i])}"
+            canvas.line(middle - bar / 2 - 4, at, middle + bar / 2 + 4, at, "bound", tip)
+        if i % every(22 / pitch) == 0:
+            canvas.text(middle, bottom + 16, name, "tick mid")
+    if columns.empty and not any(sums):
+        canvas.text(left + (WIDTH - left - right) / 2, bottom / 2, columns.empty, "tick mid")
     canvas.line(left, bottom, WIDTH - right, bottom, "axis")
-    canvas.text(left + (WIDTH - left - right) / 2, height - 8, "MoE layer (index)", "axis-label mid")
-    canvas.text(14, 10 + (bottom - 10) / 2, axis_label, "axis-label mid", rotate=True)
-    legend = _legend(series) if len(series) > 1 else []
-    return figure(title, subtitle, legend, canvas.render(title))
+    canvas.text(left + (WIDTH - left - right) / 2, height - 8, columns.axis_label, "axis-label mid")
+    canvas.text(9, 10 + (bottom - 10) / 2, axis_label, "axis-label mid", rotate=True)
+    legend = _legend(series) if len(series) > 1 or columns.marks else []
+    if columns.marks:
+        legend.append(("k-mark", columns.mark_label))
+    spoken = sentence(title, (f"{s.label} {_range(s.values, write)}" for s in _visible(series) or series))
+    numbers = _column_numbers(columns, series, write)
+    return figure(title, subtitle, legend, canvas.render(spoken), numbers, of=of)
+
+
+def _column_numbers(columns: Columns, series: Sequence[Series], write: Write) -> Numbers:
+    heads = [columns.axis_label, *(s.label for s in series), *([columns.mark_label] if columns.marks else [])]
+    values = [*(s.values for s in series), *([columns.marks] if columns.marks else [])]
+    return Numbers(heads, [[name, *(_written(v[i], write) for v in values)] for i, name in enumerate(columns.names)])
+
+
+def _range(values: Sequence[float], write: Write) -> str:
+    known = [value for value in values if is_number(value)]
+    if not known:
+        return DASH
+    low, high = write(min(known)), write(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def _written(value: float | None, write: Write) -> str:
+    return write(value) if value is not None and is_number(value) else DASH
 
 
 def _legend(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Only what can be seen: a name without a bar sends the reader searching."""
-    return [(s.css, s.label) for s in series if any(_known(value) > 0 for value in s.values)]
+    return [(s.css, s.label) for s in _visible(series)]
+
+
+def _visible(series: Sequence[Series]) -> list[Series]:
+    return [s for s in series if any(_known(value) > 0 for value in s.values)]
 
 
 def _known(value: float) -> float:

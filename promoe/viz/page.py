@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
-from promoe.units import format_memory, is_number
-from promoe.viz.heatmap import coverage_chart, coverage_table, heat_map
+from promoe.units import format_memory
+from promoe.viz.heatmap import coverage_chart, coverage_table
+from promoe.viz.needs import coverage_pair, maps
 from promoe.viz.overview import overview
 from promoe.viz.run import Run
+from promoe.viz.script import SCRIPT
 from promoe.viz.section import section
-from promoe.viz.style import CSS, PATTERNS, SCRIPT
-from promoe.viz.table import Column, columns_for
-from promoe.viz.words import BOUND_TOLERANCE, comparison
+from promoe.viz.side_by_side import chart_pairs
+from promoe.viz.style import CSS, PATTERNS
+from promoe.viz.tables import difference_table, runs_table
+from promoe.viz.words import comparison
 
 # The page may run its own script and style, and load nothing, from nowhere.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -25,6 +28,7 @@ _WORDS = (
     ("Demand, prefetch", "moved because a gate had chosen the expert, or because a prediction said that one would."),
     ("Bound", "no run can be faster: the larger of compute alone and missed bytes / bandwidth of the link."),
     ("TTFT, TPOT", "time to the first token; time per output token after it."),
+    ("Named", "among a forecast's most probable experts, as many as the layer then needed."),
 )
 
 
@@ -44,24 +48,32 @@ def page(runs: Sequence[Run], baseline: Run, title: str, conditions: Mapping[str
         yield f'<dl class="card conditions{few}">{pairs}</dl>\n'
     counted = [run for run in runs if run.phase.layer_visits]
     shared = len({run.phase.expert_counts for run in counted}) == 1
-    sections = (section(i, run, runs, not shared) for i, run in enumerate(runs))
     if len(runs) == 1:
-        yield "<h2>The run</h2>"
-        yield from sections
-        yield f"<h2>Times and traffic</h2>{_table(runs, baseline)}"
+        yield f"<h2>The run</h2>{section(0, runs[0], runs, not shared)}<h2>Times, traffic and needs</h2>\n"
     else:
+        table = difference_table(runs, baseline) if len(runs) == 2 else runs_table(runs, baseline)
         yield f'<h2>In short</h2><div class="card short">{_list(comparison(runs, baseline))}</div>\n'
-        yield f"<h2>The runs compared</h2>{_table(runs, baseline)}\n"
-    yield f'<div class="grid">{"".join(overview(runs))}</div>\n'
+        yield f"<h2>The runs compared</h2>{table}\n"
+    concentration = f"{coverage_chart(counted)}{coverage_table(counted)}" if shared else ""
+    yield f'<div class="grid">{"".join(overview(runs))}{concentration}</div>\n'
     if shared:
         same = " (the same in all runs)" if len(runs) > 1 else ""
-        yield f"<h2>Which experts were needed{same}</h2>{heat_map(counted[0].phase, counted[0].phase_name)}"
-        yield f'<div class="grid">{coverage_chart(counted)}{coverage_table(counted)}</div>\n'
-    if len(runs) > 1:
+        yield f"<h2>Which experts were needed{same}</h2>{maps(counted[:1])}\n"
+    if len(runs) == 2:
+        in_order = _from_baseline(runs, baseline)
+        yield f"<h2>Side by side</h2>{chart_pairs(in_order)}\n"
+        if counted and not shared:
+            needed = [run for run in in_order if run in counted]
+            yield f"<h2>Which experts were needed</h2>{maps(needed)}{coverage_pair(needed)}\n"
+    elif len(runs) > 2:
         yield f"<h2>Each run</h2>{_tabs(runs)}"
-        yield from sections
+        yield from (section(i, run, runs, not shared) for i, run in enumerate(runs))
     words = "".join(f"<div><dt>{escape(k)}</dt> <dd>– {escape(v)}</dd></div>" for k, v in _WORDS)
     yield f'<h2>Words</h2><dl class="card words">{words}</dl>\n</main><script>{SCRIPT}</script></body></html>\n'
+
+
+def _from_baseline(runs: Sequence[Run], baseline: Run) -> list[Run]:
+    return [baseline, *(run for run in runs if run is not baseline)]
 
 
 def _lede(runs: Sequence[Run]) -> str:
@@ -73,37 +85,6 @@ def _lede(runs: Sequence[Run]) -> str:
 
 def _list(sentences: Iterable[str]) -> str:
     return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
-
-
-def _table(runs: Sequence[Run], baseline: Run) -> str:
-    columns = columns_for(runs)
-    heads = "".join(
-        f'<th scope="col" title="{escape(c.meaning)}">{escape(c.head)}<small>{escape(c.unit)}</small></th>'
-        for c in columns
-    )
-    caching = [run for run in runs if run.stats.cache_rate < 1 and is_number(run.time_per_token_s)]
-    best = min(caching, key=lambda run: run.time_per_token_s) if len(caching) > 1 else None
-    body = []
-    for run in runs:
-        tag = '<span class="tag">baseline</span>' if run is baseline and len(runs) > 1 else ""
-        tag += '<span class="tag">fastest with slots</span>' if run is best else ""
-        cells = "".join(_cell(c, run, baseline) for c in columns)
-        css = ' class="best"' if run is best else ""
-        body.append(f'<tr{css}><th scope="row">{escape(run.name)}{tag}</th>{cells}</tr>')
-    return (
-        '<div class="card scroll"><table><thead><tr><th scope="col">run<small></small></th>'
-        f"{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
-
-
-def _cell(column: Column, run: Run, baseline: Run) -> str:
-    text = column.cell(run, baseline)
-    main, _, interval = text.partition(" [")
-    extra = f'<span class="interval-text">[{escape(interval)}</span>' if interval else ""
-    impossible = column.head == "ratio" and is_number(run.bound_ratio) and run.bound_ratio < BOUND_TOLERANCE
-    css = "alarm" if impossible else "lead" if column.head == "TPOT" else ""
-    note = ' title="faster than possible: measuring error"' if impossible else ""
-    return f'<td class="{css}"{note}>{escape(main)}{" !" if impossible else ""}{extra}</td>'
 
 
 def _tabs(runs: Sequence[Run]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from promoe.counts import PhaseStats
 from promoe.stats import Stats
 from promoe.units import is_number, ratio
+from promoe.viz.lanes import Lanes
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Run:
     """Least TPOT that compute and link allow, max(compute, missed bytes / bandwidth), seconds."""
     note: str = ""
     """One sentence about the run."""
+    token: Lanes | None = None
+    """A decode pass from begin to end, an ordinary one (`lanes.median_pass`)."""
 
     @property
     def phase(self) -> PhaseStats:

@@ -95,7 +95,11 @@ def comparison(runs: Sequence[Run], baseline: Run) -> list[str]:
     sentences = []
     if baseline in timed:
         best = min(caching or timed, key=lambda run: run.time_per_token_s)
-        sentences.append(_versus(best, baseline) if best is not baseline else f"No run is faster than “{best.name}”.")
+        others = [run for run in timed if run is not best]
+        if best is not baseline or len(others) == 1:
+            sentences.append(_versus(best, others[0] if best is baseline else baseline))
+        else:
+            sentences.append(f"No run is faster than “{best.name}”.")
         resident = [run for run in timed if run not in caching]
         if resident and best in caching:
             speed = resident[0].time_per_token_s / best.time_per_token_s

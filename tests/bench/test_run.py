@@ -120,12 +120,14 @@ def other_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Worker, "answer", answer)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("other_tokens")
 def test_other_tokens_end_the_benchmark(folder: Path) -> None:
     with pytest.raises(TokensDifferError, match="“gate” generated other tokens than the unmodified model: prompt 0"):
         Bench(options(folder, max_new_tokens=3)).run()
 
 
+@pytest.mark.slow
 def test_an_emulated_link_and_a_system_that_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that breaks is left out from then on; the others go on."""
     real = Worker.answer
@@ -148,6 +150,7 @@ def test_an_emulated_link_and_a_system_that_fails(folder: Path, monkeypatch: pyt
     assert found.tables[0].contention is None
 
 
+@pytest.mark.slow
 def test_a_peer_whose_files_cannot_be_written_is_left_out(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "peers").write_text("a file where a folder should be")
     fields = {"systems": ["gate", "page-cache"], "out": tmp_path, "max_new_tokens": 2}
@@ -174,6 +177,7 @@ def opening(folder: Path, name: str, checkpoint: str = "checkpoint") -> Opening:
     return Opening(KNOWN[name], folder / checkpoint, "bfloat16", "25%", folder / "peer", None, 1)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_open_its_model(folder: Path) -> None:
     with pytest.raises(WorkerError, match=r"The system 'gate' failed. CheckpointError: .*absent"):
         Worker(opening(folder, "gate", "absent"), None, None)

@@ -30,7 +30,7 @@ def test_a_folder_with_weights_config_and_card(run: Path, tmp_path: Path, capsys
     (tmp_path / "evaluation.json").write_text(json.dumps(EVALUATION))
     arguments = ["export", "--run", str(run), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--evaluation", str(tmp_path / "evaluation.json")]) == 0
-    assert f'promoe.patch(model, predictor="{tmp_path / "out"}")' in capsys.readouterr().out
+    assert f'promoe.from_pretrained(MODEL, predictor="{tmp_path / "out"}")' in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "README.md",
         "config.json",

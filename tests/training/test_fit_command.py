@@ -84,6 +84,7 @@ def test_a_run_that_ended_is_not_trained_again(trace: Path, tmp_path: Path) -> N
     assert (tmp_path / "predictor" / "model.safetensors").read_bytes() == weights
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(trace: Path, tmp_path: Path) -> None:
     epochs = 40
     options = [
@@ -113,6 +114,7 @@ def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(trace: Path, tmp_p
         assert torch.equal(found.state_dict()[name], tensor), name
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_predictor(trace: Path, tmp_path: Path) -> None:
     options = [
         "fit", "--trace", str(trace), "--out", str(tmp_path), "--lookahead", "2", "--width", "8", "--batch-size", "32",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from promoe.errors import ConfigError
-from promoe.training import plots
-from promoe.training.plots import COLOURS, check_plots, draw_accuracy, draw_calibration, draw_layers, save_plots
+from promoe.training.plots import check_plots, draw_accuracy, draw_calibration, draw_layers, save_plots
+from promoe.viz import figures as style
+from promoe.viz.figures import COLOURS
 
 from .results import calibration, figures
 
@@ -92,7 +93,7 @@ def test_kinds_keep_their_colour_and_many_are_told_apart() -> None:
 
 
 def test_matplotlib_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
+    monkeypatch.setattr(style, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'promoe\[viz\]'"):
         check_plots(tmp_path)
 

@@ -125,6 +125,8 @@ def test_comparison_names_the_best_its_gain_and_its_price() -> None:
     assert "It reaches 50.0% of the speed of “resident” with 8.0 MiB of slots." in text
     assert "“better” 2.00x; “worse” 0.80x (slower)" in text
     assert comparison(runs, runs[2])[0] == "No run is faster than “better”."
+    of_two = comparison(runs[1:3], runs[2])[0]
+    assert of_two.startswith("“better” is 2.00x as fast as “lru”"), "of two runs, whichever the baseline is"
 
 
 def test_comparison_says_when_intervals_overlap() -> None:
