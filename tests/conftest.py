@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 transformers_logging.disable_progress_bar()
+
+
+def pytest_collection_finish() -> None:
+    """What the imports have made stays: going through it at each collection takes more time than most tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

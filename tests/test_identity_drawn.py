@@ -26,7 +26,7 @@ from served import (
 )
 from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES
 
-LEAST_EXAMPLES = 200
+LEAST_EXAMPLES = 100
 CACHES = (1, 2, "top-k", "25%", "50%", "75%", "100%")
 DTYPES = (torch.float32, torch.bfloat16)
 STORES = ("host", "file")

@@ -354,6 +354,7 @@ def test_the_forward_does_not_wait_for_a_predictor() -> None:
 def test_a_broken_predictor_is_still_closed(caplog: pytest.LogCaptureFixture) -> None:
     with served(FAMILY, cache="50%", predictor=Predictor(raising)) as model:
         assert_unharmed(model)
+        model.promoe.runtime.predictor.drain()  # until it has broken
         model.promoe.close()
         model.promoe.close()
     assert len(told(caplog)) == 1

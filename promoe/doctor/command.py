@@ -13,9 +13,8 @@ from promoe.doctor.advice import advice
 from promoe.doctor.chaos import Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
 from promoe.output import write_atomically
+from promoe.columns import text_columns
 from promoe.units import aligned, format_memory, format_number
-
-WIDTH = 100
 
 
 def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO) -> bool:
@@ -32,7 +31,7 @@ def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO
     found = advice(facts)
     print("\nWhat would be slow, and why" if found else "\nNothing stands out.", file=out)
     for text in found:
-        print(textwrap.fill(text, WIDTH, initial_indent="  - ", subsequent_indent="    "), file=out)
+        print(textwrap.fill(text, text_columns(), initial_indent="  - ", subsequent_indent="    "), file=out)
     outcomes = chaos() if with_chaos else []
     if outcomes:
         print("\nA tiny model, its reads failing\n", file=out)
@@ -52,10 +51,11 @@ def facts_lines(facts: Facts) -> list[str]:
     disk, limit = facts.disk, facts.locked_limit_bytes
     past_cache = "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{_gigabytes(disk.direct_bytes_per_s)} O_DIRECT"
     free = "unknown" if facts.free_ram_bytes is None else format_memory(facts.free_ram_bytes)
+    computing = "1 thread computes" if facts.threads == 1 else f"{facts.threads} threads compute"
     pairs = {
         "versions": ", ".join(f"{name} {version}" for name, version in facts.versions.items()),
         "system": facts.system,
-        "processor": f"{facts.processor}, {facts.cores} cores, {facts.threads} threads compute, {facts.kernels}"
+        "processor": f"{facts.processor}, {facts.cores} cores, {computing}, {facts.kernels}"
         + (", bf16 products" if facts.bfloat16 else ""),
         "RAM": f"{format_memory(facts.total_ram_bytes)}, {free} of it free"
         + (" to this process (control group)" if facts.limited_by_group else ""),

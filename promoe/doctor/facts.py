@@ -156,7 +156,7 @@ def _copy_bandwidth() -> float:
 
 
 def _disk(folder: Path) -> Disk:
-    with _probe_file(folder) as path:
+    with scratch_file(folder) as path:
         drop_files([path])
         try:
             direct = probe_file(path, REQUEST_BYTES, READERS, "direct", 1.0).bytes_per_s
@@ -169,8 +169,12 @@ def _disk(folder: Path) -> Disk:
 
 
 @contextmanager
-def _probe_file(folder: Path) -> Iterator[Path]:
-    """A file of bytes that no file system stores in less."""
+def scratch_file(folder: Path) -> Iterator[Path]:
+    """A file of bytes that no file system stores in less, in a folder; deleted afterwards.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
     path = folder / f".promoe-doctor-{os.getpid()}"
     try:
         with path.open("xb") as file:

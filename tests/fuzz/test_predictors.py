@@ -135,7 +135,9 @@ def changed_weights(draw: st.DrawFn, weights: dict[str, torch.Tensor]) -> bytes:
         elif how == 4:
             tensor = tensor.clone()
             if tensor.numel():
-                tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = draw(numbers)
+                whole = not (tensor.is_floating_point() or tensor.is_complex())
+                value = draw(st.integers(0, 1) if whole else numbers)
+                tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = value
             result[name] = tensor
         if not result:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -98,6 +99,17 @@ def leaving_nothing() -> Iterator[list[weakref.ref[Any]]]:
     assert not opened_since(files)
     gc.collect()
     assert not [found() for found in gone if found() is not None], "slots are still in memory"
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Wait until no worker fetches anything, also nothing that an ended forward had only announced."""
+    engine, deadline_s = model.promoe.runtime.engine, time.monotonic() + WAIT_S
+    while True:
+        with engine.lock:
+            if engine._idle_workers == engine.link.workers:
+                return
+        assert time.monotonic() < deadline_s, engine.state()
+        time.sleep(0.0005)
 
 
 def assert_right(model: PreTrainedModel, prompt: str = "one") -> None:

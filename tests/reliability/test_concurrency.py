@@ -254,7 +254,7 @@ def test_many_short_generations(slots: int) -> None:
         engine = model.promoe.runtime.engine
         with engine.lock:
             engine.scheduler.check_integrity()
-            assert not engine._waiting_visits
+            assert not engine.waiting_visits
             assert not any(cache.num_pinned for cache in engine.scheduler._caches)
 
 
@@ -425,13 +425,7 @@ def ended(program: str, *options: str) -> str:
     return run.stderr
 
 
-# Each takes as long as a process does to begin: the others are for `make test-slow`.
-QUICK_ENDS = ("a predictor that computes", "closed with a stuck read")
-
-
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=() if end in QUICK_ENDS else pytest.mark.slow) for end in ENDS]
-)
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(
     "options",
     [

@@ -33,9 +33,10 @@ LOAD = r"Expert \d of MoE layer \d could not be fetched \(.*offset \d+\): .*"
 def assert_forgotten(way: str, kind: FaultKind, match: str) -> None:
     """One transfer fails: its forward raises `match`, the next ones answer as if nothing had been.
 
-    Of what a visit has asked for: what fails between a gate and its experts' forward is fetched once more, and nobody told.
+    Of what a visit has asked for: what fails between a gate and its experts' forward (hinted or streamed) is fetched once
+    more, and nobody told.
     """
-    with faulty(way, only(5, kind), predictor=None, early_preemption=False) as (model, link):
+    with faulty(way, only(5, kind), predictor=None, early_preemption=False, stream=False) as (model, link):
         assert_told(model, ExpertLoadError, LOAD + match + ".*start the generation again")
         assert link.injected == {kind: 1}
         assert_right(model)
