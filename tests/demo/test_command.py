@@ -57,6 +57,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
     assert wide.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_without_a_predictor_that_row_is_left_out(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = checkout / "examples" / "sharegpt_moe"
     (example / "checkpoint").rename(checkout / "other")
@@ -106,6 +107,7 @@ def test_other_tokens_fail_the_demo_loudly(monkeypatch: pytest.MonkeyPatch, caps
     assert "All tokens agree" not in text
 
 
+@pytest.mark.slow
 def test_where_ram_is_short_the_resident_row_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbclient
 import pytest
+import torch
 from tiny_checkpoint import write_checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SOURCES = sorted(EXAMPLES.glob("[0-9]*.py"))
+MAX_BYTES = 400_000
+# Absolute paths of files, as they would tell of the machine; addresses of the web have another slash before.
+PATH = re.compile(r"(?<![\w/.])/(?:tmp|home|root|usr|opt|mnt|var|Users|private)/")
+
+
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
@@ -20,10 +31,64 @@ def test_the_executed_notebook_is_that_of_its_source(source: Path) -> None:
     wanted = [(cell.cell_type, cell.source) for cell in jupytext.read(source).cells]
     assert [(cell.cell_type, cell.source) for cell in executed.cells] == wanted
     code = [cell for cell in executed.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code)
-    outputs = [output for cell in code for output in cell.outputs]
-    assert not any(output.output_type == "error" for output in outputs)
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_what_it_shows_is_of_the_project_alone(source: Path) -> None:
+    notebook = source.with_suffix(".ipynb")
+    text = notebook.read_text(encoding="utf-8")
+    assert len(text.encode()) < MAX_BYTES
+    outputs = outputs_of(jupytext.read(notebook))
+    kinds = {(output.output_type, output.get("name")) for output in outputs}
+    assert kinds <= {("stream", "stdout"), ("display_data", None), ("execute_result", None)}
+    drawn = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert bool(drawn) == ("%matplotlib inline" in text or "plt.show()" in text)
+    shown = re.sub(r'"image/png": "[^"]*"', "", text)
+    assert not PATH.search(shown)
+    assert str(EXAMPLES.parent) not in shown
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Notebooks choose how many threads compute."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Of every notebook: a tiny model, few prompts, few tokens."""
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([f"Question {number}: what is {'very ' * number}good?" for number in range(6)]))
+    values = {"MODEL": str(write_checkpoint(tmp_path / "model")), "PROMPTS": str(prompts), "NEW_TOKENS": "6"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"PROMOE_{name}", value)
+    monkeypatch.chdir(tmp_path)
+    return values
+
+
+def run(name: str) -> dict[str, Any]:
+    """A notebook's code, cell by cell, in this process, where libraries are loaded already; warnings are errors here.
+
+    Returns:
+        What it left behind.
+    """
+    (source,) = (path for path in SOURCES if path.stem == name)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, cell in enumerate(jupytext.read(source).cells):
+        if cell.cell_type == "code":
+            code = re.sub(r"^%.*$", "", cell.source, flags=re.MULTILINE)
+            exec(compile(code, f"{source.name}, cell {number}", "exec"), names)
+    return names
+
+
+@pytest.mark.usefixtures("settings", "own_threads")
+def test_quickstart(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("01_quickstart")
+    assert "same tokens, same logits" in capsys.readouterr().out
+    assert list(names["decode"]) == ["12.5%", "25%", "50%", "75%"]
 
 
 def test_training_a_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +106,41 @@ def test_training_a_predictor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(f"PROMOE_{name}", value)
     notebook = jupytext.read(EXAMPLES / "02_train_a_predictor.py")
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    printed = "".join(
-        output.text for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "stream"
-    )
+    printed = "".join(output.text for output in outputs_of(notebook) if output.output_type == "stream")
     assert "residual of" in printed
     assert printed.count("there in time") == 3
+
+
+@pytest.mark.usefixtures("settings", "own_threads")
+def test_reading_a_timeline(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"PROMPT_TOKENS": "64", "TURNS": "1"}.items():
+        monkeypatch.setenv(f"PROMOE_{name}", value)
+    names = run("03_read_a_timeline")
+    assert {name: len(passes) for name, passes in names["decode"].items()} == {
+        "without prefetch": 5,
+        "with prefetch": 5,
+    }
+    text = capsys.readouterr().out
+    assert "there when the layer began" in text
+
+
+@pytest.mark.usefixtures("settings", "own_threads")
+def test_choosing_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROMOE_TOKENS", "60")
+    names = run("04_choose_a_cache")
+    assert {policy: len(results) for policy, results in names["swept"].items()} == dict.fromkeys(
+        ("lru", "default", "belady"), 15
+    )
+    assert len(names["counted"]) == 6
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_bringing_ones_own_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run("05_bring_your_own_model")
+    printed = capsys.readouterr().out
+    assert "has no MoE layers" in printed
+    assert "ModuleList" in printed
+    assert printed.count("supported\n") >= 1

@@ -1,0 +1,207 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Read a timeline: where does the time go?
+#
+# A token of a Mixture-of-Experts model is slow for one of two reasons: the processor computes, or it waits for experts
+# that are not there. A timeline shows which. This notebook records one with prefetch and one without, and draws a single
+# token of each as lanes; then a prompt.
+#
+# The model is the small one of this repository. Nothing is slow with it, so its experts come over an *emulated link*: real
+# bytes, whose arrival is delayed as if the link were slow. The picture is that of a large model; the milliseconds are of no
+# real machine.
+
+# %%
+# %matplotlib inline
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+import promoe
+from promoe.demo.systems import load_stock
+from promoe.measure import generate
+from promoe.units import aligned, format_ms, format_share
+from promoe.viz.lanes import lanes_of, median_pass
+from promoe.viz.lanes_figure import draw_lanes
+
+MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
+NEW_TOKENS = int(os.environ.get("PROMOE_NEW_TOKENS", "48"))
+TURNS = int(os.environ.get("PROMOE_TURNS", "3"))
+PROMPT_TOKENS = int(os.environ.get("PROMOE_PROMPT_TOKENS", "256"))
+PROMPTS = Path(os.environ.get("PROMOE_PROMPTS", "sharegpt_moe/heldout_prompts.json"))
+work = Path(tempfile.mkdtemp(prefix="promoe-"))
+torch.set_num_threads(1)  # another core copies what the link delivers
+
+# %% [markdown]
+# ## 1. A link that is slow for this model
+#
+# First the unmodified model answers, with everything in memory: that is computing alone. Then the link is set so that it
+# needs three times as long to move all experts of a token as the processor needs to compute it. With a quarter of the
+# experts in slots many of them need not be moved; the others are enough to wait for.
+
+# %%
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
+question = tokenizer("What is the best way to learn to play the piano?", return_tensors="pt")
+options = {"min_new_tokens": NEW_TOKENS, "repetition_penalty": 1.15, "pad_token_id": tokenizer.eos_token_id}
+
+stock = load_stock(Path(MODEL), torch.bfloat16)
+generate(stock, question, NEW_TOKENS, **options)  # the first answer warms everything up
+expected = generate(stock, question, NEW_TOKENS, **options)
+layers = promoe.find_moe_layers(stock)
+token_bytes = sum(layer.top_k * layer.layout.payload_bytes for layer in layers)
+link = promoe.EmulatedLink(bandwidth_bytes_per_s=token_bytes / (3 * expected.tpot_s))
+print(f"{len(layers)} MoE layers, {layers[0].top_k} of {layers[0].num_experts} experts per token and layer")
+print(f"computing a token takes {format_ms(expected.tpot_s)} ms, moving all of its experts three times that")
+
+
+# %% [markdown]
+# ## 2. Record
+#
+# `model.promoe.trace(path)` records while its context lasts, and writes a file that <https://ui.perfetto.dev> opens. What was
+# recorded can also be read at once: `lanes_of` gives one object per forward pass.
+#
+# Without prefetch, an expert is fetched once its layer's gate has chosen it. With it, the next layer's gate is asked one layer
+# early. (`governor=False` leaves prefetch on: else promoe tests now and then whether it pays.) The two take turns, so that
+# what drifts in the machine drifts for both.
+
+# %%
+PREDICTORS = {"without prefetch": None, "with prefetch": "gate"}
+models = {
+    name: promoe.patch(
+        load_stock(Path(MODEL), torch.bfloat16),
+        cache="25%",
+        predictor=predictor,
+        link=link,
+        config=promoe.PromoeConfig(governor=False),
+    )
+    for name, predictor in PREDICTORS.items()
+}
+decode = {name: [] for name in models}
+for turn in range(1 + TURNS):
+    for name, model in models.items():
+        with model.promoe.trace(work / f"{name}.json") as tracer:
+            answer = generate(model, question, NEW_TOKENS, **options)
+        assert answer.tokens == expected.tokens, "prediction changes when bytes move, never what is computed"
+        if turn:  # the first fills the slots
+            decode[name] += [one for one in lanes_of(tracer.spans()) if one.phase == "decode"]
+        else:
+            model.promoe.reset_stats()
+stats = {name: model.promoe.stats().decode for name, model in models.items()}
+for model in models.values():
+    model.promoe.close()
+print({name: f"{len(found)} tokens recorded" for name, found in decode.items()})
+
+# %% [markdown]
+# ## 3. One token
+#
+# Both panels show the same token, on one scale: the one that gained the median of what tokens gained. Each MoE layer begins
+# with attention and the gate (pale), then come its experts (dark).
+#
+# - Where the **computing** lane is interrupted, the processor waits: the gap is in the **waiting** lane.
+# - A **reader** fetches one chunk of an expert at a time. Two chunks are under way at once, so that the wire, which carries one
+#   after the other, is never idle.
+# - *On demand* means that the gate had chosen the expert already: nothing but waiting is left. *Ahead of need* means that it
+#   was foreseen, and travels while the layer before computes.
+
+# %%
+without, ahead = decode.values()
+gains_s = [a.duration_s - b.duration_s for a, b in zip(without, ahead, strict=True)]
+median_idx = sorted(range(len(gains_s)), key=gains_s.__getitem__)[len(gains_s) // 2]
+draw_lanes(
+    {name: found[median_idx] for name, found in decode.items()},
+    "One token",
+    "demo model, a quarter of its experts in slots, behind an emulated link",
+)
+
+# %% [markdown]
+# ## 4. All tokens
+#
+# A picture of one token proves nothing. These are the means over all that were recorded: the lanes added up, and the counters
+# of `model.promoe.stats()`, which are always on.
+
+# %%
+rows = [("ms per token", *decode)]
+parts = {
+    "experts": lambda one: one.experts_s,
+    "all else": lambda one: one.rest_s,
+    "waiting": lambda one: one.stall_s,
+    "together": lambda one: one.duration_s,
+    "fetching on demand": lambda one: one.fetching_s("demand"),
+    "fetching ahead of need": lambda one: one.fetching_s("prefetch"),
+}
+for label, part in parts.items():
+    rows.append((label, *(format_ms(sum(map(part, found)) / len(found)) for found in decode.values())))
+rows.append(("there when the gate chose", *(format_share(one.hit_rate) for one in stats.values())))
+rows.append(("there when the layer began", *(format_share(one.ready_rate) for one in stats.values())))
+print("\n".join(aligned(rows)))
+
+# %% [markdown]
+# ## 5. A prompt
+#
+# Many tokens at once use nearly all experts of a layer, so there is nothing to predict: promoe simply streams the next layer's
+# absent experts in order while this layer computes. Below is the same prompt with streaming off, and on. The link is another
+# one: it needs twice as long to move all experts of the model as the unmodified model needs to read the prompt.
+#
+# Without streaming, the readers stand still from a layer's last expert to the next layer's gate. With it, they go on.
+
+# %%
+prompts = json.loads(PROMPTS.read_text())
+text = tokenizer(" ".join(prompts), return_tensors="pt")["input_ids"][:, :PROMPT_TOKENS]
+with torch.inference_mode():
+    stock(text)
+    begin_s = time.perf_counter()
+    stock(text)
+    prompt_s = time.perf_counter() - begin_s
+all_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
+prompt_link = promoe.EmulatedLink(bandwidth_bytes_per_s=all_bytes / (2 * prompt_s))
+
+models = {
+    name: promoe.patch(
+        load_stock(Path(MODEL), torch.bfloat16),
+        cache="25%",
+        predictor=None,
+        link=prompt_link,
+        config=promoe.PromoeConfig(stream=stream),
+    )
+    for name, stream in {"each layer fetches what it needs": False, "streamed": True}.items()
+}
+prefill = {name: [] for name in models}
+for turn in range(1 + TURNS):
+    for name, model in models.items():
+        with torch.inference_mode(), model.promoe.trace(work / f"{name}.json") as tracer:
+            model(text)
+        prefill[name] += lanes_of(tracer.spans()) if turn else []
+for model in models.values():
+    model.promoe.close()
+draw_lanes(
+    {name: median_pass(found, "prefill") for name, found in prefill.items()},
+    f"A prompt of {text.shape[1]} tokens",
+    f"demo model, a quarter of its experts in slots; computing takes {format_ms(prompt_s)} ms, moving all experts twice that",
+)
+
+# %% [markdown]
+# ## 6. On your own model
+#
+# ```python
+# with model.promoe.trace("timeline.json") as tracer:
+#     model.generate(**inputs, max_new_tokens=50)
+# draw_lanes({"mine": median_pass(lanes_of(tracer.spans()))}, "A token", "my model, my disk")
+# ```
+#
+# - Much **waiting**, readers busy all the time: the link is the limit. Only fewer bytes help: a larger cache (notebook 04).
+# - Much **waiting**, readers often idle: the link could do more. Predict farther ahead (`PromoeConfig(lookahead=2)`), or train
+#   a predictor (notebook 02).
+# - Hardly any **waiting**: computing is what takes time, and promoe cannot help any more.

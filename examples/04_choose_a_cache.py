@@ -1,0 +1,233 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Choose a cache size and a policy
+#
+# How much memory should the experts get? Enough that waiting no longer matters, and not more. Where that is depends on how
+# the model routes, how fast it computes and how fast experts come. This notebook records the routing of a model once, tries
+# every cache size in a simulator, and checks the simulator with a few real runs.
+#
+# The model is the small one of this repository, behind an *emulated link* (real bytes, delayed) that is slow enough
+# for waiting to matter, as it does for large models. The method is the same for any model; the numbers are not.
+
+# %%
+# %matplotlib inline
+import json
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, median
+
+import numpy as np
+import torch
+from IPython.display import display
+
+import promoe
+from promoe.demo.systems import load_stock
+from promoe.simulation.machine import Geometry, Machine
+from promoe.simulation.run import Scenario, simulate
+from promoe.training.cli import main as promoe_train
+from promoe.training.recorded_traces import RecordedTrace
+from promoe.units import aligned, format_memory, format_ms
+from promoe.viz.figures import COLOURS, INK, new_figure, plain, set_title
+
+MODEL = Path(os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint"))
+PROMPTS = Path(os.environ.get("PROMOE_PROMPTS", "sharegpt_moe/heldout_prompts.json"))
+TOKENS = int(os.environ.get("PROMOE_TOKENS", "160"))
+CACHES = [sixteenth / 16 for sixteenth in range(2, 17)]
+REAL = (0.25, 0.5, 0.75)
+work = Path(tempfile.mkdtemp(prefix="promoe-"))
+torch.set_num_threads(1)  # another core copies what the link delivers
+
+# %% [markdown]
+# ## 1. Record
+#
+# One command records which experts a model chooses while it answers prompts. For a model that does not fit in memory
+# add `--cache 25%`: it then runs with promoe itself.
+
+# %%
+data = work / "prompts.jsonl"
+data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in json.loads(PROMPTS.read_text())))
+command = f"collect --model {MODEL} --data {data} --out {work / 'trace'} --max-tokens {TOKENS} --batch-size 1"
+assert promoe_train(command.split()) == 0
+recorded = RecordedTrace(work / "trace").routing
+# Here every token is read by itself, also those of prompts, as if it were generated.
+trace = replace(recorded, generated=None)
+print(f"{trace.num_layers} layers of {trace.num_experts} experts, {trace.top_k} per token")
+
+# %% [markdown]
+# ## 2. A link to wait for
+#
+# The unmodified model reads the recorded tokens, with everything in memory. The link is then set so that moving all
+# experts of a token takes six times as long as computing it. (What your disk can do, `promoe doctor` measures.)
+
+
+# %%
+def read(model, tokens):
+    """Seconds per token of a prompt and its answer, read one token at a time."""
+    times_s, cache = [], None
+    with torch.inference_mode():
+        for token in tokens.tolist():
+            begin_s = time.perf_counter()
+            cache = model(torch.tensor([[token]]), past_key_values=cache).past_key_values
+            times_s.append(time.perf_counter() - begin_s)
+    return times_s
+
+
+texts = np.split(trace.token_ids, trace.prompt_starts[1:])
+stock = load_stock(MODEL, torch.bfloat16)
+read(stock, texts[0])  # warms up
+first_s = median(read(stock, texts[0]))
+layers = promoe.find_moe_layers(stock)
+expert_bytes = layers[0].layout.payload_bytes
+all_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
+link = promoe.EmulatedLink(bandwidth_bytes_per_s=len(layers) * trace.top_k * expert_bytes / (6 * first_s))
+print(f"{format_memory(all_bytes)} of experts; {format_ms(first_s)} ms to compute a token")
+
+# %% [markdown]
+# ## 3. A few real runs
+#
+# A model for each of a few sizes, without prefetch and with the default, which asks the next layer's gate early what to
+# fetch. They begin with empty slots. Everybody takes turns, text by text, so that what drifts in the machine drifts for all.
+
+# %%
+models = {("in memory", None): stock}
+for share in REAL:
+    for predictor in (None, "gate"):
+        models[share, predictor] = promoe.patch(
+            load_stock(MODEL, torch.bfloat16),
+            cache=f"{share:.2%}",
+            predictor=predictor,
+            link=link,
+            config=promoe.PromoeConfig(governor=False),
+        )
+times_s = {key: [] for key in models}
+for text in texts:
+    for key, model in models.items():
+        times_s[key] += read(model, text)
+tpot_s = {key: mean(found) for key, found in times_s.items()}
+compute_s = tpot_s.pop(("in memory", None))
+counted = {key: models[key].promoe.stats().decode for key in tpot_s}
+for key in tpot_s:
+    models[key].promoe.close()
+print(f"{format_ms(compute_s)} ms per token with everything in memory")
+
+# %% [markdown]
+# ## 4. Every size, simulated
+#
+# The simulator runs the recorded routing through the scheduler that serves real models, under a virtual clock. It is told two
+# numbers: how long a token computes, and the bandwidth of the link. Three ways to decide which expert makes room:
+#
+# - `lru`: the one that was used longest ago; slots per layer, as published caches have them;
+# - `default`: what promoe does: the one whose next use is expected last; all layers share the slots;
+# - `belady`: knows the future. With slots per layer nothing can miss less, so it says how much a policy leaves to be won.
+#
+# On the command line this is `promoe simulate --trace TRACE --cache 25% --policy lru`, with presets of GPUs and models.
+
+# %%
+machine = Machine(
+    name="this processor behind the emulated link",
+    bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
+    latency_s=0.0,
+    # All computing is one number per layer here: experts as small as these take no time of their own.
+    memory_bytes_per_s=1e18,
+    flops=1e24,
+    layer_overhead_s=compute_s / len(layers),
+    chunk_bytes=4 << 20,
+)
+sizes = Geometry("demo model", len(layers), layers[0].num_experts, trace.top_k, expert_bytes / 2, 0.0)
+POLICIES = ("lru", "default", "belady")
+swept = {policy: [simulate(Scenario(machine, sizes, share, policy), trace) for share in CACHES] for policy in POLICIES}
+
+rows = [("cache", "missed per token: simulated", "real", "ms per token: simulated", "real", "with prefetch", "bound")]
+for share in REAL:
+    found, phase = simulate(Scenario(machine, sizes, share), trace), counted[share, None]
+    misses = (phase.needed - phase.hits) / phase.tokens
+    times = (found["tpot_s"], tpot_s[share, None], tpot_s[share, "gate"], found["bound_s"])
+    rows.append((f"{share:.1%}", f"{found['misses_per_token']:.2f}", f"{misses:.2f}", *map(format_ms, times)))
+    assert abs(misses / found["misses_per_token"] - 1) < 0.02, "the same scheduler, so the same misses"
+print("\n".join(aligned(rows)))
+
+# %% [markdown]
+# The misses are those of the real runs, within 2% (the cell asserts it): it is the same scheduler. The times are as good as the
+# two numbers, and too short here: they leave out what it costs to hand experts over between threads each time that a layer
+# waits. Beside layers and experts as small as these that is much. With experts of real size, and these costs measured too,
+# simulated times are within 15% of real ones ([docs/simulate.md](../docs/simulate.md)). So trust the misses and the shape of
+# the curve, and measure the size that you choose.
+#
+# ## 5. Look
+#
+# Left: what has to be fetched. Right: what that costs. The *bound* is what no schedule of these misses can beat: computing,
+# or moving the missing bytes, whichever takes longer.
+
+# %%
+figure, (left, right) = new_figure(1, 2, (10.4, 4.3))
+percent = [100 * share for share in CACHES]
+look = {
+    "lru": ("LRU", COLOURS[1], "bottom"),
+    "default": ("default", COLOURS[0], "top"),
+    "belady": ("Belady", COLOURS[2], "center"),
+}
+for policy, (label, colour, beside) in look.items():
+    for axes, values in (
+        (left, [one["misses_per_token"] for one in swept[policy]]),
+        (right, [1e3 * one["tpot_s"] for one in swept[policy]]),
+    ):
+        axes.plot(percent, values, color=colour, linewidth=1.7)
+        axes.text(percent[0] - 1.5, values[0], label, color=colour, ha="right", va=beside, fontsize=9)
+bound_ms = [1e3 * one["bound_s"] for one in swept["default"]]
+right.plot(percent, bound_ms, color=COLOURS[0], linestyle=":", linewidth=1.7, label="bound of default")
+right.axhline(1e3 * compute_s, color=INK, linewidth=1, linestyle="--", label="everything in memory")
+ring = {
+    "linestyle": "",
+    "marker": "o",
+    "markersize": 7,
+    "markerfacecolor": "white",
+    "markeredgewidth": 1.6,
+    "zorder": 4,
+}
+at = [100 * share for share in REAL]
+for predictor, colour, label in ((None, COLOURS[0], "real, default"), ("gate", COLOURS[5], "real, with prefetch")):
+    right.plot(at, [1e3 * tpot_s[share, predictor] for share in REAL], color=colour, label=label, **ring)
+    found = [counted[share, predictor] for share in REAL]
+    left.plot(at, [(one.needed - one.hits) / one.tokens for one in found], color=colour, **ring)
+for axes, label in ((left, f"experts not there, of {len(layers) * trace.top_k} per token"), (right, "ms per token")):
+    plain(axes)
+    axes.set(xlim=(0, 103), xlabel="cache, % of the experts", ylabel=label)
+    axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
+set_title(figure, "What a cache of each size costs", "demo model behind an emulated link; lines simulated, rings real")
+figure.legend(loc="outside lower right", ncols=4, frameon=False, fontsize=9, labelcolor=INK)
+display(figure)
+
+# %% [markdown]
+# ## 6. Choose
+#
+# How long a token may take is for you to say. For some answers, as multiples of the time with everything in memory: the
+# smallest cache that is quick enough, as a share of the experts and in bytes.
+
+# %%
+rows = [("at most", *POLICIES)]
+for times in (1.25, 1.5, 2, 2.5, 3, 4):
+    cells = []
+    for policy in POLICIES:
+        quick = [share for share, one in zip(CACHES, swept[policy], strict=True) if one["tpot_s"] <= times * compute_s]
+        cells.append(f"{quick[0]:.1%} = {format_memory(quick[0] * all_bytes)}" if quick else "none")
+    rows.append((f"{times:g}x", *cells))
+print("\n".join(aligned(rows)))
+
+# %% [markdown]
+# A policy is worth the memory that another one needs more for the same time; what is left to `belady` is what better foresight
+# could still win.
+#
+# For your own model: record a trace of prompts like yours, set `--hardware` and `--model`, and let `promoe simulate` find the
+# size; then measure it with `promoe bench MODEL --cache SIZE`.
