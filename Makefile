@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest/.installed
 NEWEST := $(VENV)-newest/.installed
 
-.PHONY: demo test check bench fuzz soak test-slow test-matrix test-oldest test-newest clean
+.PHONY: demo test check package bench fuzz soak notebooks test-slow test-matrix test-oldest test-newest clean
 
 # What an environment changes in constraints.txt, as a sed script; the newest is the newest of when it is set up.
 $(OLDEST): CHANGE = s/^transformers==.*/transformers==$(shell sed -n 's/.*"transformers>=\([^,]*\),.*/\1/p' pyproject.toml)/
@@ -31,6 +31,10 @@ PYTEST := -m pytest -n auto --dist loadfile
 test: $(STAMP)
 	$(BIN)/python $(PYTEST)
 
+# The wheel and the source distribution: built, installed and used outside of the checkout.
+package: $(STAMP)
+	$(BIN)/python -m pytest -m slow tests/test_distribution.py
+
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
@@ -41,6 +45,10 @@ fuzz: $(STAMP)
 # Half an hour of mixed requests with faults.
 soak: $(STAMP)
 	$(BIN)/python benchmarks/soak.py
+
+# All of them, or some: make notebooks NUMBERS="01 03"
+notebooks: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python examples/execute.py $(NUMBERS)
 
 # The suite with both; `make -k test-matrix` also runs the second where the first fails.
 test-matrix: test-oldest test-newest

@@ -28,10 +28,13 @@ def run(
     seed: int = 0,
     trace: str | None = None,
     report: str | None = None,
+    live: bool = False,
 ) -> int:
     """Open a checkpoint with its experts left on disk, and let it answer one prompt.
 
     The answer streams to stdout; progress, a live status line and the final report go to stderr.
+
+    Example: `promoe run MODEL "What is a lighthouse?" --cache 25% --report report.html`
 
     Args:
         model: folder of a safetensors checkpoint, or a hub id
@@ -46,7 +49,9 @@ def run(
         temperature: of sampling; 0 takes the most likely token each time
         seed: of sampling
         trace: file for a timeline (Chrome-trace JSON, for ui.perfetto.dev)
-        report: file for a report (one self-contained HTML page)
+        report: file for a report (one self-contained HTML page); beside it, its numbers as JSON for `promoe report`
+        live: show how it goes below the answer: hit rate, ready rate, link use, stall, bytes; now and so far. Where stderr is
+            no terminal, as a line a second. With rich installed (the extra "live") it is drawn
     """
     from promoe.running import Request, answer
 
@@ -54,7 +59,7 @@ def run(
         Request(
             model=model,
             prompt=prompt,
-            cache=int(cache) if re.fullmatch("[0-9]{1,18}", cache) else cache,
+            cache=_cache_size(cache),
             predictor=None if predictor.lower() == "none" else predictor,
             store=store,
             device=device,
@@ -63,9 +68,91 @@ def run(
             seed=seed,
             trace=trace,
             report=report,
+            live=live,
         )
     )
     return 0
+
+
+def report(runs: list[str], *, out: str, baseline: str | None = None) -> int:
+    """Make a page from saved runs: one, two set side by side, or more.
+
+    Runs are what run saves, asked for a page a.html with --report, beside it as a.json. The comparison is printed as text too.
+
+    Example: `promoe report a.json b.json --out compare.html`
+
+    Args:
+        runs: JSON files of runs of one model
+        out: file for the page
+        baseline: name of the run that others are compared with (a file's name without its ending); by default the first
+            whose experts do not all fit its cache
+    """
+    from promoe import reporting
+
+    reporting.report(reporting.Request(runs=runs, out=out, baseline=baseline), sys.stdout)
+    return 0
+
+
+def serve(
+    model: str,
+    *,
+    cache: str = "50%",
+    predictor: str = "gate",
+    device: str = "cpu",
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    name: str | None = None,
+    api_key: str | None = None,
+    max_prompt_tokens: int = 8192,
+    max_new_tokens: int = 1024,
+    max_body: str = "1MiB",
+    max_waiting: int = 32,
+) -> int:
+    """Open a checkpoint with its experts left on disk, and answer OpenAI's clients over HTTP until Ctrl-C.
+
+    Chat completions and completions, whole or streamed, by Transformers' own server (the extra "serve"). Requests are answered
+    one after the other; who disconnects is not answered any more. Statistics at /promoe/report and /promoe/stats.
+
+    Example: `promoe serve MODEL --cache 25% --port 8000`
+
+    Args:
+        model: folder of a safetensors checkpoint, or a hub id
+        cache: RAM for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"
+        predictor: what prefetch goes by, as for run
+        device: "cuda" puts the slots and everything but the experts on the GPU
+        host: address to listen at; others than this machine's own can be reached by others
+        port: to listen at; 0 takes one that is free, and says which
+        name: by which clients call the model; by default as it was given here
+        api_key: that clients must show; better in the environment, PROMOE_API_KEY, which other users cannot see
+        max_prompt_tokens: longest prompt
+        max_new_tokens: longest answer, and how long one may get that does not ask for a length
+        max_body: longest request
+        max_waiting: requests that may wait or be answered at once
+    """
+    import os
+
+    from promoe.serving.command import API_KEY_VARIABLE, Options, run_serve
+
+    options = Options(
+        model=model,
+        cache=_cache_size(cache),
+        predictor=None if predictor.lower() == "none" else predictor,
+        device=device,
+        host=host,
+        port=port,
+        name=name,
+        api_key=os.environ.get(API_KEY_VARIABLE) if api_key is None else api_key,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        max_body=max_body,
+        max_waiting=max_waiting,
+    )
+    run_serve(options, sys.stdout)
+    return 0
+
+
+def _cache_size(cache: str) -> int | str:
+    return int(cache) if re.fullmatch("[0-9]{1,18}", cache) else cache
 
 
 def demo(
@@ -83,6 +170,8 @@ def demo(
     First with its experts behind an emulated link that is as slow, for this model, as PCIe is for a real one; then with
     experts of real size, read from this machine's disk. Every system's tokens are compared with the unmodified model's.
     Writes reports and timelines.
+
+    Example: `promoe demo --prompts 2 --skip-widened`
 
     Args:
         model: folder of the demo model; by default examples/sharegpt_moe/checkpoint
@@ -126,6 +215,8 @@ def simulate(
 
     The real scheduler runs under a virtual clock; the same input gives the same output to the byte. The cache is empty at
     first. Tokens that the trace does not know to be a prompt's are generated.
+
+    Example: `promoe simulate --trace trace --cache 25% --hardware rtx-4090`
 
     Args:
         trace: routing: an .npz of expert ids, or a folder of `promoe-train collect`
@@ -188,6 +279,8 @@ def bench(
     lets us (root, or a group of one's own). They take turns at the same prompts, and all tokens are compared with the
     unmodified model's. Writes a table (Markdown), plots and JSON.
 
+    Example: `promoe bench --cache 25% --systems resident lru gate disk-offload --pairs 3`
+
     Args:
         model: folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size
             (4 GB, written once)
@@ -236,6 +329,8 @@ def doctor(folder: str = ".", *, chaos: bool = False, json: str | None = None) -
 
     Measures the disk with a file of 256 MiB, which it deletes, and RAM. Takes some seconds.
 
+    Example: `promoe doctor MODEL --chaos`
+
     Args:
         folder: where models are: its disk is measured
         chaos: also ask a tiny model while its reads fail in every way, and compare its answers bit by bit
@@ -249,9 +344,72 @@ def doctor(folder: str = ".", *, chaos: bool = False, json: str | None = None) -
     return 0 if right else EXIT_DIFFERENT_TOKENS
 
 
+def plan(
+    model: str,
+    *,
+    cache: list[str] = [],  # noqa: B006 - only read
+    device: str = "cpu",
+    context: int = 4096,
+    prompt_tokens: int = 256,
+    new_tokens: int = 32,
+    tokens_per_second: float | None = None,
+    trace: str | None = None,
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None,
+    read_mode: Literal["auto", "direct", "page_cache"] = "auto",
+    verify: bool = False,
+    json: str | None = None,
+) -> int:
+    """Say whether a model runs on this machine, how fast with which cache, what limits it, and what to type.
+
+    Goes by a checkpoint's headers (or, where there are none, its config.json); no weights are loaded. Measures the machine
+    with blocks of the model's shapes and, where its files are here, by reading them; half a minute. Prefetch is not counted.
+
+    Example: `promoe plan MODEL --cache 10% 25%`
+
+    Args:
+        model: folder of a safetensors checkpoint, or of a config.json alone; or a hub id
+        cache: cache sizes to look at, as shares of the routed experts or sizes; by default 12.5% to 100%
+        device: where the slots are to be: cpu, or cuda (sizes only: no speeds)
+        context: tokens that the KV cache is to hold
+        prompt_tokens: of the prompts that TTFT is for
+        new_tokens: of the answers that TPOT is for
+        tokens_per_second: find the smallest cache that is as fast as this
+        trace: routing of this model, an .npz of expert ids or a folder of `promoe-train collect`, in place of assumptions
+        dtype: of the weights; the checkpoint's by default
+        read_mode: how files are read: auto (the page cache where all experts fit into free RAM), direct, or page_cache
+        verify: then run the model with these caches, and print what was predicted beside what is measured
+        json: file to write everything to
+    """
+    from pathlib import Path
+
+    from promoe.planning.command import Task, run_plan
+
+    run_plan(
+        Task(
+            model=model,
+            cache=cache,
+            device=device,
+            context=context,
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            tokens_per_second=tokens_per_second,
+            trace=trace,
+            dtype=dtype,
+            read_mode=read_mode,
+            verify=verify,
+            json=None if json is None else Path(json),
+        ),
+        sys.stdout,
+    )
+    return 0
+
+
 COMMANDS: dict[str, Callable[..., int]] = {
+    "plan": plan,
     "demo": demo,
     "run": run,
+    "report": report,
+    "serve": serve,
     "bench": bench,
     "simulate": simulate,
     "doctor": doctor,

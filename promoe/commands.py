@@ -22,7 +22,7 @@ class _Parser(ArgumentParser):
 
     Attributes:
         optional: parameters that are given by position, or left out.
-        several: type of the values of each option that takes several of them, `--cache 25% 50%`.
+        several: type of the values of each parameter that takes several of them, `--cache 25% 50%`.
     """
 
     optional: Collection[str] = ()
@@ -38,6 +38,8 @@ class _Parser(ArgumentParser):
             kwargs = {"help": kwargs.get("help"), "action": "store_true"}
         elif parameter in several:
             names, kwargs = names[:1], {**shown, "type": several[parameter], "nargs": "+"}
+            if not names[0].startswith("-"):
+                del kwargs["default"]  # by position, and required
         elif parameter in optional:
             names, kwargs = (parameter,), {**shown, "nargs": "?"}
         return super().add_argument(*names, **kwargs)
@@ -58,7 +60,8 @@ def _with_hyphens(argument: str) -> str:
 Commands = Mapping[str, Callable[..., int]]
 
 
-def _make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:
+def make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:
+    """What reads the command line of a program, with a subcommand for each of its commands."""
     parser = _Parser(prog=program, description=description)
     parser.add_argument("--version", action="version", version=f"promoe {version}")
     subcommands = parser.add_subcommands(required=True, dest="command")
@@ -83,7 +86,7 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
 
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
-    parser = _make_parser(program, description, version, commands)
+    parser = make_parser(program, description, version, commands)
     arguments = [_with_hyphens(text) for text in (sys.argv[1:] if argv is None else argv)]
     parsed = parser.instantiate(parser.parse_args(arguments))
     try:

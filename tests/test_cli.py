@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from promoe import cli, running
 from promoe.errors import ExpertLoadError
+from promoe.report import load_run
 
 PROMPT = "What is a lighthouse?"
 
@@ -42,6 +44,38 @@ def test_run_streams_the_unmodified_models_answer_and_reports(
     assert "policy next_use, predictor gate" in captured.err
 
 
+def test_live_on_a_terminal_draws_a_panel_and_leaves_the_answer_as_it_is(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("promoe.terminal._size", lambda: (100, 30))
+    monkeypatch.setattr(sys, "stderr", screen)
+    assert cli.main(["run", checkpoint, PROMPT, "--cache", "25%", "--max-new-tokens", "8", "--live"]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") == stock_answer(checkpoint, 8).removesuffix("\n")
+    sent = screen.getvalue()
+    assert "reading a prompt of" in sent
+    assert sent.index("6 slots for 24 experts") > sent.rindex("\033[J"), "the status is gone before the report"
+
+
+def test_live_without_a_terminal_writes_lines(
+    checkpoint: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(running, "LOG_EVERY_S", 0.0)
+    assert cli.main(["run", checkpoint, PROMPT, "--cache", "25%", "--max-new-tokens", "6", "--live"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.removesuffix("\n") == stock_answer(checkpoint, 6).removesuffix("\n")
+    lines = [line for line in captured.err.splitlines() if "tokens/s, hit rate" in line]
+    counted = [int(line.split()[0]) for line in lines]
+    assert counted == list(range(2, len(counted) + 2))
+    assert len(counted) >= 3
+    assert all("link use" in line and "stall" in line and "ready rate" in line for line in lines)
+
+
 def test_run_writes_timeline_and_report(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace, report = tmp_path / "t.json", tmp_path / "r.html"
     arguments = ["run", checkpoint, PROMPT, "--max-new-tokens", "4", "--trace", str(trace), "--report", str(report)]
@@ -51,6 +85,23 @@ def test_run_writes_timeline_and_report(checkpoint: str, tmp_path: Path, capsys:
     assert "predictor none" in capsys.readouterr().err
     assert report.read_text().startswith("<!DOCTYPE html>")
     assert "TPOT" in report.read_text()
+    assert "One token, from begin to end" in report.read_text()
+    saved = load_run(tmp_path / "r.json")
+    assert saved.run.stats.decode.tokens == 3
+    assert saved.run.token is not None
+    assert [visit.layer for visit in saved.run.token.visits] == list(range(len(saved.run.stats.num_experts)))
+    assert saved.conditions["model"] == checkpoint
+
+
+def test_a_report_needs_no_timeline(checkpoint: str, tmp_path: Path) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--max-new-tokens", "4", "--report", str(tmp_path / "r.html")]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.html", "r.json"]
+    assert load_run(tmp_path / "r.json").run.token is not None
+
+
+def test_of_one_token_there_is_no_decode_pass_to_draw(checkpoint: str, tmp_path: Path) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--max-new-tokens", "1", "--report", str(tmp_path / "r.html")]) == 0
+    assert load_run(tmp_path / "r.json").run.token is None
 
 
 def test_run_with_all_experts_in_ram_gives_the_same(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +183,7 @@ def test_outputs_are_refused_before_the_model_is_opened(
     assert "does not exist" in capsys.readouterr().err
     same = str(tmp_path / "same")
     assert cli.main(["run", checkpoint, PROMPT, "--trace", same, "--report", same]) == 2
-    assert "name the same file" in capsys.readouterr().err
+    assert "would write the same file" in capsys.readouterr().err
 
 
 def test_an_error_while_generating_ends_the_text_and_the_threads(

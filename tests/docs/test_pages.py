@@ -1,0 +1,29 @@
+"""Links lead somewhere, and the index knows every page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .pages import PAGES, ROOT, anchors, links, name_of
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    broken = []
+    for line, target in links(page):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(f"{name_of(page)}:{line}: {target}")
+    assert not broken
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "README.md"
+    named = {target.partition("#")[0] for _, target in links(index)}
+    assert {page.name for page in PAGES if page.parent == index.parent} - {"README.md"} <= named
+    assert "docs/README.md" in {target for _, target in links(ROOT / "README.md")}

@@ -1,0 +1,77 @@
+"""Help of all commands: complete, and its examples can be typed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+from jsonargparse import ArgumentParser
+
+import promoe
+from promoe import cli
+from promoe.commands import make_parser
+from promoe.training import cli as train
+
+PROGRAMS = {"promoe": cli, "promoe-train": train}
+COMMANDS = [(program, command) for program, module in PROGRAMS.items() for command in module.COMMANDS]
+
+
+def parser_of(program: str) -> ArgumentParser:
+    module = PROGRAMS[program]
+    return make_parser(program, module.DESCRIPTION, promoe.__version__, module.COMMANDS)
+
+
+def subparser(program: str, command: str) -> ArgumentParser:
+    actions = parser_of(program)._actions
+    (commands,) = (action for action in actions if isinstance(action, argparse._SubParsersAction))
+    found: ArgumentParser = commands.choices[command]
+    return found
+
+
+def options(parser: ArgumentParser) -> Iterator[argparse.Action]:
+    yield from (action for action in parser._actions if action.dest != "help")
+
+
+def examples(text: str) -> list[str]:
+    """What is between backquotes and begins with one of our programs, with arguments."""
+    return re.findall(rf"`((?:{'|'.join(PROGRAMS)}) \S+ [^`]+)`", " ".join(text.split()))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_programs_help_names_every_command_with_a_sentence(program: str) -> None:
+    text = parser_of(program).format_help()
+    for command in PROGRAMS[program].COMMANDS:
+        assert re.search(rf"^ +{command} +\S.{{10,}}", text, re.MULTILINE), command
+
+
+@pytest.mark.parametrize(("program", "command"), COMMANDS)
+def test_every_option_has_help(program: str, command: str) -> None:
+    found = list(options(subparser(program, command)))
+    assert found
+    for action in found:
+        assert action.help and re.search("[a-z]{2}", re.sub(r"\(.*?\)", "", action.help)), action.option_strings  # noqa: PT018
+
+
+@pytest.mark.parametrize(("program", "command"), COMMANDS)
+def test_help_shows_every_option_with_its_default(program: str, command: str) -> None:
+    parser = subparser(program, command)
+    text = parser.format_help()
+    for action in options(parser):
+        for name in action.option_strings:
+            assert name in text
+            assert "_" not in name
+    assert "Args:" not in text
+
+
+@pytest.mark.parametrize(("program", "command"), COMMANDS)
+def test_help_has_an_example_that_can_be_typed(program: str, command: str) -> None:
+    text = PROGRAMS[program].COMMANDS[command].__doc__ or ""
+    found = examples(text)
+    assert found
+    for example in found:
+        words = shlex.split(example)
+        parser_of(words[0]).parse_args(words[1:])
+    assert " ".join(found[0].split()) in " ".join(subparser(program, command).format_help().split())
