@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from promoe.errors import ConfigError, PromoeError, shown
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 MAX_NUMBER = 2**63 - 1
+
+
+class _HelpFormatter(DefaultHelpFormatter):
+    """Never ends a line within a word: what is copied out of `disk-` and `offload` on the next line is not the option."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        words = " ".join(text.split())
+        return textwrap.fill(words, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class _Parser(ArgumentParser):
@@ -62,12 +74,12 @@ Commands = Mapping[str, Callable[..., int]]
 
 def make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:
     """What reads the command line of a program, with a subcommand for each of its commands."""
-    parser = _Parser(prog=program, description=description)
+    parser = _Parser(prog=program, description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--version", action="version", version=f"promoe {version}")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, command in commands.items():
         text = (command.__doc__ or "").partition("\n    Args:")[0].strip()
-        subparser = _Parser(description=text)
+        subparser = _Parser(description=text, formatter_class=_HelpFormatter)
         subparser.read_signature(command)
         subparser.add_function_arguments(command, as_group=False, as_positional=True)
         subcommands.add_subcommand(name, subparser, help=text.partition("\n")[0])

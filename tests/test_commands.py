@@ -66,8 +66,12 @@ def test_help_shows_every_option_with_its_default(program: str, command: str) ->
     assert "Args:" not in text
 
 
+@pytest.mark.parametrize("columns", range(40, 121, 5))
 @pytest.mark.parametrize(("program", "command"), COMMANDS)
-def test_help_has_an_example_that_can_be_typed(program: str, command: str) -> None:
+def test_help_has_an_example_that_can_be_typed(
+    program: str, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
     text = PROGRAMS[program].COMMANDS[command].__doc__ or ""
     found = examples(text)
     assert found

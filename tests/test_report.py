@@ -62,8 +62,7 @@ def report_of(tmp_path: Path, runs: list[Run], **kwargs: object) -> tuple[str, P
     return source, Page(source)
 
 
-def test_text_report_has_numbers_meaning_and_advice_with_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
+def test_text_report_has_numbers_meaning_and_advice_with_its_rule() -> None:
     text = text_report(make_stats(policy="lru"), bound_s=0.016)
     assert text.startswith(make_stats(policy="lru").summary())
     assert "Compute waited 30.0% of decode time for experts: 6.00 ms of 20.0 ms per pass." in text
