@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from promoe.columns import text_columns
 from promoe.errors import ConfigError
 from promoe.output import PathLike, write_atomically
 from promoe.stats import Stats
-from promoe.columns import text_columns
 from promoe.viz import saved
 from promoe.viz.page import page
 from promoe.viz.run import Run

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import WAIT_S, settle, until
 
 from promoe.engine import Engine
 from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
@@ -24,7 +25,6 @@ from promoe.stores import Chunk, HostStore
 
 LAYERS, EXPERTS, WIDTH = 3, 6, 4096
 CHUNKS = WIDTH * 4 // 4096
-JOIN_S = 60
 
 
 def value(layer_idx: int, expert_idx: int) -> float:
@@ -57,7 +57,7 @@ class Recording:
             self.running += 1
             self.most_running = max(self.most_running, self.running)
         if self._held(key, chunk_idx):
-            assert self.open.wait(JOIN_S)
+            assert self.open.wait(WAIT_S)
         self._link.transfer(chunk, destination, address)
         with self._lock:
             self.running -= 1
@@ -122,24 +122,6 @@ def visit(engine: Engine, layer_idx: int, ids: list[int]) -> list[int]:
     return order
 
 
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other threads will bring about."""
-    deadline_s = time.monotonic() + JOIN_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came"
-        time.sleep(0.0005)
-
-
-def settle(engine: Engine) -> None:
-    """Wait until no worker has anything to do: all wait, and none was woken that has not run yet."""
-
-    def settled() -> bool:
-        with engine.lock:
-            return engine._idle_workers == len(engine._threads)
-
-    until(settled)
-
-
 class Clock:
     """Time that passes only where a test says so."""
 
@@ -157,7 +139,7 @@ class Clock:
         self.now_s += seconds
         with engine.lock:
             engine.notify_visits()
-        assert self.looked.wait(JOIN_S)
+        assert self.looked.wait(WAIT_S)
 
 
 def resident(engine: Engine) -> set[ExpertKey]:
@@ -247,7 +229,7 @@ def test_forwards_that_copy_share_one_slot() -> None:
                 visit(engine, layer_idx, [turn % EXPERTS, (turn + 1) % EXPERTS])
 
         for result in [threads.submit(work, layer_idx % LAYERS) for layer_idx in range(3)]:
-            result.result(JOIN_S)
+            result.result(WAIT_S)
 
 
 def see_all(engine: Engine, look_first: bool) -> None:
@@ -330,7 +312,7 @@ def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
             done = thread.submit(visit, engine, 0, [3])
             until(lambda: engine.waiting_visits)
             link.open.set()
-            done.result(JOIN_S)
+            done.result(WAIT_S)
         held = link.started.index((ExpertKey(1, 0), 1))
         after = link.started[held + 1 :]
         assert after[:CHUNKS] == [(ExpertKey(0, 3), idx) for idx in range(CHUNKS)]
@@ -375,7 +357,7 @@ def test_several_forwards_wait_for_all_of_theirs_and_none_for_ever() -> None:
                     ran += sum(len(rows) for rows in layer_visit.groups(at_once=True))
             return ran
 
-        assert [done.result(JOIN_S) for done in [threads.submit(run, i) for i in range(3)]] == [60] * 3
+        assert [done.result(WAIT_S) for done in [threads.submit(run, i) for i in range(3)]] == [60] * 3
 
 
 def test_workers_fetch_at_once() -> None:
@@ -438,7 +420,7 @@ def test_several_forwards_at_once(slots: int) -> None:
                     visit(engine, layer_idx, [first, (first + 2) % EXPERTS, (first + 3) % EXPERTS])
 
         for result in [threads.submit(forward, seed) for seed in range(3)]:
-            result.result(JOIN_S)
+            result.result(WAIT_S)
 
 
 def test_a_group_that_another_forward_runs_is_progress() -> None:
@@ -455,7 +437,7 @@ def test_a_group_that_another_forward_runs_is_progress() -> None:
             clock.advance(engine, 0.6)
             assert not waiting.done()
             assert list(groups) == []
-        assert waiting.result(JOIN_S) == [2]
+        assert waiting.result(WAIT_S) == [2]
 
 
 # -- failures ---------------------------------------------------------------------------------------------------
@@ -543,8 +525,8 @@ def test_a_failure_does_not_keep_the_others_from_running() -> None:
                 visit(engine, 1, [turn % EXPERTS, (turn + 1) % EXPERTS])
 
         results = [threads.submit(failing), threads.submit(working)]
-        assert results[0].result(JOIN_S) == 10
-        results[1].result(JOIN_S)
+        assert results[0].result(WAIT_S) == 10
+        results[1].result(WAIT_S)
 
 
 class Fatal(Recording):
@@ -586,9 +568,9 @@ def test_closing_wakes_a_forward_that_waits() -> None:
         until(lambda: engine.waiting_visits)
         closing = threads.submit(engine.close)  # its worker is in a transfer, which lands first
         with pytest.raises(EngineClosedError, match=r"closed.*unpatch"):
-            waiting.result(JOIN_S)
+            waiting.result(WAIT_S)
         link.open.set()
-        closing.result(JOIN_S)
+        closing.result(WAIT_S)
         assert not any(thread.is_alive() for thread in engine._threads)
 
 
@@ -634,7 +616,7 @@ def test_a_slot_holds_nan_from_its_experts_end_until_the_next_has_come() -> None
         until(lambda: link.experts == [0, 1])
         assert engine.pools[0].tensors(0)["w"].isnan().all()
         link.open.set()
-        waiting.result(JOIN_S)
+        waiting.result(WAIT_S)
 
 
 def test_progress_elsewhere_is_not_a_stall() -> None:
@@ -663,7 +645,7 @@ def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest
         engine.close()
         assert "promoe-link-0 still in a transfer after 0.1 s" in caplog.text
         link.open.set()
-        engine._threads[0].join(JOIN_S)
+        engine._threads[0].join(WAIT_S)
         assert not engine._threads[0].is_alive()
 
 

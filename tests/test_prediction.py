@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ import torch
 from fake_device import FakeDevice
 from served import NEW_TOKENS, PROMPTS, expected, greedy, predictor_of, record, served, stock
 from torch import nn
+from waiting import WAIT_S, settle
 
 import promoe
 from promoe import prediction
@@ -28,7 +28,6 @@ from promoe.tracing import PREDICTOR, Tracer
 
 FAMILY, LAYERS = "qwen2_moe", 3
 PASSES = 1 + NEW_TOKENS
-WAIT_S = 60
 
 
 class EngineDouble:
@@ -491,14 +490,7 @@ def in_time(model: nn.Module) -> Iterator[None]:
 
     def wait(*args: Any) -> None:
         runtime.predictor.drain()
-        deadline_s = time.monotonic() + WAIT_S
-        idle = False
-        while not idle:
-            with engine.lock:
-                idle = engine._idle_workers == engine.link.workers and not any(
-                    cache.loads for cache in engine.scheduler._caches
-                )
-            assert time.monotonic() < deadline_s, engine.state()
+        settle(engine)
 
     hooks = [layer.gate.register_forward_pre_hook(wait) for layer in runtime.layers]
     try:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from promoe.columns import text_columns
 from promoe.doctor.advice import advice
 from promoe.doctor.chaos import Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
 from promoe.output import write_atomically
-from promoe.columns import text_columns
 from promoe.units import aligned, format_memory, format_number
 
 

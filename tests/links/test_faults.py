@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
+from waiting import WAIT_S
 
 from promoe.errors import ConfigError
 from promoe.links import Fault, Faults, FaultyLink, HostLink, Link
@@ -17,7 +18,6 @@ from promoe.scheduler.keys import ExpertKey
 from promoe.stores import Chunk
 from promoe.stores.host import HostStore
 
-WAIT_S = 60
 RAISED: dict[FaultKind, tuple[type[BaseException], str]] = {
     "failed": (OSError, "Input/output error .*32 bytes at offset 32"),
     "short": (OSError, "ends early .*32 bytes at offset 32, found 16"),

@@ -4,12 +4,12 @@ import threading
 from typing import Any, cast
 
 import pytest
+from waiting import WAIT_S
 
 from promoe.links import Link
 from promoe.links.metered import MeteredLink
 from promoe.stores import Chunk
 
-WAIT_S = 60.0
 CHUNK = cast(Chunk, None)
 
 

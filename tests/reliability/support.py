@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from served import PROMPTS, LinkOver, copying_link, expected, greedy, plain_link, served
 from transformers import PreTrainedModel
 from untouched import open_files, opened_since
+from waiting import WAIT_S
 
 import promoe
 from promoe.links import Fault, FaultyLink
@@ -27,7 +27,6 @@ FAMILY = "qwen2_moe"
 EXPERTS = 24  # in three layers
 SLOTS = 8
 STALL_S = 0.3
-WAIT_S = 60.0
 # Where experts are, and who moves their chunks.
 WAYS = ("RAM, workers", "RAM, forwards", "files, workers", "files, forwards")
 WORKERS = tuple(way for way in WAYS if "workers" in way)
@@ -99,17 +98,6 @@ def leaving_nothing() -> Iterator[list[weakref.ref[Any]]]:
     assert not opened_since(files)
     gc.collect()
     assert not [found() for found in gone if found() is not None], "slots are still in memory"
-
-
-def settle(model: PreTrainedModel) -> None:
-    """Wait until no worker fetches anything, also nothing that an ended forward had only announced."""
-    engine, deadline_s = model.promoe.runtime.engine, time.monotonic() + WAIT_S
-    while True:
-        with engine.lock:
-            if engine._idle_workers == engine.link.workers:
-                return
-        assert time.monotonic() < deadline_s, engine.state()
-        time.sleep(0.0005)
 
 
 def assert_right(model: PreTrainedModel, prompt: str = "one") -> None:

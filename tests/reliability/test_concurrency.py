@@ -18,12 +18,13 @@ from served import PROMPTS, checkpoint, config, greedy, resident, served, stock
 from torch import nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from untouched import leaving_untouched
+from waiting import WAIT_S
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, EngineClosedError, PatchStateError
 from promoe.forwards import threads_in_forward
 
-from .support import FAMILY, WAIT_S, always, assert_right, assert_told, faulty, never
+from .support import FAMILY, always, assert_right, assert_told, faulty, never
 
 PLACES = ("RAM, workers", "files, workers")
 

@@ -15,6 +15,7 @@ from fake_device import FakeDevice
 from served import PROMPTS, LinkOver, checkpoint, close, config, greedy, plain_link, resident
 from stores.checkpoints import shards
 from transformers import PreTrainedModel
+from waiting import settle
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, ExpertLoadError
@@ -30,7 +31,6 @@ from .support import (
     faulty,
     leaving_nothing,
     never,
-    settle,
     slot_memory,
 )
 
@@ -158,7 +158,7 @@ def test_wrong_bytes_the_first_time(way: str, verify: Any) -> None:
         for _ in range(2):
             source = r"\(tensor .*offset \d+\): .*bytes that came differ from a second read of them \(CRC-32 "
             assert_told(model, ExpertLoadError, source)
-        settle(model)  # what is read half before it is mended and half after differs too
+        settle(model.promoe.runtime.engine)  # what is read half before it is mended and half after differs too
         link.mend()
         assert_right(model)
         assert ", verified" in model.promoe.stats().link
@@ -170,7 +170,7 @@ def test_wrong_bytes_later(way: str) -> None:
         assert_right(model)
         link._plan = always("wrong")
         assert_told(model, ExpertLoadError, "bytes that came differ from those that came first", "one")
-        settle(model)
+        settle(model.promoe.runtime.engine)
         link.mend()
         assert_right(model, "padded")
 

@@ -6,7 +6,6 @@ import _thread
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,11 +16,12 @@ from typing import Any
 import pytest
 from served import PROMPTS, check_integrity, greedy
 from transformers import PreTrainedModel
+from waiting import WAIT_S, until
 
 import promoe
 from promoe.errors import EngineError
 
-from .support import WAIT_S, WAYS, always, assert_refuses, assert_right, faulty, never
+from .support import WAYS, always, assert_refuses, assert_right, faulty, never
 
 FOLDER = str(Path(promoe.__file__).parent)
 
@@ -166,8 +166,7 @@ def test_interruption_of_a_read_that_takes_long() -> None:
 
         def press() -> None:
             assert link.stuck.wait(WAIT_S)
-            while not engine.waiting_visits:
-                time.sleep(0.001)
+            until(lambda: engine.waiting_visits)
             _thread.interrupt_main()
 
         pressing = threading.Thread(target=press)

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 from served import checkpoint
+from waiting import WAIT_S
 
 import promoe
 from promoe.control_groups import memory_groups
 from promoe.errors import EngineError
 
-from .support import FAMILY, WAIT_S, WAYS, assert_right, assert_told, faulty, never
+from .support import FAMILY, WAYS, assert_right, assert_told, faulty, never
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from served import PROMPTS, greedy
+from waiting import WAIT_S
 
 import promoe
 from promoe.errors import EngineStalledError, ExpertLoadError
@@ -15,7 +16,6 @@ from promoe.memory import POISON_BYTE
 
 from .support import (
     STALL_S,
-    WAIT_S,
     WAYS,
     WORKERS,
     always,

@@ -16,6 +16,7 @@ import openai
 import torch
 from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from waiting import WAIT_S
 
 import promoe
 from promoe.running import load_tokenizer, prompt_inputs
@@ -24,7 +25,6 @@ from promoe.serving.command import Address, Options, serve
 from promoe.serving.requests import CHAT, Asked
 from promoe.serving.turns import Turns
 
-WAIT_S = 60.0
 KEY = "a key of tests"
 PROMPT = "What is a lighthouse?"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]

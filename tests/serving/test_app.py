@@ -10,13 +10,14 @@ from typing import Any
 import openai
 import pytest
 import torch
+from waiting import WAIT_S
 
 from promoe.errors import EngineStalledError, ExpertLoadError
 from promoe.running import load_tokenizer
 from promoe.serving.requests import CHAT, COMPLETION
 from promoe.stats import Stats
 
-from .support import MESSAGES, PROMPT, WAIT_S, Served, serving, stock_answer
+from .support import MESSAGES, PROMPT, Served, serving, stock_answer
 
 
 def test_answers_are_the_unmodified_models_whole_and_streamed(served: Served) -> None:

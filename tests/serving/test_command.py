@@ -15,13 +15,14 @@ from typing import Any
 
 import openai
 import pytest
+from waiting import WAIT_S
 
 from promoe import cli
 from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.serving import command
 from promoe.serving.command import Options, run_serve
 
-from .support import KEY, MESSAGES, WAIT_S
+from .support import KEY, MESSAGES
 
 
 class Told(io.StringIO):

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from served import PROMPTS, expected, greedy, served
+from waiting import WAIT_S
 
 from promoe.serving.requests import CHAT, Asked, Cancelled, Limits, Refused
 from promoe.serving.turns import ASKED, AnswerError, Turns
-
-WAIT_S = 60.0
 
 
 def submit(turns: Turns, act: Any, asked: Asked | None = None) -> Any:

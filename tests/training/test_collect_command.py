@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from tiny_checkpoint import write_checkpoint
 from tiny_models import build
 from transformers import GenerationMixin
+from waiting import until
 
 from promoe.training import cli, collect_command
 from promoe.training.recorded_traces import RecordedTrace
@@ -168,11 +168,8 @@ def test_a_killed_run_goes_on_without_loss_or_duplication(
     arguments = command(tmp_path / "killed", tokens=1200)
     process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 120
-        while len(part_paths(tmp_path / "killed")) < 2:
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < deadline, "it records nothing"
-            time.sleep(0.002)
+        until(lambda: len(part_paths(tmp_path / "killed")) >= 2 or process.poll() is not None)
+        assert process.poll() is None, "it ended before it could be killed"
     finally:
         process.kill()
         process.wait()
