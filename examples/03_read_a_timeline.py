@@ -153,7 +153,7 @@ print("\n".join(aligned(rows)))
 #
 # Many tokens at once use nearly all experts of a layer, so there is nothing to predict: promoe simply streams the next layer's
 # absent experts in order while this layer computes. Below is the same prompt with streaming off, and on. The link is another
-# one: it needs twice as long to move all experts of the model as the unmodified model needs to read the prompt.
+# one: it needs four times as long to move all experts of the model as the unmodified model needs to read the prompt.
 #
 # Without streaming, the readers stand still from a layer's last expert to the next layer's gate. With it, they go on.
 
@@ -166,7 +166,7 @@ with torch.inference_mode():
     stock(text)
     prompt_s = time.perf_counter() - begin_s
 all_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
-prompt_link = promoe.EmulatedLink(bandwidth_bytes_per_s=all_bytes / (2 * prompt_s))
+prompt_link = promoe.EmulatedLink(bandwidth_bytes_per_s=all_bytes / (4 * prompt_s))
 
 models = {
     name: promoe.patch(
@@ -189,7 +189,7 @@ for model in models.values():
 draw_lanes(
     {name: median_pass(found, "prefill") for name, found in prefill.items()},
     f"A prompt of {text.shape[1]} tokens",
-    f"demo model, a quarter of its experts in slots; computing takes {format_ms(prompt_s)} ms, moving all experts twice that",
+    f"demo model, a quarter of its experts in slots; computing takes {format_ms(prompt_s)} ms, moving all experts 4 times that",
 )
 
 # %% [markdown]

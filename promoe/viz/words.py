@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from promoe.counts import PhaseStats
+from promoe.stats import Stats
 from promoe.units import (
     format_megabytes,
     format_memory,
@@ -21,6 +22,10 @@ from promoe.viz.run import Run
 
 BOUND_TOLERANCE = 0.97
 """A TPOT below this part of its bound cannot be real: one of the two was measured wrong."""
+
+
+SMALL_EXPERT_BYTES = 1 << 20
+"""Below this, predicting an expert takes about as long as fetching it from a quick disk (2 GB/s: 0.5 ms)."""
 
 
 class Advice(NamedTuple):
@@ -210,11 +215,7 @@ def _prefetch_advice(run: Run) -> list[Advice]:
     if stats.predictor is None:
         return [Advice('Turn prefetch on: predictor="gate" needs no training.', "no predictor, stall at least 5%")]
     if phase.prefetch_on_share < 0.5:
-        text = (
-            "Prefetch switched itself off most of the time: measured against passes without it, it cost more than it "
-            "saved (a link busy with demand, or cores busy with computing). predictor=None would do as well as now."
-        )
-        return [Advice(text, "prefetch on for less than 50% of the layer visits")]
+        return [Advice(_switched_off(stats), "prefetch on for less than 50% of the layer visits")]
     if is_number(phase.wasted_share) and phase.wasted_share > 0.3:
         text = (
             "The predictor is too often wrong: predict fewer layers ahead (lookahead), ask for more certainty "
@@ -225,6 +226,19 @@ def _prefetch_advice(run: Run) -> list[Advice]:
         text = "Little arrives in time: predict further ahead (lookahead), or use a faster link or smaller experts."
         return [Advice(text, "ready rate less than 2 points above hit rate, hit rate below 90%")]
     return []
+
+
+def _switched_off(stats: Stats) -> str:
+    slot_bytes = ratio(stats.cache_bytes, stats.cache_slots)
+    text = (
+        "Nothing about prefetch, which switched itself off most of the time: measured against passes without it, it "
+        "cost more than it saved (a link busy with demand, or cores busy with computing)."
+    )
+    if slot_bytes < SMALL_EXPERT_BYTES:
+        text += f" Experts of {format_memory(slot_bytes)} arrive nearly as soon as they are named; larger ones gain."
+    elif stats.predictor == "gate":
+        text += " A predictor trained for this model is right more often, and pays sooner (promoe-train)."
+    return text
 
 
 _UNRESOLVED = " (not resolved: the intervals overlap)"

@@ -5,19 +5,24 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import threading
+import weakref
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
 import pytest
 from served import PROMPTS, LinkOver, checkpoint, close, config, copying_link, greedy, plain_link, resident, slots_of
+from transformers import PreTrainedModel
 from untouched import leaving_untouched
+from waiting import WAIT_S
 
 import promoe
 from promoe import memory
 from promoe.errors import ConfigError, ExpertLoadError
 from promoe.links import Fault
 from promoe.over_time import Stretch
+from promoe.predictors import Forecast, LayerVisit
 
 from .support import FAMILY, WAYS, assert_right, faulty, leaving_nothing, never
 
@@ -99,3 +104,28 @@ def test_opening_again_and_again() -> None:
                 close(model)
             del model
             gc.collect()
+
+
+def test_dropped_while_a_prediction_runs() -> None:
+    """Its thread holds the model until it has predicted; then the next collection takes all of it."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        model: PreTrainedModel  # as predictors know gates, and these the whole model
+
+        def predict(self, visit: LayerVisit) -> list[Forecast]:
+            entered.set()
+            assert go_on.wait(WAIT_S)
+            return []
+
+    with leaving_nothing():
+        slow = Slow()
+        slow.model = model = promoe.from_pretrained(checkpoint(FAMILY), cache="25%", predictor=slow, config=config())
+        found = weakref.ref(model)
+        assert_right(model)
+        assert entered.wait(WAIT_S)
+        del model, slow
+        gc.collect()
+        assert found() is not None
+        go_on.set()
+    assert found() is None

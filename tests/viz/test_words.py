@@ -92,8 +92,18 @@ def test_advice_for_a_predictor_that_is_often_wrong() -> None:
 
 
 def test_advice_when_prefetch_is_mostly_off() -> None:
-    stats = with_decode(make_stats(predictor="gate"), prefetch_on_visits=3)
-    assert "prefetch on for less than 50% of the layer visits" in rules(stats)
+    rule = "prefetch on for less than 50% of the layer visits"
+
+    def told(predictor: str, slot_bytes: int) -> str:
+        stats = with_decode(make_stats(predictor=predictor), prefetch_on_visits=3)
+        stats = dataclasses.replace(stats, cache_bytes=slot_bytes * stats.cache_slots)
+        return next(found.text for found in advice(make_run(stats=stats)) if found.rule == rule)
+
+    assert told("gate", 1 << 20).endswith("pays sooner (promoe-train).")
+    assert told("of/ours", 1 << 20).endswith("cores busy with computing).")
+    assert told("gate", 81 << 10).endswith(
+        "Experts of 81.0 KiB arrive nearly as soon as they are named; larger ones gain."
+    )
 
 
 def test_advice_when_little_arrives_in_time() -> None:
