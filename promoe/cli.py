@@ -60,7 +60,7 @@ def run(
             model=model,
             prompt=prompt,
             cache=_cache_size(cache),
-            predictor=None if predictor.lower() == "none" else predictor,
+            predictor=_predictor_choice(predictor),
             store=store,
             device=device,
             max_new_tokens=max_new_tokens,
@@ -136,7 +136,7 @@ def serve(
     options = Options(
         model=model,
         cache=_cache_size(cache),
-        predictor=None if predictor.lower() == "none" else predictor,
+        predictor=_predictor_choice(predictor),
         device=device,
         host=host,
         port=port,
@@ -149,6 +149,10 @@ def serve(
     )
     run_serve(options, sys.stdout)
     return 0
+
+
+def _predictor_choice(text: str) -> str | None:
+    return None if text.lower() == "none" else text
 
 
 def _cache_size(cache: str) -> int | str:

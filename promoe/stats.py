@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from promoe.columns import labelled
 from promoe.counts import Cause, ForecastStats, LayerStats, Phase, PhaseStats
 from promoe.over_time import Stretch
 from promoe.recorder import Recorder
@@ -179,13 +180,14 @@ class Stats:
         return [(label, *(write(phase) for phase in phases)) for label, write in _ROWS]  # type: ignore[misc]
 
     def summary(self) -> str:
-        """The main numbers on about fifteen aligned lines."""
+        """The main numbers on about fifteen aligned lines, as wide as the terminal."""
         experts = sum(self.num_experts)
-        lines = [
-            f"cache     {self.cache_slots} slots for {experts} experts ({format_share(self.cache_rate)}), "
-            f"{format_memory(self.cache_bytes)}; policy {self.policy}, predictor {self.predictor or 'none'}",
-            f"link      {self.link}" + (f"; store {self.store}" if self.store else ""),
-        ]
+        cache = (
+            f"{self.cache_slots} slots for {experts} experts ({format_share(self.cache_rate)}), "
+            f"{format_memory(self.cache_bytes)}; policy {self.policy}, predictor {self.predictor or 'none'}"
+        )
+        link = self.link + (f"; store {self.store}" if self.store else "")
+        lines = labelled("cache", cache, _LABEL) + labelled("link", link, _LABEL)
         table = [("", "prefill", "decode", "total"), *self.rows()]
         return "\n".join(lines + aligned(table, narrowest=10) + self._troubles())
 
@@ -198,10 +200,13 @@ class Stats:
             (t.passes_aborted, "passes aborted"),
         )
         found = ", ".join(f"{count} {what}" for count, what in counts if count)
-        return [f"trouble   {found}"] if found else []
+        return labelled("trouble", found, _LABEL) if found else []
 
     def __str__(self) -> str:
         return self.summary()
+
+
+_LABEL = 10  # characters
 
 
 def _stall(phase: PhaseStats) -> str:

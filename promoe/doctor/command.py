@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from promoe.columns import text_columns
+from promoe.columns import labelled, text_columns
 from promoe.doctor.advice import advice
 from promoe.doctor.chaos import Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
@@ -69,8 +69,8 @@ def facts_lines(facts: Facts) -> list[str]:
         pairs["GPU" + str(idx or "")] = (
             f"{gpu.name}, {format_memory(gpu.free_bytes)} free, {_gigabytes(gpu.pinned_bytes_per_s)} from pinned memory"
         )
-    width = max(map(len, pairs))
-    return [f"{name.strip().ljust(width)}  {value}" for name, value in pairs.items()]
+    width = max(map(len, pairs)) + 2
+    return [line for name, value in pairs.items() for line in labelled(name.strip(), value, width)]
 
 
 def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:

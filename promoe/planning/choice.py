@@ -9,7 +9,7 @@ from promoe.planning.fits import Room
 from promoe.planning.prediction import Prediction
 from promoe.units import format_megabytes, format_memory, format_number, format_seconds
 
-# Cache rates that are tried for a wanted speed, in steps of so many per cent.
+# Cache rates that are tried for a wanted speed: steps of so many per cent, from the first on.
 STEP_PERCENT = 5
 # A cache whose token takes no longer than this times computing alone needs nothing more.
 NEAR = 1.1
@@ -33,9 +33,13 @@ class Choice:
 
 
 def rates_to_try(least: float, largest: float) -> list[float]:
-    """In steps, from the least cache to the largest that fits, both included."""
+    """In steps, from the first or the least cache to the largest that fits, both included.
+
+    Nothing below the first step where a larger one fits: a single slot works, and next to nothing is saved by it.
+    """
     steps = [percent / 100 for percent in range(STEP_PERCENT, 101, STEP_PERCENT)]
-    return sorted({least, *(rate for rate in steps if least < rate < largest), largest})
+    first = min(max(least, steps[0]), largest)
+    return sorted({first, *(rate for rate in steps if first < rate < largest), largest})
 
 
 def cheapest(predict: Callable[[float], Prediction], rates: Sequence[float], tokens_per_s: float) -> Prediction | None:

@@ -231,7 +231,7 @@ def _prefetch_advice(run: Run) -> list[Advice]:
 def _switched_off(stats: Stats) -> str:
     slot_bytes = ratio(stats.cache_bytes, stats.cache_slots)
     text = (
-        "Nothing about prefetch, which switched itself off most of the time: measured against passes without it, it "
+        "Leave prefetch as it is: it switched itself off most of the time, for measured against passes without it, it "
         "cost more than it saved (a link busy with demand, or cores busy with computing)."
     )
     if slot_bytes < SMALL_EXPERT_BYTES:

@@ -20,6 +20,8 @@ def test_rates_are_tried_in_steps_from_the_least_to_the_largest() -> None:
     assert rates_to_try(0.12, 0.27) == [0.12, 0.15, 0.20, 0.25, 0.27]
     assert rates_to_try(0.5, 0.5) == [0.5]
     assert rates_to_try(0.01, 1.0)[-1] == 1.0
+    assert rates_to_try(0.01, 0.12) == [0.05, 0.1, 0.12]
+    assert rates_to_try(0.01, 0.03) == [0.03]
 
 
 def test_the_smallest_that_is_fast_enough() -> None:
