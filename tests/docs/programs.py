@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from importlib.metadata import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import promoe
 from promoe import cli
@@ -30,7 +31,10 @@ def check(command: Command) -> None:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one of our programs here, and return its exit code."""
+    """Run one of our programs here, or make a folder, and return its exit code."""
+    if words[0] == "mkdir":
+        Path(words[1]).mkdir()
+        return 0
     return OURS[words[0]].main(words[1:])
 
 
@@ -78,4 +82,6 @@ PROGRAMS: dict[str, Callable[[str, list[str]], None]] = {
     "cd": _nothing_to_check,
     ".": _nothing_to_check,
     "hf": _nothing_to_check,
+    "mkdir": _nothing_to_check,
+    "curl": _nothing_to_check,
 }
