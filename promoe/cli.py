@@ -39,7 +39,8 @@ def run(
     Args:
         model: folder of a safetensors checkpoint, or a hub id
         prompt: what to say to it; a chat template is applied where the tokenizer has one
-        cache: RAM for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"
+        cache: RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes,
+            or "auto" (what is free, less 2 GiB)
         predictor: what prefetch goes by: "gate", "previous", "popularity", "random", the folder or hub id of a trained one,
             or "none" for no prefetch
         store: where experts stay: "disk" (the checkpoint's files), "host" (all of them in RAM, the stock model), or "auto"
@@ -77,7 +78,7 @@ def run(
 def report(runs: list[str], *, out: str, baseline: str | None = None) -> int:
     """Make a page from saved runs: one, two set side by side, or more.
 
-    Runs are what run saves, asked for a page a.html with --report, beside it as a.json. The comparison is printed as text too.
+    With --report a.html, the command run saves its run as a.json beside that page. The comparison is printed as text too.
 
     Example: `promoe report a.json b.json --out compare.html`
 
@@ -117,17 +118,18 @@ def serve(
 
     Args:
         model: folder of a safetensors checkpoint, or a hub id
-        cache: RAM for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"
+        cache: RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes,
+            or "auto" (what is free, less 2 GiB)
         predictor: what prefetch goes by, as for run
         device: "cuda" puts the slots and everything but the experts on the GPU
         host: address to listen at; others than this machine's own can be reached by others
         port: to listen at; 0 takes one that is free, and says which
-        name: by which clients call the model; by default as it was given here
+        name: by which clients call the model; by default MODEL as it was given
         api_key: that clients must show; better in the environment, PROMOE_API_KEY, which other users cannot see
         max_prompt_tokens: longest prompt
         max_new_tokens: longest answer, and how long one may get that does not ask for a length
         max_body: longest request
-        max_waiting: requests that may wait or be answered at once
+        max_waiting: requests at once: the one that is answered, and those that wait
     """
     import os
 
@@ -225,8 +227,9 @@ def simulate(
     Args:
         trace: routing: an .npz of expert ids, or a folder of `promoe-train collect`
         cache: slots as a share of the routed experts, rounded down per layer, such as 25%
-        policy: which expert makes room. default shares all slots between the layers; lru, lfu, lfru, static (most popular)
-            and belady (knows the future, the least possible) give each layer its own
+        policy: which expert makes room. default shares all slots between the layers, as does next_use, which does not stream
+            prompts; lru, lfu, lfru, static (most popular) and belady (knows the future, the least possible) give each layer its
+            own
         max_tokens: simulate the first so many tokens only
         predictor: what is prefetched: token, previous, popularity, correlation, or oracle; none by default
         lookahead: layers ahead that are predicted, 1 to this
@@ -337,7 +340,7 @@ def doctor(folder: str = ".", *, chaos: bool = False, json: str | None = None) -
 
     Args:
         folder: where models are: its disk is measured
-        chaos: also ask a tiny model while its reads fail in every way, and compare its answers bit by bit
+        chaos: also ask a tiny model while its reads fail in eight ways, and compare its answers bit by bit
         json: file for all that was found
     """
     from pathlib import Path

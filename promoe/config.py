@@ -40,7 +40,8 @@ class PromoeConfig:
         workers: transfer threads.
         pinned_bytes: for experts on disk and slots on a GPU: pinned RAM in which what was read stays; None: as much as is
             free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
-        read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit in free RAM).
+        read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit into free RAM with
+            2 GiB to spare).
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
         verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
             first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.

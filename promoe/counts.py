@@ -103,7 +103,7 @@ class PhaseStats(Counts):
     duration_s: float = 0.0
     """Seconds that these passes took, stalls included."""
     predictor_s: float = 0.0
-    """Seconds that predictors computed (beside the layers, not in their way)."""
+    """Seconds that predictors computed: beside the layers, or between them where no core is free."""
     predictor_calls: int = 0
     """Times a predictor ran."""
     prefetch_on_visits: int = 0

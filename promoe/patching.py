@@ -42,7 +42,8 @@ def patch(
 
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
-        cache: fast memory, the GPU's where it has the slots, for experts: "6GiB", "50%" of the routed experts, or bytes.
+        cache: fast memory, the GPU's where it has the slots, for experts: "6GiB", "50%" of the routed experts, bytes, or "auto"
+            (what is free, less 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
             None for no prefetch.
         store: where experts always are: "host" (the model's own tensors) or "auto".

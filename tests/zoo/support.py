@@ -24,8 +24,8 @@ from zoo.families import build, family_of, names
 HEAD = """# Supported families
 
 Every Mixture-of-Experts family of Transformers but two, which the last table names. Nobody keeps the list: whatever has a
-class of routed experts in the installed package gets a row, and a row has been checked. For each, a tiny random model with the family's own
-configuration is served from a few slots and compared with itself unpatched, bit by bit (`tests/zoo`):
+class of routed experts in the installed package gets a row, and a row has been checked. For each, a tiny random model with
+the family's own configuration is served from a few slots and compared with itself unpatched, bit by bit (`tests/zoo`):
 
 - a prompt and a token after it, in fp32 and bf16, with every kernel that its experts have;
 - the gate announces exactly the experts that are then used, and unpatching leaves no trace;
