@@ -76,7 +76,9 @@ class StandIn:
         kinds = [_kind(model, idx, block) for idx, block in enumerate(self.blocks)]
         self._kinds = kinds
         del self.blocks[_kept(kinds, [layer.name for layer in layers], _path_of(model, self.blocks)) :]
-        model.config.get_text_config().num_hidden_layers = len(self.blocks)
+        config = model.config.get_text_config()
+        # Not the number of blocks: one of LongCat-Flash's has two layers for the KV cache.
+        config.num_hidden_layers = config.num_hidden_layers * len(self.blocks) // self.num_blocks
         self.model: Any = model
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})
