@@ -148,7 +148,9 @@ def column_after(text: str, column: int, columns: int) -> int:
 
 
 def _size() -> tuple[int, int]:
+    """Columns and lines; a terminal that was never told its size says 0."""
     try:
-        return os.get_terminal_size(2)
+        columns, lines = os.get_terminal_size(2)
     except OSError:
-        return 80, 24
+        columns, lines = 0, 0
+    return columns or 80, lines or 24

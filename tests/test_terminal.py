@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 
 import pytest
 
@@ -151,3 +152,13 @@ def test_the_bar_begins_anew_with_another_total(capsys: pytest.CaptureFixture[st
         progress(20, 20)
         progress(5, 100)
     assert capsys.readouterr().out == ""
+
+
+def test_a_terminal_that_was_never_told_its_size_is_taken_for_an_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda fd: os.terminal_size((0, 0)))
+    terminal = Terminal()
+    live = LiveText(terminal, terminal, Clock())
+    assert live.room == (79, 8)
+    live.status(lambda: "x" * 100)
+    assert f"{'x' * 79}\033" in terminal.getvalue()
