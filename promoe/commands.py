@@ -69,6 +69,12 @@ def _with_hyphens(argument: str) -> str:
     return name.replace("_", "-") + equals + value if name.startswith("--") else argument
 
 
+def _options_with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """The same of all; what follows `--` is no option, whatever it looks like."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    return [*map(_with_hyphens, arguments[:end]), *arguments[end:]]
+
+
 Commands = Mapping[str, Callable[..., int]]
 
 
@@ -99,8 +105,8 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
     parser = make_parser(program, description, version, commands)
-    arguments = [_with_hyphens(text) for text in (sys.argv[1:] if argv is None else argv)]
-    parsed = parser.instantiate(parser.parse_args(arguments))
+    arguments = sys.argv[1:] if argv is None else argv
+    parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
     try:
         options = vars(parsed[parsed.command])
         _check_numbers(options)

@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 
 import promoe
 from promoe import cli
-from promoe.commands import make_parser
+from promoe.commands import make_parser, run_command
 from promoe.training import cli as train
 
 PROGRAMS = {"promoe": cli, "promoe-train": train}
@@ -79,3 +79,21 @@ def test_help_has_an_example_that_can_be_typed(
         words = shlex.split(example)
         parser_of(words[0]).parse_args(words[1:])
     assert " ".join(found[0].split()) in " ".join(subparser(program, command).format_help().split())
+
+
+def test_python_names_of_options_are_accepted_and_what_follows_two_hyphens_stays_as_it_is() -> None:
+    said: list[object] = []
+
+    def say(text: str, *, how_often: int = 1) -> int:
+        """Say it.
+
+        Args:
+            text: what
+            how_often: times
+        """
+        said.append((text, how_often))
+        return 0
+
+    for arguments in (["--how_often", "2", "a_b"], ["--how_often=3", "--", "--a_b"]):
+        assert run_command("program", "", "1", {"say": say}, ["say", *arguments]) == 0
+    assert said == [("a_b", 2), ("--a_b", 3)]
