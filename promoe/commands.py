@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import io
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,6 +17,7 @@ from promoe.errors import ConfigError, PromoeError, shown
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_NOT_READ = 141  # as shells count what SIGPIPE ends
 MAX_NUMBER = 2**63 - 1
 
 
@@ -102,18 +105,40 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
                 )
 
 
+def _replace_what_cannot_be_written() -> None:
+    """In an encoding of fewer characters, `?` for one of the others is better than the end of an answer."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _write_nowhere() -> None:
+    """Nobody reads stdout any more, and what it still holds would be an error when Python ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
-    """Run the command that `argv` names and return its exit code; 2: the user can mend it, 130: interrupted."""
+    """Run the command that `argv` names and return its exit code.
+
+    2: the user can mend it, 130: interrupted, 141: whoever read its output (`head`) has left.
+    """
     parser = make_parser(program, description, version, commands)
     arguments = sys.argv[1:] if argv is None else argv
     parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
+    _replace_what_cannot_be_written()
     try:
         options = vars(parsed[parsed.command])
         _check_numbers(options)
-        return commands[parsed.command](**options)
+        code = commands[parsed.command](**options)
+        sys.stdout.flush()
+        return code
     except PromoeError as error:
         print(f"{program} {parsed.command}: {error}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print(f"\n{program} {parsed.command}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _write_nowhere()
+        return EXIT_NOT_READ

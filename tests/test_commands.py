@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -97,3 +100,29 @@ def test_python_names_of_options_are_accepted_and_what_follows_two_hyphens_stays
     for arguments in (["--how_often", "2", "a_b"], ["--how_often=3", "--", "--a_b"]):
         assert run_command("program", "", "1", {"say": say}, ["say", *arguments]) == 0
     assert said == [("a_b", 2), ("--a_b", 3)]
+
+
+def say_a_dash() -> int:
+    """Say it."""
+    print("a – b")
+    return 0
+
+
+def test_an_output_that_nobody_reads_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unread)
+        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 141
+        unread.flush()  # as when Python ends
+    assert capsys.readouterr().err == ""
+
+
+def test_what_an_encoding_does_not_have_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 0
+        assert written.getvalue() == b"a ? b\n"
