@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, TextStreamer
 
-from promoe.errors import CheckpointError, ConfigError
+from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
@@ -60,6 +60,10 @@ class Request:
             raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
         if not self.prompt.strip():
             raise ConfigError("The prompt is empty. Give the model something to answer, in quotes.")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:  # bytes that the command line did not have as UTF-8
+            raise ConfigError(f"The prompt is no text in UTF-8: {shown(self.prompt)}. Type it anew.") from error
 
     @property
     def figures(self) -> Path | None:

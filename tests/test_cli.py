@@ -158,6 +158,8 @@ def test_a_missing_model_and_an_empty_prompt_are_explained(
     assert "There is no folder" in capsys.readouterr().err
     assert cli.main(["run", checkpoint, "  "]) == 2
     assert "The prompt is empty" in capsys.readouterr().err
+    assert cli.main(["run", checkpoint, "caf\udce9"]) == 2
+    assert r"The prompt is no text in UTF-8: 'caf\udce9'" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert cli.main(["run", str(tmp_path / "empty"), PROMPT]) == 2
     assert "Cannot open the tokenizer" in capsys.readouterr().err
