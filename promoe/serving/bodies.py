@@ -192,12 +192,33 @@ def _check_chat(body: dict[str, Any]) -> None:
                 f"or files. Got {shown(message.get('content'))} instead.",
                 param="messages",
             )
+        _check_calls(message, number)
     arguments = body.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict) or arguments.keys() & _TEMPLATE_PARAMETERS:
         raise Refused(
             f"'chat_template_kwargs' must be an object of the template's own variables. Got {shown(arguments)} instead.",
             param="chat_template_kwargs",
         )
+
+
+def _check_calls(message: dict[str, Any], number: int) -> None:
+    calls = message.get("tool_calls")
+    if calls in (None, []):
+        message.pop(
+            "tool_calls", None
+        )  # clients send an answer back as they got it; with it, its text would be left out
+        return
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise Refused(
+            f"The 'tool_calls' of message {number} must be a list of objects whose 'function' has a 'name' and 'arguments'. "
+            f"Got {shown(calls)} instead.",
+            param="messages",
+        )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
 
 
 def _is_text(content: Any) -> bool:

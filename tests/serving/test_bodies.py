@@ -116,6 +116,14 @@ def test_what_transformers_understands_is_passed_on() -> None:
         ({"messages": [{"content": "hi"}]}, "messages", "with a 'role'"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages", "must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "no pictures"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": "f"}]},
+            "messages",
+            "'tool_calls' of message 0 must be a list",
+        ),
+        ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [1]}]}, "messages", "of message 1 must be"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "messages", "must be a list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "'arguments'"),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs", "own variables"),
         ({"chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs", "own variables"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object"),
@@ -141,6 +149,15 @@ def test_prompts_are_one_text(prompt: Any) -> None:
 def test_bodies_that_are_no_json_object(content: bytes) -> None:
     with pytest.raises(Refused, match="body"):
         read_request(CHAT, content, LIMITS)
+
+
+def test_calls_of_tools_are_passed_on_and_none_at_all_is_left_out() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert read(messages=said)[1]["messages"] == said
+    for none in (None, []):
+        asked_again = [{"role": "assistant", "content": "hi", "tool_calls": none}]
+        assert read(messages=asked_again)[1]["messages"] == [{"role": "assistant", "content": "hi"}]
 
 
 class Generation:
