@@ -27,6 +27,8 @@ from promoe.viz.lanes import Lanes, median_token
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Below, the most likely token is certain, and logits divided by it are soon more than floats can hold.
+LEAST_TEMPERATURE = 1e-5
 LOG_EVERY_S = 1.0  # of --live where stderr is no terminal
 
 
@@ -77,7 +79,8 @@ class Request:
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """For `model.generate`."""
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        sampling = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
+        samples = self.temperature >= LEAST_TEMPERATURE
+        sampling = {"do_sample": True, "temperature": self.temperature} if samples else {"do_sample": False}
         return {**sampling, "pad_token_id": pad}
 
 

@@ -122,6 +122,13 @@ def test_sampling_repeats_with_its_seed(checkpoint: str, capsys: pytest.CaptureF
     assert first != sample(2)
 
 
+def test_a_temperature_that_floats_cannot_divide_by_is_greedy(
+    checkpoint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", checkpoint, PROMPT, "--max-new-tokens", "6", "--temperature", "1e-300"]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") == stock_answer(checkpoint, 6).removesuffix("\n")
+
+
 def test_a_prompt_goes_through_the_chat_template_where_there_is_one(checkpoint: str, tmp_path: Path) -> None:
     tokenizer = running.load_tokenizer(checkpoint)
     ids = running.prompt_inputs(tokenizer, "hi")["input_ids"]

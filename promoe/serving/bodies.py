@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from promoe.errors import shown
+from promoe.running import LEAST_TEMPERATURE
 from promoe.serving.requests import CHAT, Asked, Limits, Refused
 from promoe.untrusted import loads
 
@@ -82,10 +83,11 @@ def read_request(path: str, content: bytes, limits: Limits) -> tuple[Asked, byte
     asked.new_tokens = _new_tokens(body, limits)
     asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
     body.pop("seed", None)  # set when its turn comes: others' samples are being drawn now
+    greedy = body.get("temperature", 1.0) < LEAST_TEMPERATURE
     if "temperature" in body or "top_p" in body:
-        asked.samples = body.get("temperature") != 0
-    if body.get("temperature") == 0:
-        body.pop("temperature")  # greedy: said above, and no divisor
+        asked.samples = not greedy
+    if greedy:
+        body.pop("temperature")  # said above, and no divisor
     _check_stop(body)
     _check_bias(body, limits)
     if path == CHAT:

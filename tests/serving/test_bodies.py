@@ -41,6 +41,8 @@ def test_lengths_come_under_either_name_and_the_newer_one_wins() -> None:
     ("fields", "samples", "left"),
     [
         ({"temperature": 0}, False, {}),
+        ({"temperature": 1e-40}, False, {}),
+        ({"temperature": 1e-5}, True, {"temperature": 1e-5}),
         ({"temperature": 0.7}, True, {"temperature": 0.7}),
         ({"top_p": 0.5}, True, {"top_p": 0.5}),
         ({"temperature": 0, "top_p": 0.5}, False, {"top_p": 0.5}),
