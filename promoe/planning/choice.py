@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from promoe.planning.fits import Room
+from promoe.planning.fits import Room, rate_name
 from promoe.planning.prediction import Prediction
 from promoe.units import format_megabytes, format_memory, format_number, format_seconds
 
@@ -96,7 +96,7 @@ def _per_s(tokens_per_s: float) -> str:
 def _limit(found: Prediction, room: Room, link: str) -> str:
     """What to change for more speed."""
     speed = found.slowest
-    compute, rate = format_seconds(speed.compute_s), f"{100 * found.rate:.4g}%"
+    compute, rate = format_seconds(speed.compute_s), rate_name(found.rate)
     if speed.tpot_s <= NEAR * speed.compute_s:
         return (
             f"Computing limits it: with every expert in {room.where} a token takes {compute}, and here "

@@ -22,7 +22,7 @@ from promoe.links.probe import ProbeMode
 from promoe.output import check_writable
 from promoe.planning import show
 from promoe.planning.choice import Choice, choose, rates_to_try
-from promoe.planning.fits import Room, largest_rate, pools, rate_of, slots_bytes
+from promoe.planning.fits import Room, largest_rate, pools, rate_name, rate_of, slots_bytes
 from promoe.planning.measuring import measure_compute, measure_link
 from promoe.planning.overlap import fit_overlap
 from promoe.planning.prediction import Predictor
@@ -214,7 +214,7 @@ class _Plan:
 
     def _commands(self, choice: Choice) -> list[str]:
         """To copy: on the command line, where it has the options, and in Python."""
-        cache, model = show.rate_name(choice.prediction.rate), self.task.model
+        cache, model = rate_name(choice.prediction.rate), self.task.model
         arguments = {name: repr(value) for name, value in self._settings().items() if name != "config"}
         if self.task.read_mode != "auto":
             arguments["config"] = f'promoe.PromoeConfig(read_mode="{self.task.read_mode}")'

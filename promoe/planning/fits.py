@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from promoe.planning.sizes import ModelSizes
+from promoe.planning.sizes import ModelSizes, rounded_up
 from promoe.sizes import AUTO_RESERVE_BYTES, PoolPlan, plan_pools
 
 # What promoe takes beside slots and the other weights, at most.
@@ -56,6 +56,11 @@ def pools(sizes: ModelSizes, rate: float) -> list[PoolPlan]:
 def cache_argument(rate: float) -> str:
     """A cache rate as `promoe.from_pretrained` takes it, with every digit that may make a slot more or less."""
     return f"{100 * rate:.12f}%"
+
+
+def rate_name(rate: float) -> str:
+    """A cache rate in four digits, as on the command line: "12.5%". Rounded up: typed, it gives no slot less."""
+    return f"{100 * rounded_up(rate):.4g}%"
 
 
 def rate_of(cache: str, sizes: ModelSizes) -> float:

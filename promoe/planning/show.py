@@ -10,7 +10,7 @@ import torch
 
 from promoe.links.probe import ProbeMode
 from promoe.planning.choice import Choice
-from promoe.planning.fits import Room, pools, slots_bytes
+from promoe.planning.fits import Room, pools, rate_name, slots_bytes
 from promoe.planning.prediction import Prediction, Predictor, Speed
 from promoe.planning.routing import Routing
 from promoe.planning.sizes import ModelSizes
@@ -174,11 +174,6 @@ def fit_lines(sizes: ModelSizes, rates: Sequence[float], room: Room) -> list[str
 def _slots(sizes: ModelSizes, rate: float) -> tuple[str, str]:
     plans = pools(sizes, rate)
     return f"{sum(plan.spec.num_slots for plan in plans):,}", format_memory(slots_bytes(plans))
-
-
-def rate_name(rate: float) -> str:
-    """As on the command line: "12.5%"."""
-    return f"{100 * rate:.4g}%"
 
 
 def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float], str]) -> str:

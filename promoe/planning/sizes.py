@@ -142,6 +142,10 @@ class ModelSizes:
         counts: dict[ExpertLayout, int] = {}
         for layer in self.layers:
             counts[layer.layout] = counts.get(layer.layout, 0) + layer.num_experts
-        rate = 1 / min(counts.values())
-        scale = 10.0 ** (3 - math.floor(math.log10(rate)))
-        return math.ceil(round(rate * scale, 6)) / scale
+        return rounded_up(1 / min(counts.values()))
+
+
+def rounded_up(rate: float) -> float:
+    """A share to the four digits that are printed; 0 stays 0."""
+    scale = 10.0 ** (3 - math.floor(math.log10(rate))) if rate else 1.0
+    return math.ceil(round(rate * scale, 6)) / scale

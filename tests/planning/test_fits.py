@@ -4,7 +4,16 @@ import pytest
 
 from planning.planned import MIB, sizes
 from promoe.errors import ConfigError
-from promoe.planning.fits import WORKSPACE_BYTES, Room, cache_argument, largest_rate, pools, rate_of, slots_bytes
+from promoe.planning.fits import (
+    WORKSPACE_BYTES,
+    Room,
+    cache_argument,
+    largest_rate,
+    pools,
+    rate_name,
+    rate_of,
+    slots_bytes,
+)
 from promoe.sizes import AUTO_RESERVE_BYTES
 
 GIB = 2**30
@@ -60,3 +69,14 @@ def test_no_slot_is_lost_on_the_way_through_per_cent() -> None:
 def test_too_little_for_one_expert() -> None:
     with pytest.raises(ConfigError, match="one expert of each shape"):
         rate_of("1MiB", sizes())
+
+
+def test_rates_as_on_the_command_line() -> None:
+    assert [rate_name(rate) for rate in (0.125, 0.5, 1.0, 1 / 3)] == ["12.5%", "50%", "100%", "33.34%"]
+
+
+@pytest.mark.parametrize("experts", [3, 7, 24, 61, 128])
+def test_a_cache_that_is_typed_as_it_is_printed_has_as_many_slots(experts: int) -> None:
+    model = sizes(layers=2, experts=experts, top_k=1)
+    for slots in range(1, model.num_experts + 1):
+        assert rate_of(rate_name(slots / model.num_experts), model) * model.num_experts == pytest.approx(slots)

@@ -55,7 +55,3 @@ def test_a_verdict() -> None:
     room = Room("RAM", 8 * 2**30, 0, 0)
     for largest, verdict in ((1.0, "yes, with slots for all"), (0.37, "yes, with slots for up to 37%"), (0.0, "no,")):
         assert verdict in show.machine_lines(room, largest, 100)[-1]
-
-
-def test_rates_as_on_the_command_line() -> None:
-    assert [show.rate_name(rate) for rate in (0.125, 0.5, 1.0, 1 / 3)] == ["12.5%", "50%", "100%", "33.33%"]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from planning.planned import MIB, sizes
-from promoe.planning.show import rate_name
+from promoe.planning.fits import rate_name
 from promoe.planning.sizes import CacheLayer, KvCache
 
 
