@@ -375,7 +375,7 @@ def plan(
 
     Args:
         model: folder of a safetensors checkpoint, or of a config.json alone; or a hub id
-        cache: cache sizes to look at, as shares of the routed experts or sizes; by default 12.5% to 100%
+        cache: cache sizes to look at, as shares of the routed experts, sizes or "auto"; by default 12.5% to 100%
         device: where the slots are to be: cpu, or cuda (sizes only: no speeds)
         context: tokens that the KV cache is to hold
         prompt_tokens: of the prompts that TTFT is for

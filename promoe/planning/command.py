@@ -107,7 +107,7 @@ class _Plan:
     def run(self, trace: RoutingTrace | None) -> Result:
         """Everything, in the order in which it is printed."""
         task, sizes = self.task, self.sizes
-        asked = [rate_of(cache, sizes) for cache in task.cache]
+        asked = [rate_of(cache, sizes, self.room) for cache in task.cache]
         self._print(show.model_lines(sizes, task.context, self._columns))
         largest = largest_rate(sizes, self.room)
         self._print(show.machine_lines(self.room, largest, self._columns))

@@ -63,15 +63,16 @@ def rate_name(rate: float) -> str:
     return f"{100 * rounded_up(rate):.4g}%"
 
 
-def rate_of(cache: str, sizes: ModelSizes) -> float:
-    """The cache rate that a user asked for, as a share or a size.
+def rate_of(cache: str, sizes: ModelSizes, room: Room) -> float:
+    """The cache rate that a user asked for, as a share, a size, or "auto".
 
     Raises:
-        ConfigError: it is neither, or less than one slot of each shape.
+        ConfigError: it is none of these, or less than one slot of each shape.
     """
+    free_bytes = None if room.free_bytes is None else max(0, room.free_bytes - room.other_bytes)
     layouts, counts = [layer.layout for layer in sizes.layers], [layer.num_experts for layer in sizes.layers]
     size: str | int = int(cache) if re.fullmatch("[0-9]{1,18}", cache) else cache
-    return sum(plan.spec.num_slots for plan in plan_pools(size, layouts, counts)) / sizes.num_experts
+    return sum(plan.spec.num_slots for plan in plan_pools(size, layouts, counts, free_bytes)) / sizes.num_experts
 
 
 def slots_bytes(plans: list[PoolPlan]) -> int:

@@ -54,9 +54,17 @@ def test_the_largest_that_fits_fits() -> None:
 )
 def test_a_cache_as_the_user_names_it(cache: str, slots: int) -> None:
     model = sizes(layers=2, experts=8, expert_mib=4)
-    rate = rate_of(cache, model)
+    rate = rate_of(cache, model, room(None))
     assert rate * 16 == slots
     assert sum(plan.spec.num_slots for plan in pools(model, rate)) == slots
+
+
+def test_a_cache_by_what_is_free() -> None:
+    model = sizes(layers=2, experts=8, expert_mib=4)
+    assert rate_of("auto", model, room(AUTO_RESERVE_BYTES + 48 * MIB, other_bytes=16 * MIB)) == 0.5
+    for free_bytes, message in ((None, "this system does not tell"), (MIB, "only 0 B are free")):
+        with pytest.raises(ConfigError, match=message):
+            rate_of("auto", model, room(free_bytes, other_bytes=16 * MIB))
 
 
 def test_no_slot_is_lost_on_the_way_through_per_cent() -> None:
@@ -68,7 +76,7 @@ def test_no_slot_is_lost_on_the_way_through_per_cent() -> None:
 
 def test_too_little_for_one_expert() -> None:
     with pytest.raises(ConfigError, match="one expert of each shape"):
-        rate_of("1MiB", sizes())
+        rate_of("1MiB", sizes(), room(None))
 
 
 def test_rates_as_on_the_command_line() -> None:
@@ -79,4 +87,6 @@ def test_rates_as_on_the_command_line() -> None:
 def test_a_cache_that_is_typed_as_it_is_printed_has_as_many_slots(experts: int) -> None:
     model = sizes(layers=2, experts=experts, top_k=1)
     for slots in range(1, model.num_experts + 1):
-        assert rate_of(rate_name(slots / model.num_experts), model) * model.num_experts == pytest.approx(slots)
+        assert rate_of(rate_name(slots / model.num_experts), model, room(None)) * model.num_experts == pytest.approx(
+            slots
+        )
