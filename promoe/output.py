@@ -53,7 +53,8 @@ def check_writable(path: PathLike) -> Path:
 def write_atomically(path: PathLike, pieces: Iterable[str]) -> Path:
     """Write the text `pieces` to `path` in UTF-8: to a temporary file beside it, then renamed over it.
 
-    A reader sees the old file or the whole new one. An exception while writing leaves the old file as it was.
+    A reader sees the old file or the whole new one. An exception while writing leaves the old file as it was. Names of files
+    may hold what no UTF-8 has; there a "?" is written.
 
     Raises:
         ConfigError: the file cannot be written (no such folder, no permission, disk full).
@@ -62,7 +63,13 @@ def write_atomically(path: PathLike, pieces: Iterable[str]) -> Path:
     temporary: str | None = None
     try:
         with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", newline="\n", dir=target.parent, prefix=f".{target.name[:64]}.", delete=False
+            "w",
+            encoding="utf-8",
+            errors="replace",
+            newline="\n",
+            dir=target.parent,
+            prefix=f".{target.name[:64]}.",
+            delete=False,
         ) as file:
             temporary = file.name
             file.writelines(pieces)

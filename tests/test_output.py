@@ -89,3 +89,8 @@ def test_the_file_has_ordinary_permissions(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_file_name_that_is_no_utf8_can_be_written_about(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    assert write_atomically(tmp_path / "page.html", [f"of {name}"]).read_text() == "of caf?"

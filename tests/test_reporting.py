@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_files_of_one_name_are_told_apart(saved: list[str], tmp_path: Path) -> N
     Path(saved[1]).rename(other)
     assert cli.main(["report", saved[0], str(other), "--out", str(tmp_path / "c.html")]) == 0
     assert str(other) in (tmp_path / "c.html").read_text()
+
+
+def test_a_file_whose_name_is_no_utf8(saved: list[str], tmp_path: Path) -> None:
+    odd = tmp_path / os.fsdecode(b"caf\xe9.json")
+    Path(saved[0]).rename(odd)
+    assert cli.main(["report", str(odd), saved[1], "--out", str(tmp_path / "c.html")]) == 0
+    assert "promoe report: caf? and after" in (tmp_path / "c.html").read_text()
 
 
 def test_mistakes_are_told(saved: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
