@@ -69,14 +69,15 @@ def test_time_counts_once_however_many_transfers_are_under_way() -> None:
 
 
 def test_a_transfer_that_fails_counts_too_and_its_error_comes_through() -> None:
-    link, clock = HeldLink(), Clock()
-    meter = MeteredLink(link, clock)
+    link = HeldLink()
+    meter = MeteredLink(link, iter(map(float, range(9))).__next__)  # a second from each look at the clock to the next
     link.go.release()
     with pytest.raises(OSError, match="a bad address"):
         meter.transfer(CHUNK, None, -1)
+    assert meter.busy_s() == meter.busy_s() == 1.0, "nothing is under way any more"
     link.go.release()
     meter.transfer(CHUNK, None, 0)
-    assert meter.busy_s() == 0.0
+    assert meter.busy_s() == 2.0
 
 
 def test_it_is_the_link_in_all_else() -> None:
