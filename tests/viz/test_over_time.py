@@ -3,6 +3,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,7 +51,12 @@ def test_large_models_are_drawn_in_longer_stretches() -> None:
 
 
 def test_the_layer_to_look_at_first_is_the_one_that_waited_longest() -> None:
-    assert waited_longest(make_run()) == 0
+    stats = make_stats(layers=3)
+    layers = [
+        replace(layer, stall_s=waited_s) for layer, waited_s in zip(stats.decode.layers, (1.0, 3.0, 2.0), strict=True)
+    ]
+    run = make_run(stats=replace(stats, decode=replace(stats.decode, layers=tuple(layers))))
+    assert waited_longest(run) == 1
 
 
 def test_rates_are_steps_from_the_first_pass_to_the_last() -> None:
