@@ -18,6 +18,7 @@
 # Every step is also a command: `promoe-train collect`, `fit`, `evaluate`, `export`.
 
 # %%
+# %matplotlib inline
 import json
 import os
 import tempfile
