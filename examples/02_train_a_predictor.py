@@ -22,6 +22,7 @@
 import json
 import os
 import tempfile
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ EPOCHS = int(os.environ.get("PROMOE_EPOCHS", "5"))
 LOOKAHEAD = int(os.environ.get("PROMOE_LOOKAHEAD", "8"))
 DISTANCES = [k for k in (1, 2, 4, 8) if k <= LOOKAHEAD]
 work = Path(tempfile.mkdtemp(prefix="promoe-"))
+warnings.filterwarnings("ignore", 'install "ipywidgets"')  # a bar of text will do
 
 
 def step(*arguments: object) -> None:
