@@ -25,9 +25,6 @@ from .programs import OURS, PROGRAMS, check, run
 
 LANGUAGES = ("python", "bash", "text")
 
-# Pages whose blocks take long even so: `make test-slow`.
-SLOW = {"docs/first_ten_minutes.md", "docs/predictors.md"}
-
 # What stands for something of the reader's: another word in its place.
 PLACEHOLDERS = {"MODEL": "model"}
 
@@ -136,7 +133,7 @@ def test_the_tables_list_nothing_that_is_not_there() -> None:
         if block.language == "python"
     }
     assert set(PYTHON_NOT_RUN) <= first_lines
-    assert SLOW | set(SIGNATURES) <= set(map(name_of, PAGES))
+    assert set(SIGNATURES) <= set(map(name_of, PAGES))
 
 
 # -- running ------------------------------------------------------------------------------------------------------
@@ -232,7 +229,7 @@ def without_numbers(line: str) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, id=name_of(page), marks=[pytest.mark.slow] if name_of(page) in SLOW else [])
+        pytest.param(page, id=name_of(page))
         for page in PAGES
         if name_of(page) not in SIGNATURES
         and any(
