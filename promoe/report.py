@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from promoe.columns import text_columns
+from promoe.columns import bullets
 from promoe.errors import ConfigError
 from promoe.output import PathLike, write_atomically
 from promoe.stats import Stats
@@ -36,10 +35,10 @@ def text_report(
         advice ends with the rule that led to it.
     """
     run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, bound_s=bound_s)
-    parts = [stats.summary(), "", "What it means", *_bullets(meaning(run))]
+    parts = [stats.summary(), "", "What it means", *bullets(meaning(run))]
     found = advice(run)
     if found:
-        parts += ["", "What to do", *_bullets([f"{a.text} (rule: {a.rule})" for a in found])]
+        parts += ["", "What to do", *bullets([f"{a.text} (rule: {a.rule})" for a in found])]
     return "\n".join(parts)
 
 
@@ -54,7 +53,7 @@ def text_comparison(runs: Sequence[Run], *, baseline: str | None = None) -> str:
         ConfigError: no runs, a name twice, or no run of that name.
     """
     base = _baseline(runs, baseline)
-    words = _bullets(comparison(runs, base)) if len(runs) > 1 else []
+    words = bullets(comparison(runs, base)) if len(runs) > 1 else []
     return "\n".join([text_table(runs, base), *([""] if words else []), *words])
 
 
@@ -127,8 +126,3 @@ def _baseline(runs: Sequence[Run], name: str | None) -> Run:
     if name is not None:
         return by_name[name]
     return next((run for run in runs if run.stats.cache_rate < 1), runs[0])
-
-
-def _bullets(sentences: Sequence[str]) -> list[str]:
-    columns = text_columns()
-    return [textwrap.fill(s, columns, initial_indent="  - ", subsequent_indent="    ") for s in sentences]

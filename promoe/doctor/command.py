@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from promoe.columns import labelled, text_columns
+from promoe.columns import bullets, labelled
 from promoe.doctor.advice import advice
 from promoe.doctor.chaos import Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
@@ -30,8 +30,8 @@ def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO
     print("```", *facts_lines(facts), "```", sep="\n", file=out)
     found = advice(facts)
     print("\nWhat would be slow, and why" if found else "\nNothing stands out.", file=out)
-    for text in found:
-        print(textwrap.fill(text, text_columns(), initial_indent="  - ", subsequent_indent="    "), file=out)
+    for item in bullets(found):
+        print(item, file=out)
     outcomes = chaos() if with_chaos else []
     if outcomes:
         print("\nA tiny model, its reads failing\n", file=out)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from promoe.columns import NARROWEST_TEXT, WIDEST_TEXT, labelled
 from promoe.links.probe import ProbeMode
 from promoe.planning.choice import Choice
 from promoe.planning.fits import Room, pools, rate_name, slots_bytes
@@ -29,7 +29,6 @@ from promoe.units import (
     ratio,
 )
 
-NARROWEST, WIDEST = 60, 100
 LABEL = 10
 # By how much computing may become slower or faster while a plan is verified, before it is said.
 DRIFT = 0.15
@@ -37,16 +36,7 @@ DRIFT = 0.15
 
 def entry(label: str, text: str, columns: int) -> list[str]:
     """A label and its text, wrapped beside it."""
-    width = max(NARROWEST, min(WIDEST, columns))
-    before = label.ljust(LABEL)
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=before,
-        subsequent_indent=" " * LABEL,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    return labelled(label, text, LABEL, max(NARROWEST_TEXT, min(WIDEST_TEXT, columns)))
 
 
 def model_lines(sizes: ModelSizes, context: int, columns: int) -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from planning.planned import link, predictor, sizes, times
+from promoe.columns import NARROWEST_TEXT, WIDEST_TEXT
 from promoe.planning import show
 from promoe.planning.choice import Choice
 from promoe.planning.fits import Room
@@ -21,7 +22,7 @@ def test_nothing_is_wider_than_the_terminal(columns: int) -> None:
         *show.routing_lines(found.routings, columns),
         *show.choice_lines(choice, [], columns),
     ]
-    assert max(map(len, lines)) <= max(show.NARROWEST, min(columns, show.WIDEST))
+    assert max(map(len, lines)) <= max(NARROWEST_TEXT, min(columns, WIDEST_TEXT))
     table = show.table_lines(sizes(), [found(0.25), found(0.5)], [1.0], found(0.5))
     assert max(map(len, table)) <= 80
 
