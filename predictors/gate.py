@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -109,15 +110,20 @@ class _TargetGate:
 
 
 def _one_token(logits: list[float], top_k: int) -> npt.NDArray[np.float64]:
-    """`selection_probability` `[num_experts]` where the largest logits are what is selected."""
-    ranked = sorted(logits)
+    """`selection_probability` `[num_experts]` where the largest logits are what is selected.
+
+    In plain Python: cold, the dozen operations of numpy that this were take longer, for up to some hundred experts.
+    """
+    ranked, count = sorted(logits), len(logits)
     threshold = (ranked[-top_k] + ranked[-top_k - 1]) / 2
-    z = np.array(logits)
-    deviation = math.sqrt(max(0.0, float(z.dot(z)) / len(logits) - (sum(logits) / len(logits)) ** 2)) + 1e-9
-    odds = (z - threshold) * (SLOPE / deviation)
-    size = np.minimum(np.maximum(np.abs(odds), MIN_LOG_ODDS), MAX_LOG_ODDS)
-    probability: npt.NDArray[np.float64] = 1.0 / (1.0 + np.exp(np.copysign(size, -odds)))
-    return probability
+    variance = sum(map(mul, logits, logits)) / count - (sum(logits) / count) ** 2
+    slope = SLOPE / (math.sqrt(max(0.0, variance)) + 1e-9)
+    return np.array([_selected(slope * (logit - threshold)) for logit in logits])
+
+
+def _selected(odds: float) -> float:
+    size = min(max(abs(odds), MIN_LOG_ODDS), MAX_LOG_ODDS)
+    return 1.0 / (1.0 + math.exp(-size if odds > 0 else size))
 
 
 def selection_probability(output: object, chosen: torch.Tensor | None, num_experts: int) -> npt.NDArray[np.float64]:

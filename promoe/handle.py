@@ -62,6 +62,7 @@ class Handle:
         """Everything counted since patching or `reset_stats()`."""
         engine = self.runtime.engine
         with engine.lock:
+            engine.scheduler.score_forecasts()
             return Stats.of(
                 engine.recorder,
                 cache_slots=sum(pool.num_slots for pool in self._pools),
@@ -74,8 +75,10 @@ class Handle:
 
     def reset_stats(self) -> None:
         """Set all counters to zero; cache contents and what was learned stay."""
-        with self.runtime.engine.lock:
-            self.runtime.engine.recorder.reset()
+        engine = self.runtime.engine
+        with engine.lock:
+            engine.scheduler.score_forecasts()
+            engine.recorder.reset()
 
     def report(self) -> str:
         """The counters, what they mean, and what to do about it, as text."""

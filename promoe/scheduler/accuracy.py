@@ -14,6 +14,9 @@ import numpy as np
 from .config import Observer
 from .reuse import Floats
 
+# Outcomes that are scored at once: a forward waits for this, and the first of some takes as long as all the others.
+BATCH_OUTCOMES = 16
+
 
 class Accuracy:
     """Scores forecasts once their visit has come.
@@ -29,19 +32,21 @@ class Accuracy:
 
     def forecast(self, layer_idx: int, steps_ahead: int, probabilities: Floats) -> None:
         """A forecast of the layer's next visit, `[num_experts]`, came so many visits before it."""
-        self._score()
+        if len(self._outcomes) >= BATCH_OUTCOMES:
+            self.score()
         self._open.setdefault(layer_idx, {})[steps_ahead] = probabilities.copy()  # a predictor may reuse its own
 
     def visited(self, layer_idx: int, ids: Sequence[int] | None) -> None:
         """The layer was visited with these distinct experts; None: drop what was forecast of it.
 
-        A forward waits for this; so the counting is done when the next forecast comes.
+        A forward waits for this; so the counting is done later, of many at once.
         """
         for steps_ahead, probabilities in self._open.pop(layer_idx, {}).items():
             if ids:
                 self._outcomes.append((steps_ahead, probabilities, ids))
 
-    def _score(self) -> None:
+    def score(self) -> None:
+        """Tell the observer of all whose visit has come."""
         for steps_ahead, probabilities, ids in self._outcomes:
             needed, num_experts = len(ids), len(probabilities)
             most_probable = np.argpartition(probabilities, num_experts - needed)[num_experts - needed :]

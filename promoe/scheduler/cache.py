@@ -35,6 +35,10 @@ class Load:
         """Transfers issued and not yet back."""
         return len(self.pending)
 
+    def has_first(self, count: int) -> bool:
+        """Whether the first `count` chunks have arrived."""
+        return self.issued >= count and all(chunk_idx >= count for chunk_idx in self.pending)
+
     @property
     def all_issued(self) -> bool:
         """No chunk is left to send."""
@@ -51,6 +55,8 @@ class ExpertCache:
         self.pins = bytearray(num_codes)
         self.states = np.frombuffer(self.state, dtype=np.uint8)
         self.pin_counts = np.frombuffer(self.pins, dtype=np.uint8)
+        # To be added to scores of residents: 0 for these, -inf for all others.
+        self.absence = np.full(num_codes, -np.inf)
         self.slot_of: dict[int, int] = {}  # RESIDENT experts
         self.loads: dict[int, Load] = {}  # LOADING and DRAINING experts
         self.owner: list[int | None] = [None] * num_slots
@@ -96,6 +102,7 @@ class ExpertCache:
         assert not load.pending, load
         self.slot_of[code] = load.slot
         self.state[code] = RESIDENT
+        self.absence[code] = 0.0
 
     def abandon_load(self, code: int) -> None:
         """LOADING -> DRAINING, and on to ABSENT at once when nothing is in flight."""
@@ -116,6 +123,7 @@ class ExpertCache:
         """RESIDENT -> ABSENT. Weights are read-only: eviction is a drop, no copy back exists."""
         assert self.state[code] == RESIDENT, f"expert code {code} is in state {self.state[code]}"
         assert self.pins[code] == 0, f"expert code {code} has {self.pins[code]} pins"
+        self.absence[code] = -np.inf
         self._release(code, self.slot_of.pop(code))
 
     def _release(self, code: int, slot: int) -> None:
@@ -141,5 +149,7 @@ class ExpertCache:
             assert all(chunk_idx < load.issued <= load.num_chunks for chunk_idx in load.pending), (code, load)
             assert load.pending or (self.state[code] == LOADING and load.done_bytes), f"{code} is stuck: {load}"
             assert load.pending or not load.all_issued, f"expert code {code} is complete but not resident: {load}"
+        absent = np.where(self.states == RESIDENT, 0.0, -np.inf)
+        assert np.array_equal(self.absence, absent), f"absence differs at {np.flatnonzero(self.absence != absent)}"
         num_pinned = int(np.count_nonzero(self.pin_counts))
         assert num_pinned == self.num_pinned <= self.num_slots, (num_pinned, self.num_pinned, counts)

@@ -83,7 +83,7 @@ class _Fit:
 
     def probability(self, features: Floats) -> Floats:
         """Of use, `[num_experts]`, for features `[4, num_experts]`."""
-        p: Floats = self.coefficients @ features
+        p: Floats = self.coefficients.dot(features)
         np.negative(p, out=p)
         np.exp(p, out=p)
         p += 1.0
@@ -136,7 +136,8 @@ class Calibration:
             prior: the reuse prior's.
             chosen: experts of the layer visit that the forecast is made from; empty if unknown.
         """
-        self._learn()
+        if len(self._outcomes) >= BATCH_VISITS:
+            self._learn()
         correlation = self._correlation(layer_idx, steps_ahead) if chosen and steps_ahead <= CORRELATED_STEPS else None
         correlated: npt.ArrayLike = 0.5 if correlation is None else correlation.probability(chosen)
         features = _features(forecast, prior, correlated)

@@ -6,6 +6,7 @@ a *step* is one layer visit. See docs/structure.md for the life of a token.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -239,15 +240,19 @@ class Scheduler:
         num_experts = self.config.num_experts[layer_idx]
         # A predictor's nan is no forecast; it must not enter the fit, which would never forget it.
         p_next = np.asarray(probabilities, dtype=np.float64)
-        if np.isnan(p_next).any():
-            p_next = np.where(np.isnan(p_next), 0.0, p_next)
         assert p_next.shape == (num_experts,), f"layer {layer_idx}: {p_next.shape} probabilities, {num_experts} experts"
+        if math.isnan(p_next.dot(p_next)):  # one operation; a forward waits for this
+            p_next = np.where(np.isnan(p_next), 0.0, p_next)
         self._accuracy.forecast(layer_idx, steps_ahead, p_next)
         if self.config.calibrate:
             prior = self._prior.probability(layer_idx, self._num_next)[:num_experts]
             chosen = self._chosen[(layer_idx - steps_ahead) % num_layers]
             p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior, chosen)
         self._expect(steps_ahead, layer_idx, p_next, wanted=self.prefetch_on)
+
+    def score_forecasts(self) -> None:
+        """Tell the observer what all forecasts were worth whose visit has come; it is told of many at once."""
+        self._accuracy.score()
 
     def stream(self, steps_ahead: int, layer_idx: int) -> None:
         """A long prompt will use nearly all experts of a layer: want its absent ones in order of id.
@@ -266,8 +271,8 @@ class Scheduler:
     def _worth_sending(self, layer_idx: int, p_next: Floats) -> list[tuple[int, float]]:
         state = self._cache_of[layer_idx].state
         base = layer_idx * self.max_experts
-        likely = np.flatnonzero(p_next >= self._budget.threshold)
-        wishes = [(base + expert_idx, float(p_next[expert_idx])) for expert_idx in likely.tolist()]
+        threshold = self._budget.threshold
+        wishes = [(base + expert_idx, p) for expert_idx, p in enumerate(p_next.tolist()) if p >= threshold]
         return [(c, p) for c, p in wishes if state[c] != RESIDENT and c not in self._failed_speculation]
 
     def withdraw_forecasts(self) -> None:

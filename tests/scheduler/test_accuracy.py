@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
-from promoe.scheduler.accuracy import Accuracy
+from promoe.scheduler.accuracy import BATCH_OUTCOMES, Accuracy
 
 from .replay import Tally
 
@@ -16,7 +16,7 @@ def scored(*forecasts: tuple[int, list[float]], used: list[int] | None) -> list[
     for steps_ahead, probabilities in forecasts:
         accuracy.forecast(3, steps_ahead, np.array(probabilities))
     accuracy.visited(3, used)
-    accuracy.forecast(0, 1, np.zeros(4))  # scores come with the next forecast
+    accuracy.score()
     return tally.scored
 
 
@@ -44,7 +44,7 @@ def test_a_predictor_may_reuse_its_array() -> None:
     accuracy.forecast(0, 1, probabilities)
     probabilities[:] = (0.0, 1.0)
     accuracy.visited(0, [0])
-    accuracy.forecast(1, 1, probabilities)
+    accuracy.score()
     assert tally.scored == [(1, 1, 1, 0.5)]
 
 
@@ -58,9 +58,21 @@ def test_the_scheduler_scores_forecasts_of_decode_and_not_of_prompts(calibrate: 
             with_visit(scheduler, layer, [1], [[1]])
             scheduler.forecast(1, 1 - layer, [0.1, 0.9, 0.2, 0.3])
     with_visit(scheduler, 0, [0, 1, 2, 3], [[0], [1], [2], [3]])  # a prompt, where one token was expected
-    scheduler.forecast(1, 1, [0.1, 0.9, 0.2, 0.3])
+    scheduler.score_forecasts()
     assert tally.scored == [(1, 1, 1, 0.25)] * 3
 
 
 def with_visit(scheduler: Scheduler, layer: int, ids: list[int], tokens: list[list[int]]) -> None:
     scheduler.begin_visit(layer, ids, tokens).close()
+
+
+def test_forecasts_are_scored_unasked_once_there_are_some() -> None:
+    tally = Tally()
+    accuracy = Accuracy(tally)
+    for _ in range(BATCH_OUTCOMES + 1):
+        accuracy.forecast(0, 1, np.array([1.0, 0.0]))
+        accuracy.visited(0, [0])
+    assert len(tally.scored) == BATCH_OUTCOMES
+    accuracy.score()
+    accuracy.score()
+    assert tally.scored == [(1, 1, 1, 0.5)] * (BATCH_OUTCOMES + 1)
