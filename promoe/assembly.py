@@ -33,10 +33,11 @@ from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
 from promoe.recorder import Recorder
 from promoe.refusals import refuse_changes
+from promoe.row_kernel import SECOND
 from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
-from promoe.stores import HostStore, Store
+from promoe.stores import HostStore, Store, first_chunks
 from promoe.threads import when_gone
 
 logger = logging.getLogger(__name__)
@@ -168,8 +169,17 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
         prefetch=parts.predictor is not None,
         min_probability=config.min_probability,
         waste_share=config.waste_share,
+        first_chunks=[_first_chunks(parts, layer.layer_idx) for layer in layers],
         strict=config.strict,
     )
+
+
+def _first_chunks(parts: Parts, layer_idx: int) -> int:
+    """How many chunks of an expert are enough to begin it, where that is worth a group of its own."""
+    if not parts.config.begin_early or parts.device is not None:  # kernels there begin when a whole expert has come
+        return 0
+    count = first_chunks(parts.store, layer_idx, SECOND)
+    return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
 
 
 def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> Handle:

@@ -23,6 +23,10 @@ from promoe.slot_rows import SlotOrder, SlotRows, has_grouped_kernel
 ExpertRows = Mapping[int, Mapping[str, torch.Tensor]]
 
 
+class FirstRows(dict[int, Mapping[str, torch.Tensor]]):
+    """The same of experts of which only the first tensors have come. They come again, whole; these may be left alone."""
+
+
 class CallRows:
     """The rows that one kernel call may read, shared by the banks of that call.
 

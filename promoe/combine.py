@@ -69,9 +69,16 @@ class WeightedSum:
         # The kernel would cast its input to this dtype, and its result back. Cast before, and the rows come out as they
         # are.
         self._hidden = hidden.to(row_dtype)
+        self._begun: dict[int, torch.Tensor] = {}  # expert -> its rows as far as the first tensors go
         # By position: one by one if there are few, else together.
         self._few: list[torch.Tensor] = []
         self._rows: torch.Tensor | None = None
+
+    def begin(self, expert: int, rows: ExpertRows) -> None:
+        """Compute what can be of an expert of which only the first tensors are there."""
+        assert self._row_kernel is not None
+        selection = self._pairs.select([expert])
+        self._begun[expert] = self._row_kernel.begin(selection.gather(self._hidden), selection, rows)
 
     def add(self, selection: Selection, rows: ExpertRows) -> None:
         """Compute the raw rows of one group."""
@@ -89,8 +96,16 @@ class WeightedSum:
         kernel = self._row_kernel
         if kernel is None:
             return self._stock_rows(selection, rows)
+        if self._begun:
+            return torch.cat([self._expert_rows(kernel, expert, rows) for expert in selection.experts])
         found = kernel(selection.gather(self._hidden), selection, rows)
         return found if kernel.proven else kernel.prove(found, self._stock_rows(selection, rows))
+
+    def _expert_rows(self, kernel: RowKernel, expert: int, rows: ExpertRows) -> torch.Tensor:
+        selection, begun = self._pairs.select([expert]), self._begun.pop(expert, None)
+        if begun is None:
+            return kernel(selection.gather(self._hidden), selection, rows)
+        return kernel.finish(begun, selection, rows)
 
     def _stock_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         hidden, index, ids = selection.gather(self._hidden), selection.index, selection.ids

@@ -27,6 +27,8 @@ class PromoeConfig:
             "static" (by popularity).
         early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
         reorder: run resident experts first, then those in flight, then the rest.
+        begin_early: compute an expert's first product while the tensors of its last one are still on their way, where the layer
+            would wait for it (few tokens, on the processor).
         stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
         lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
         min_probability: a prediction below this calibrated probability is not fetched.
@@ -51,6 +53,7 @@ class PromoeConfig:
     eviction: EvictionName = "next_use"
     early_preemption: bool = True
     reorder: bool = True
+    begin_early: bool = True
     stream: bool = True
     lookahead: int = 1
     min_probability: float = 0.5
@@ -67,7 +70,7 @@ class PromoeConfig:
     strict: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("early_preemption", "reorder", "stream", "governor", "bypass", "strict"):
+        for name in ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         for name in ("lookahead", "chunk_bytes", "min_group_bytes", "workers"):
             self._require(_is_int(getattr(self, name)), name, "a whole number")

@@ -19,7 +19,7 @@ from itertools import chain
 
 import torch
 
-from promoe.bank import CallRows, ExpertRows, SlotBank
+from promoe.bank import CallRows, ExpertRows, FirstRows, SlotBank
 from promoe.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
@@ -125,6 +125,14 @@ def run_groups(
     if layer.num_ids > layer.num_experts:  # the ids without weights are ready from the start
         groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
+        if isinstance(rows, FirstRows):
+            if row_kernel is not None and row_kernel.proven and layer.adapter.sums_rows:
+                combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
+                assert isinstance(combine, WeightedSum)
+                for expert in pairs.missing:
+                    if expert in rows:
+                        combine.begin(expert, rows)
+            continue
         experts = pairs.take(rows)
         if len(experts) == len(pairs.experts) and row_kernel is None:
             flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()

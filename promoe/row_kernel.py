@@ -20,6 +20,9 @@ from torch import nn
 from promoe.bank import ExpertRows, products
 from promoe.pairs import Selection
 
+# How the names of the tensors begin that only the second product reads.
+SECOND = "down_proj"
+
 logger = logging.getLogger(__name__)
 
 Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], bool]
@@ -66,12 +69,21 @@ class RowKernel:
 
     def __call__(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         """`hidden[P, H]` of the pairs in `selection`, in their order -> their raw rows `[P, H]`."""
+        return self.finish(self.begin(hidden, selection, rows), selection, rows)
+
+    def begin(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+        """As far as it goes without the tensors of the second product: `[P, I]`."""
         experts = self._experts
         if experts.has_gate:
-            out = experts._apply_gate(self._linear(hidden, "gate_up_proj", selection, rows))
+            begun: torch.Tensor = experts._apply_gate(self._linear(hidden, "gate_up_proj", selection, rows))
         else:
-            out = experts.act_fn(self._linear(hidden, "up_proj", selection, rows))
-        out = self._linear(out, "down_proj", selection, rows)
+            begun = experts.act_fn(self._linear(hidden, "up_proj", selection, rows))
+        return begun
+
+    def finish(self, begun: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+        """The raw rows `[P, H]` of what was begun `[P, I]`."""
+        experts = self._experts
+        out = self._linear(begun, SECOND, selection, rows)
         # Transformers has this norm from 5.20 on.
         return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 

@@ -206,6 +206,23 @@ def test_sizes_reach_the_scheduler(model: PreTrainedModel) -> None:
     assert scheduler_config(parts_of(model, predictor="gate")).prefetch
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"min_group_bytes": 0}, 2),  # gate and up
+        ({"min_group_bytes": 16384}, 2),
+        ({"min_group_bytes": 16385}, 0),  # not worth a group of its own
+        ({"min_group_bytes": 0, "begin_early": False}, 0),
+        ({"min_group_bytes": 0, "chunk_bytes": 4096}, 4),
+    ],
+)
+def test_an_expert_can_be_begun_without_the_chunks_of_its_last_product(
+    model: PreTrainedModel, fields: dict[str, Any], expected: int
+) -> None:
+    settings = scheduler_config(parts_of(model, **({"chunk_bytes": 8192} | fields)))
+    assert list(settings.first_chunks) == [expected] * 3
+
+
 def test_workers_timeout_and_chunks_reach_the_engine(model: PreTrainedModel) -> None:
     settings = config(workers=3, stall_timeout_s=7.5, chunk_bytes=4096)
     promoe.patch(model, cache="25%", link="host", config=settings)

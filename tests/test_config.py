@@ -8,7 +8,7 @@ import pytest
 
 from promoe import ConfigError, PromoeConfig, PromoeError
 
-BOOLEANS = ("early_preemption", "reorder", "stream", "governor", "bypass", "strict")
+BOOLEANS = ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict")
 WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "min_group_bytes", "workers")
 NUMBERS = ("min_probability", "waste_share", "stall_timeout_s")
 
@@ -24,6 +24,7 @@ def test_defaults() -> None:
         "early_preemption": True,
         "stream": True,
         "reorder": True,
+        "begin_early": True,
         "lookahead": 1,
         "min_probability": 0.5,
         "waste_share": 0.025,

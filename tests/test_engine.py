@@ -674,3 +674,152 @@ def test_the_timeline_may_end_while_chunks_are_under_way() -> None:
             visit(engine, layer_idx, [0, 1, 2, 3])
         assert engine._broken is None
         engine.__class__ = Engine
+
+
+# -- experts that are begun before they are whole ---------------------------------------------------------------
+
+
+class Gated:
+    """A link over which the chunks of last tensors wait until `release`, and some then fail."""
+
+    copies_from_ram = False
+
+    def __init__(self, link: Link) -> None:
+        self.workers = link.workers
+        self.released = threading.Semaphore(0)
+        self.failing: set[int] = set()  # experts of layer 0
+        self._link = link
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        if chunk.source_idx % 2:  # each layer has two tensors
+            assert self.released.acquire(timeout=WAIT_S)
+            if chunk.source_offset_bytes // WIDTH in self.failing:
+                raise OSError(errno.EIO, "made to fail")
+        self._link.transfer(chunk, destination, address)
+
+    def describe(self) -> str:
+        return "a link under test"
+
+    def close(self) -> None:
+        for _ in range(100):
+            self.released.release()
+        self._link.close()
+
+
+@contextmanager
+def two_tensors(
+    make_link: Callable[[Link], Any] = Gated, slots: int = 6, workers: int = 1
+) -> Iterator[tuple[Engine, Any]]:
+    """An engine over experts of two tensors of one chunk each, of which the first is enough to begin."""
+    parts = torch.arange(EXPERTS, dtype=torch.float32).unsqueeze(1).expand(EXPERTS, WIDTH // 4)
+    banks = [{"up_proj": parts + 100 * i, "down_proj": parts + 100 * i + 50} for i in range(LAYERS)]
+    store = HostStore([{name: rows.contiguous() for name, rows in bank.items()} for bank in banks], chunk_bytes=4096)
+    settings = SchedulerConfig(
+        num_experts=[EXPERTS] * LAYERS,
+        chunk_bytes=[store.chunk_bytes(layer_idx) for layer_idx in range(LAYERS)],
+        pools=[PoolSpec(slots, tuple(range(LAYERS)))],
+        first_chunks=[1] * LAYERS,
+        strict=True,
+    )
+    recorder = Recorder(settings.num_experts, settings.expert_bytes)
+    link = make_link(HostLink(store, workers))
+    engine = Engine(Scheduler(settings, recorder), store, link, [SlotPool(store.layouts[0], slots)], recorder, WAIT_S)
+    engine.start()
+    try:
+        yield engine, link
+        with engine.lock:
+            engine.scheduler.check_integrity()
+            assert not any(cache.num_pinned for cache in engine.scheduler._caches)
+    finally:
+        engine.close()
+
+
+Seen = tuple[str, dict[int, dict[str, float]]]
+
+
+def seen(rows: Any) -> Seen:
+    """Whether a group is of first tensors or of whole experts, and the number in each tensor."""
+    numbers = {e: {name: t.unique().item() for name, t in tensors.items()} for e, tensors in rows.items()}
+    return type(rows).__name__, numbers
+
+
+def test_a_forward_that_would_wait_is_given_what_is_there_of_an_expert() -> None:
+    with two_tensors() as (engine, link), engine.visit(0, [2, 4]) as layer_visit:
+        groups = layer_visit.groups()
+        assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
+        link.released.release()
+        assert seen(next(groups)) == ("dict", {2: {"up_proj": 2.0, "down_proj": 52.0}})
+        assert seen(next(groups)) == ("FirstRows", {4: {"up_proj": 4.0}})
+        link.released.release()
+        assert seen(next(groups)) == ("dict", {4: {"up_proj": 4.0, "down_proj": 54.0}})
+        assert list(groups) == []
+
+
+def test_whole_experts_go_before_what_could_be_begun() -> None:
+    with two_tensors() as (engine, link):
+        link.released.release()
+        visit_all(engine, 0, [1])
+        with engine.visit(0, [1, 2]) as layer_visit:
+            groups = layer_visit.groups()
+            assert seen(next(groups))[0] == "dict"
+            assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
+            link.released.release()
+            assert [seen(rows)[0] for rows in groups] == ["dict"]
+
+
+def visit_all(engine: Engine, layer_idx: int, ids: list[int], at_once: bool = False) -> list[str]:
+    """Run a visit; what kinds of groups it came in."""
+    with engine.visit(layer_idx, ids) as layer_visit:
+        return [seen(rows)[0] for rows in layer_visit.groups(at_once)]
+
+
+def test_nothing_is_begun_where_all_are_to_run_at_once() -> None:
+    with two_tensors() as (engine, link):
+        for _ in range(2):
+            link.released.release()
+        assert visit_all(engine, 0, [2, 4], at_once=True) == ["dict"]
+
+
+def test_an_expert_whose_last_tensor_fails_is_not_finished() -> None:
+    with two_tensors() as (engine, link), engine.visit(0, [2]) as layer_visit:
+        groups = layer_visit.groups()
+        assert seen(next(groups))[0] == "FirstRows"
+        link.failing.add(2)
+        link.released.release()
+        with pytest.raises(ExpertLoadError, match=r"Expert 2 of MoE layer 0 .*made to fail"):
+            next(groups)
+
+
+def test_an_expert_that_failed_is_begun_anew_by_the_next_visit() -> None:
+    with two_tensors() as (engine, link):
+        link.failing.add(2)
+        link.released.release()
+        with pytest.raises(ExpertLoadError):
+            visit_all(engine, 0, [2])
+        link.failing.clear()
+        with engine.visit(0, [2]) as layer_visit:
+            groups = layer_visit.groups()
+            assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
+            link.released.release()
+            assert seen(next(groups)) == ("dict", {2: {"up_proj": 2.0, "down_proj": 52.0}})
+            assert list(groups) == []
+
+
+def test_one_that_was_begun_was_not_there_in_time() -> None:
+    with two_tensors() as (engine, link):
+        link.released.release()
+        engine.recorder.begin_pass("decode", 1, 1)
+        visit_all(engine, 0, [2])
+        visit_all(engine, 0, [2])
+        engine.recorder.end_pass(1.0)
+        stats = engine.recorder.phase_stats("decode")
+        assert (stats.needed, stats.ready) == (2, 1)
+
+
+def test_a_visit_left_after_it_began_an_expert_gives_everything_back() -> None:
+    with two_tensors() as (engine, link):
+        with engine.visit(0, [2, 4]) as layer_visit:
+            assert seen(next(layer_visit.groups()))[0] == "FirstRows"
+        for _ in range(3):
+            link.released.release()
+        assert visit_all(engine, 1, [5])[-1] == "dict"

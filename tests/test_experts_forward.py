@@ -21,12 +21,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 from promoe import bank, combine, experts_forward
-from promoe.bank import ExpertRows, SlotBank
+from promoe.bank import ExpertRows, FirstRows, SlotBank
 from promoe.errors import UnsupportedModelError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.pairs import Selection
-from promoe.row_kernel import RowKernel
+from promoe.row_kernel import SECOND, RowKernel
 
 DTYPES = (torch.float32, torch.bfloat16)
 INPUTS: dict[str, dict[str, torch.Tensor]] = {
@@ -91,6 +91,21 @@ class Call:
         rows = slots.load(self.needed)
         ids = self.index.tolist() if with_ids else None
         return run_resident(self.layer, self.hidden, self.index, self.weights, rows, ids)
+
+    def begun(self, slots: Slots, ahead: list[int]) -> torch.Tensor:
+        """With the first tensors of some experts, and of one that nobody needs, before each of them comes whole."""
+        others = [expert for expert in range(self.layer.num_experts) if expert not in self.needed][:1]
+
+        def groups() -> Iterator[ExpertRows]:
+            for expert in self.needed:
+                if expert in ahead:
+                    rows = slots.load([expert, *others])
+                    first = {e: {n: t for n, t in rows[e].items() if not n.startswith(SECOND)} for e in rows}
+                    assert all(len(tensors) < len(rows[e]) for e, tensors in first.items())
+                    yield FirstRows(first)
+            yield from slots.waves([[expert] for expert in reversed(self.needed)])
+
+        return run_groups(self.layer, self.hidden, self.index, self.weights, groups(), self.index.tolist())
 
     def grouped(self, slots: Slots, groups: Groups, *, with_ids: bool) -> torch.Tensor:
         ids = self.index.tolist() if with_ids else None

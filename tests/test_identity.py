@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,8 +42,10 @@ from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, token
 from transformers import PreTrainedModel
 
 import promoe
+from promoe.bank import ExpertRows
+from promoe.combine import WeightedSum
 from promoe.links import HostLink
-from promoe.stores import Chunk
+from promoe.stores import Chunk, Store
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Cache, prompt, store, and whether forwards copy short chunks themselves.
@@ -236,6 +239,48 @@ def test_a_slot_that_lost_a_chunk_is_seen() -> None:
         found = greedy(model, PROMPTS["one"])
     with pytest.raises(AssertionError):
         found.assert_equals(expected("qwen2_moe", torch.float32, "grouped_mm", "one"))
+
+
+class LastLate:
+    """The fastest link, but the last tensors of an expert come late: there is time to begin it."""
+
+    def __init__(self, store: Store) -> None:
+        self._link = plain_link(store)
+        self.workers, self.copies_from_ram = self._link.workers, False
+        self._late_from = {layout["down_proj"].offset_bytes for layout in store.layouts}
+        assert len(self._late_from) == 1
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        if chunk.slot_offset_bytes >= min(self._late_from):
+            time.sleep(5e-4)
+        self._link.transfer(chunk, destination, address)
+
+    def describe(self) -> str:
+        return self._link.describe()
+
+    def close(self) -> None:
+        self._link.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_experts_begun_before_they_are_whole(
+    family: str, store: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[int] = []
+    begin = WeightedSum.begin
+
+    def counted(self: WeightedSum, expert: int, rows: ExpertRows) -> None:
+        begun.append(expert)
+        begin(self, expert, rows)
+
+    monkeypatch.setattr(WeightedSum, "begin", counted)
+    for begin_early in (True, False):
+        with served(family, dtype, store=store, link=LinkOver(LastLate), begin_early=begin_early) as model:
+            greedy(model, PROMPTS["one"]).assert_equals(expected(family, dtype, "grouped_mm", "one"))
+        assert bool(begun) == begin_early
+        begun.clear()
 
 
 def test_references_never_come_from_a_patched_model() -> None:

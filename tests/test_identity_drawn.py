@@ -44,6 +44,7 @@ FIELDS = {
     "eviction": st.sampled_from(EVICTIONS),
     "reorder": st.booleans(),
     "early_preemption": st.booleans(),
+    "begin_early": st.sampled_from([True, True, False]),
     "lookahead": st.integers(1, 5),
     "min_probability": st.sampled_from([0.01, 0.3, 0.9]),
     "waste_share": st.sampled_from([0.0, 0.025, 1.0]),

@@ -136,3 +136,35 @@ def test_rows_that_are_not_numbers_prove_nothing_wrong() -> None:
         found = call.resident(Slots(layer, num_slots=8), with_ids=True)
     assert call.expected.isnan().all()
     assert found.isnan().all()
+
+
+def test_what_was_begun_is_finished_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    check(random_call(layer, 1, 3, torch.float32, torch.float32), slots)  # proves it
+    call = random_call(layer, 2, 3, torch.float32, torch.float32, seed=1)
+    spy = Spy(monkeypatch)
+    with torch.no_grad():
+        assert_same(call.begun(slots, ahead=call.needed[:1]), call.expected)
+        assert spy.counts() == (0, len(call.needed) - 1)  # the first was only finished
+        assert_same(call.begun(slots, ahead=call.needed), call.expected)
+        assert spy.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+def test_nothing_is_begun_by_kernels_that_need_whole_experts(
+    implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = layer_of(implementation=implementation)
+    call = random_call(layer, FEW_PAIRS, 2, torch.float32, torch.float32)  # many pairs
+    monkeypatch.setattr(RowKernel, "begin", None)
+    with torch.no_grad():
+        assert_same(call.begun(Slots(layer, num_slots=8), ahead=call.needed[:2]), call.expected)
+
+
+def test_nothing_is_begun_before_the_row_kernel_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    call, spy = random_call(layer, 1, 3, torch.float32, torch.float32), Spy(monkeypatch)
+    with torch.no_grad():
+        assert_same(call.begun(Slots(layer, num_slots=8), ahead=call.needed), call.expected)
+    assert spy.counts() == (1, 3)  # the first group proved it

@@ -40,7 +40,7 @@ class System:
     predictor: str | None = None
 
 
-_ON_DEMAND = replace(_BASE, eviction="lru", early_preemption=False, reorder=False, stream=False)
+_ON_DEMAND = replace(_BASE, eviction="lru", early_preemption=False, reorder=False, begin_early=False, stream=False)
 _PAPER = replace(_ON_DEMAND, stream=True, governor=False, waste_share=1.0)
 KNOWN = {
     system.name: system

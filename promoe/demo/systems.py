@@ -37,7 +37,9 @@ _BASE = PromoeConfig(bypass=False)
 SYSTEMS = (
     System(
         "on-demand LRU",
-        dataclasses.replace(_BASE, eviction="lru", early_preemption=False, reorder=False, stream=False),
+        dataclasses.replace(
+            _BASE, eviction="lru", early_preemption=False, reorder=False, begin_early=False, stream=False
+        ),
         meaning="missing experts one after the other by id, each fetched when its turn comes",
     ),
     System(

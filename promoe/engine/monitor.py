@@ -21,7 +21,7 @@ from promoe.links import Link
 from promoe.memory import Pool
 from promoe.recorder import Recorder
 from promoe.scheduler import ExpertKey, Lease, Scheduler
-from promoe.stores import Store
+from promoe.stores import Store, first_tensors
 from promoe.tracing import LINK_IN_FORWARD, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Monitor:
         lock: guards the scheduler, the recorder and all that is here.
         waiting_visits: forwards that wait for a chunk, or for what another forward will give back.
         progress: completions, and groups that forwards have run: what a waiting forward looks for.
+        first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
         torn: the scheduler's state cannot be trusted, and is not touched any more.
     """
@@ -75,6 +76,9 @@ class Monitor:
         self.pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
+        self.first_names = [
+            first_tensors(store, layer_idx, count) for layer_idx, count in enumerate(scheduler.config.first_chunks)
+        ]
         longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
         self.forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
         self.waiting_visits: list[Waiting] = []
@@ -225,8 +229,8 @@ class Monitor:
             first_failure = error is not None and self._failed(lease, error)
             if error is None and self.scheduler.chunk_done(lease):
                 self._load_errors.pop(lease.key, None)
-                if any(visit.may_go_on() for visit in self.waiting_visits):
-                    self.notify_visits()
+            if error is None and any(visit.may_go_on() for visit in self.waiting_visits):
+                self.notify_visits()
             self._take_order(orders, speculate)
             if speculate:
                 self.wake_workers()  # where there is one order there may be more

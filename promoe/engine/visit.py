@@ -9,6 +9,7 @@ from types import TracebackType
 
 import torch
 
+from promoe.bank import FirstRows
 from promoe.engine.monitor import Changing, Monitor
 from promoe.errors import EngineStalledError
 from promoe.scheduler.visit import Visit
@@ -40,9 +41,11 @@ class EngineVisit:
         self._num_sequences = num_sequences
         self._pool = engine.pool_of[layer_idx]
         self._stall_s = 0.0
-        self._waited_for = 0
+        self._late: set[int] = set()  # experts that were not there when their turn came
         self._at_once = False
-        self._group: list[int] = []
+        self._group: list[int] = []  # that runs
+        self._whole = True  # these experts are there, and not only their first tensors
+        self._first_slots: dict[int, int] = {}  # expert -> slot, of those whose first tensors were given
         self._reading: list[int] = []  # slots
         self._hits = hits
         self._visit: Visit | None = None  # while it lasts
@@ -92,7 +95,7 @@ class EngineVisit:
                 if ran:
                     needed, hits = len(self._ids), self._hits or 0
                     engine.recorder.visit(
-                        self._layer_idx, self._ids, min(hits, needed), needed - self._waited_for, self._stall_s
+                        self._layer_idx, self._ids, min(hits, needed), needed - len(self._late), self._stall_s
                     )
                 engine.wake_workers()
                 engine.notify_visits()
@@ -105,18 +108,19 @@ class EngineVisit:
     def all_rows(self) -> Rows | None:
         """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
         if len(self._group) < len(self._ids) and self._engine.forwards_copy:
-            start_s, num_there = time.perf_counter(), len(self._group)
+            start_s, there = time.perf_counter(), self._group
             self._engine.copy_demand()
             with self._engine.lock:
                 self._group = self._granted.ready()
-            self._waited_for += len(self._group) - num_there
+            self._late.update(set(self._group).difference(there))
             self._stalled(start_s, time.perf_counter())
         return self._rows() if len(self._group) == len(self._ids) else None
 
     def groups(self, at_once: bool = False) -> Iterator[Rows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
-        Rows of a group are valid until the next one is asked for.
+        Rows of a group are valid until the next one is asked for. In place of waiting, it may give the first tensors of an
+        expert, as `FirstRows`; the expert comes again when all of it is there.
 
         Args:
             at_once: wait for all that there may be slots for, so that groups are as few as possible.
@@ -130,7 +134,7 @@ class EngineVisit:
             self._group = []
             self._group = self._next_group()
         while self._group:
-            yield self._rows()
+            yield self._rows() if self._whole else self._first_rows()
             self._group = self._next_group()
 
     @property
@@ -141,8 +145,15 @@ class EngineVisit:
     def _rows(self) -> Rows:
         pool, visit = self._pool, self._granted
         self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
+        for expert_idx, slot in zip(self._group, self._reading, strict=True):
+            assert self._first_slots.get(expert_idx, slot) == slot, f"expert {expert_idx} was begun in another slot"
         pool.begin_read(self._reading)
         return pool.rows(self._group, self._reading)
+
+    def _first_rows(self) -> FirstRows:
+        names = self._engine.first_names[self._layer_idx]
+        rows = self._pool.rows(self._group, [self._first_slots[expert_idx] for expert_idx in self._group])
+        return FirstRows({idx: {name: tensors[name] for name in names} for idx, tensors in rows.items()})
 
     def _end_reads(self) -> None:
         self._pool.end_read(self._reading)
@@ -153,7 +164,8 @@ class EngineVisit:
         self._end_reads()
         with engine.lock:
             with Changing(engine):
-                visit.release(self._group)
+                if self._whole:
+                    visit.release(self._group)
                 engine.progress += 1
                 admitted = visit.admit()
                 if engine.waiting_visits or (admitted and not engine.forwards_copy):
@@ -162,24 +174,38 @@ class EngineVisit:
             if visit.finished:
                 return []
             there = visit.ready()
-            if self._suffices(there):
-                return there
+            if group := self._runnable(there):
+                return group
         start_s = time.perf_counter()
         if engine.forwards_copy:
             engine.copy_demand()
-        return self._wait(len(there), start_s)
+        return self._wait(there, start_s)
 
     def may_go_on(self) -> bool:
         """Whether waiting, with the engine's lock held, is over."""
         visit = self._visit
-        return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed()))
+        return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed() or self._beginning()))
 
     def _suffices(self, ready: Sequence[int]) -> bool:
         """Whether these experts are a group to run now."""
         return bool(ready) and (not self._at_once or len(ready) == self._granted.num_granted)
 
-    def _wait(self, num_there: int, start_s: float) -> list[int]:
-        """Wait until a group may run; `num_there` of it were ready at `start_s`.
+    def _beginning(self) -> list[int]:
+        """Experts whose first tensors have come, and were not given yet."""
+        return [] if self._at_once else [idx for idx in self._granted.begun() if idx not in self._first_slots]
+
+    def _runnable(self, ready: list[int]) -> list[int]:
+        """What to run now, with the engine's lock held: whole experts, else what can be begun of others."""
+        self._whole = self._suffices(ready)
+        if self._whole:
+            return ready
+        beginning = self._beginning()
+        self._first_slots.update((expert_idx, self._granted.slot(expert_idx)) for expert_idx in beginning)
+        self._late.update(beginning)
+        return beginning
+
+    def _wait(self, there: Sequence[int], start_s: float) -> list[int]:
+        """Wait until a group may run; `there` were ready at `start_s`.
 
         Not on a condition of the engine's lock: Ctrl-C while that is taken again would leave without it.
         """
@@ -189,7 +215,7 @@ class EngineVisit:
             while True:
                 with engine.lock:
                     if (group := self._look()) is not None:
-                        self._waited_for += len(group) - num_there
+                        self._late.update(set(group).difference(there))
                         return group
                     now_s = engine.clock()
                     if engine.progress != progress:
@@ -219,7 +245,7 @@ class EngineVisit:
             engine.check_alive()
             if failed := visit.failed():
                 raise engine.load_error(self._layer_idx, failed)
-            if self._suffices(group := visit.ready()):
+            if group := self._runnable(visit.ready()):
                 return group
             with Changing(engine):
                 if visit.holds_grants or not visit.admit():

@@ -37,6 +37,8 @@ class SchedulerConfig:
         prefetch: act on forecasts.
         min_probability: speculation below this calibrated probability is not sent.
         waste_share: of all bytes moved, what speculation may waste; the nearer it is to that, the surer it has to be.
+        first_chunks: per MoE layer, how many of an expert's chunks, from the first on, are enough to begin computing it; 0, as
+            everywhere if empty: it takes all of them.
         calibrate: correct forecasts by what they were worth so far (see `calibration`); off: take them at their word.
         strict: a completion with an outdated lease is an error (tests) instead of a counted event.
     """
@@ -50,6 +52,7 @@ class SchedulerConfig:
     prefetch: bool = True
     min_probability: float = 0.5
     waste_share: float = 0.025
+    first_chunks: Sequence[int] = ()
     calibrate: bool = True
     strict: bool = False
     expert_bytes: tuple[int, ...] = field(init=False)
@@ -57,6 +60,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         assert len(self.num_experts) == len(self.chunk_bytes) > 0, (self.num_experts, len(self.chunk_bytes))
         assert all(chunks and min(chunks) > 0 for chunks in self.chunk_bytes), self.chunk_bytes
+        if not self.first_chunks:
+            object.__setattr__(self, "first_chunks", (0,) * self.num_layers)
+        enough = zip(self.first_chunks, self.chunk_bytes, strict=True)
+        assert all(0 <= first < len(chunks) for first, chunks in enough), (self.first_chunks, self.chunk_bytes)
         covered = sorted(layer for pool in self.pools for layer in pool.layers)
         assert covered == list(range(self.num_layers)), f"pools cover layers {covered} of {self.num_layers}"
         object.__setattr__(self, "expert_bytes", tuple(sum(chunks) for chunks in self.chunk_bytes))

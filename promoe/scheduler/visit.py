@@ -87,11 +87,25 @@ class Visit:
         state, base = self._cache.state, self._base
         return [code - base for code in self._granted if state[code] == RESIDENT]
 
+    def begun(self) -> list[int]:
+        """Expert ids that are granted, still loading, and there as far as is enough to begin (`first_chunks`).
+
+        What is there of them stays until they are resident or `failed`: nothing takes the slot of a pinned expert.
+        """
+        first = self._scheduler.config.first_chunks[self.layer_idx]
+        if not first:
+            return []
+        state, loads, base = self._cache.state, self._cache.loads, self._base
+        return [code - base for code in self._granted if state[code] == LOADING and loads[code].has_first(first)]
+
     def slot(self, expert_idx: int) -> int:
-        """The slot of a granted, resident expert."""
+        """The slot of a granted expert that is resident or `begun`."""
         code = self._base + expert_idx
         assert code in self._granted, f"expert {expert_idx} of layer {self.layer_idx} is not granted to this visit"
-        return self._cache.slot_of[code]
+        if (slot := self._cache.slot_of.get(code)) is None:
+            assert expert_idx in self.begun(), f"expert {expert_idx} of layer {self.layer_idx} is not there"
+            slot = self._cache.loads[code].slot
+        return slot
 
     def failed(self) -> list[int]:
         """Granted experts whose fetch failed: they will not become ready."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk, Store, convert_chunk, read_expert, split_at_pages
+from promoe.stores.base import (
+    DEFAULT_CHUNK_BYTES,
+    Chunk,
+    Store,
+    convert_chunk,
+    first_chunks,
+    first_tensors,
+    read_expert,
+    split_at_pages,
+)
 from promoe.stores.host import HostStore
 from promoe.stores.safetensors_store import SafetensorsStore
 
@@ -13,6 +22,8 @@ __all__ = [
     "SafetensorsStore",
     "Store",
     "convert_chunk",
+    "first_chunks",
+    "first_tensors",
     "read_expert",
     "split_at_pages",
 ]

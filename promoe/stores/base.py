@@ -117,6 +117,29 @@ def split_at_pages(slot_offset_bytes: int, nbytes: int, chunk_bytes: int) -> lis
     return [(start - slot_offset_bytes, stop - start) for start, stop in itertools.pairwise(edges)]
 
 
+def first_chunks(store: Store, layer_idx: int, last: str) -> int:
+    """How many chunks of an expert, from the first on, bring all of its tensors but those whose names begin with `last`.
+
+    0 if those do not come last, or if all do.
+    """
+    layout, chunks = store.layouts[layer_idx], store.chunks(ExpertKey(layer_idx, 0))
+    late = [spec for spec in layout.tensors if spec.name.startswith(last)]
+    if not late or any(spec.offset_bytes < late[0].offset_bytes for spec in late):
+        return 0
+    count = next(
+        (i for i, chunk in enumerate(chunks) if chunk.slot_offset_bytes + chunk.nbytes > late[0].offset_bytes), 0
+    )
+    arrived = sum(chunk.nbytes for chunk in chunks[:count])
+    return count if arrived == sum(spec.nbytes for spec in layout.tensors if spec not in late) else 0
+
+
+def first_tensors(store: Store, layer_idx: int, count: int) -> tuple[str, ...]:
+    """The tensors of an expert that its first `count` chunks bring, by name."""
+    chunks = store.chunks(ExpertKey(layer_idx, 0))[:count]
+    end_bytes = chunks[-1].slot_offset_bytes + chunks[-1].nbytes if chunks else 0
+    return tuple(spec.name for spec in store.layouts[layer_idx].tensors if spec.end_bytes <= end_bytes)
+
+
 def check_chunk_bytes(chunk_bytes: int) -> None:
     """Raise ConfigError unless `chunk_bytes` is a positive multiple of 4096."""
     if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:

@@ -28,6 +28,7 @@ class OpenVisit:
         self.visit = visit
         self.remaining = set(ids)
         self.held: dict[int, tuple[int, int]] = {}  # expert -> slot, generation
+        self.begun: dict[int, tuple[int, int]] = {}  # the same of those whose first chunks were seen to be there
 
 
 class Driven:
@@ -82,6 +83,7 @@ class Driven:
         opened.remaining.difference_update(group)
         for expert_idx in group:
             opened.held.pop(expert_idx, None)
+            opened.begun.pop(expert_idx, None)
         opened.visit.release(group)
         assert opened.visit.finished == (not opened.remaining)
         self.check()
@@ -91,6 +93,7 @@ class Driven:
         opened.visit.close()
         assert opened.visit.finished
         assert not opened.visit.ready()
+        assert not opened.visit.begun()
         self.visits.remove(opened)
         self.check()
 
@@ -215,8 +218,10 @@ class Driven:
         for opened in self.visits:
             self._check_visit(opened)
 
-    def _check_bytes(self, key: ExpertKey, chunks: dict[int, Tag | None], generation: int) -> None:
-        for chunk_idx in range(len(self.config.chunk_bytes[key.layer_idx])):
+    def _check_bytes(
+        self, key: ExpertKey, chunks: dict[int, Tag | None], generation: int, count: int | None = None
+    ) -> None:
+        for chunk_idx in range(len(self.config.chunk_bytes[key.layer_idx]) if count is None else count):
             assert chunks[chunk_idx] == (key, generation), f"{key}, generation {generation}: its slot holds {chunks}"
 
     def _check_visit(self, opened: OpenVisit) -> None:
@@ -232,6 +237,25 @@ class Driven:
             self._check_bytes(ExpertKey(visit.layer_idx, expert_idx), slots[slot], cache._generation[slot])
             seen = opened.held.setdefault(expert_idx, (slot, cache._generation[slot]))
             assert seen == (slot, cache._generation[slot]), f"expert {expert_idx} moved while a visit could use it"
+
+        self._check_begun(opened, ready, failed)
+
+    def _check_begun(self, opened: OpenVisit, ready: list[int], failed: list[int]) -> None:
+        """What was there of an expert stays, in its slot, until it is ready or has failed."""
+        visit = opened.visit
+        cache, begun = self.scheduler.cache_of(visit.layer_idx), visit.begun()
+        slots, first = self.memory[self.pool_of[visit.layer_idx]], self.config.first_chunks[visit.layer_idx]
+        assert first or not begun, begun
+        assert not {*begun} & {*ready, *failed}, (begun, ready, failed)
+        assert opened.begun.keys() <= {*begun, *ready, *failed}, (opened.begun, begun, ready, failed)
+        for expert_idx in begun:
+            slot = visit.slot(expert_idx)
+            opened.begun.setdefault(expert_idx, (slot, cache._generation[slot]))
+            self._check_bytes(ExpertKey(visit.layer_idx, expert_idx), slots[slot], cache._generation[slot], first)
+        for expert_idx, seen in opened.begun.items():
+            if expert_idx not in failed:
+                slot = visit.slot(expert_idx)
+                assert seen == (slot, cache._generation[slot]), f"expert {expert_idx} moved after it was begun"
 
     def _pool(self, lease: Lease) -> int:
         return self.pool_of[lease.key.layer_idx]

@@ -21,6 +21,7 @@ def test_defaults_are_the_best_known_switches() -> None:
     assert config.hints
     assert config.prefetch
     assert config.calibrate
+    assert config.first_chunks == (0,)
     assert not config.strict
 
 
@@ -58,3 +59,10 @@ def test_the_null_observer_takes_every_event() -> None:
     observer.evicted(0)
     observer.failed("demand")
     observer.stale_completion()
+
+
+@pytest.mark.parametrize("first_chunks", [(2, 1), (1, -1), (0,), (0, 0, 0)])
+def test_an_expert_is_begun_with_some_of_its_chunks(first_chunks: tuple[int, ...]) -> None:
+    SchedulerConfig([4, 4], [(10, 10), (5, 5)], [PoolSpec(2, (0, 1))], first_chunks=(1, 0))
+    with pytest.raises((AssertionError, ValueError)):
+        SchedulerConfig([4, 4], [(10, 10), (5, 5)], [PoolSpec(2, (0, 1))], first_chunks=first_chunks)

@@ -59,6 +59,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         min_probability=draw(st.sampled_from([0.5, 0.1, 0.0])),
         waste_share=draw(st.sampled_from([1.0, 0.025, 0.0])),
         calibrate=draw(st.booleans()),
+        first_chunks=[draw(st.integers(0, len(chunks) - 1)) for chunks in chunk_bytes],
         strict=draw(st.booleans()),
     )
 
@@ -123,6 +124,7 @@ class Storm(RuleBasedStateMachine):
     @rule(which=numbers, limit=st.sampled_from([None, None, 1, 0]))
     def run_group(self, which: int, limit: int | None) -> None:
         opened = self.pick_visit(which)
+        self.seen["begun"] += len(opened.begun)
         if self.driven.run_group(opened, limit):
             self.seen["ran"] += 1
             if opened.remaining and not opened.visit.holds_grants:
@@ -253,6 +255,14 @@ def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
 
     assert Storm.steps >= STEPS
     assert set(Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order"}, Storm.seen
-    assert set(Storm.seen) >= {"demand", "prefetch", "ran", "wave", "finished", "failed visit", "evictions", "stale"}, (
-        Storm.seen
-    )
+    assert set(Storm.seen) >= {
+        "demand",
+        "prefetch",
+        "begun",
+        "ran",
+        "wave",
+        "finished",
+        "failed visit",
+        "evictions",
+        "stale",
+    }, Storm.seen

@@ -183,3 +183,63 @@ def test_without_reordering_the_first_missing_ends_a_grant() -> None:
         deliver(run)
         run.run_group(opened)
     assert grants == [1, 1, 1]
+
+
+def begun_after(run: Driven, count: int) -> list[int]:
+    """Experts of the first visit that can be begun once `count` more chunks have been sent and come."""
+    for lease in run.issue(count):
+        run.complete(lease)
+    return run.visits[0].visit.begun()
+
+
+def test_an_expert_can_be_begun_when_its_first_chunks_are_there() -> None:
+    run = driven(4, num_chunks=3, first_chunks=(2, 2))
+    run.admit(run.begin(0, [1, 2]))
+    visit = run.visits[0].visit
+    assert begun_after(run, 1) == []
+    with pytest.raises(AssertionError, match="expert 1 of layer 0 is not there"):
+        visit.slot(1)
+    assert begun_after(run, 1) == [1]
+    slot = visit.slot(1)
+    assert begun_after(run, 1) == []
+    assert visit.ready() == [1]
+    assert visit.slot(1) == slot
+    assert begun_after(run, 2) == [2]
+
+
+def test_chunks_that_arrive_out_of_turn_do_not_pass_for_the_first() -> None:
+    run = driven(4, num_chunks=3, first_chunks=(1, 1))
+    opened = run.begin(0, [1])
+    run.admit(opened)
+    first, second, _ = run.issue(3)
+    run.complete(second)
+    assert opened.visit.begun() == []
+    run.complete(first)
+    assert opened.visit.begun() == [1]
+
+
+def test_a_begun_expert_whose_last_chunk_fails_has_failed() -> None:
+    run = driven(4, num_chunks=2, first_chunks=(1, 1))
+    run.admit(run.begin(0, [1]))
+    assert begun_after(run, 1) == [1]
+    run.fail(run.issue(1)[0])
+    assert run.visits[0].visit.begun() == []
+    assert run.visits[0].visit.failed() == [1]
+
+
+@pytest.mark.parametrize("first_chunks", [(), (0, 2)])
+def test_where_only_whole_experts_are_of_use_none_is_begun(first_chunks: tuple[int, ...]) -> None:
+    run = driven(4, num_chunks=3, first_chunks=first_chunks)
+    run.admit(run.begin(0, [1]))
+    assert [begun_after(run, 1) for _ in range(3)] == [[], [], []]
+
+
+def test_what_was_speculation_can_be_begun_once_a_visit_needs_it() -> None:
+    run = driven(4, num_chunks=3, first_chunks=(2, 2))
+    run.hint(0, [1])
+    for lease in run.issue(2):
+        run.complete(lease)
+    opened = run.begin(0, [1])
+    assert opened.visit.begun() == []
+    run.admit(opened)
+    assert opened.visit.begun() == [1]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
-from promoe.stores import Chunk, convert_chunk, split_at_pages
+from promoe.stores import Chunk, HostStore, convert_chunk, first_chunks, first_tensors, split_at_pages
 
 PAGE = 4096
 
@@ -53,3 +53,31 @@ def test_conversion_rounds_as_torch_does(source_dtype: torch.dtype, dtype: torch
     )
     convert_chunk(chunk, source.view(torch.uint8).numpy().data, destination.view(torch.uint8).numpy().data)
     assert torch.equal(destination, source.to(dtype))
+
+
+def store_of(chunk_bytes: int = PAGE, **elements: int) -> HostStore:
+    """One layer of two experts whose tensors have so many bytes."""
+    return HostStore(
+        [{name: torch.zeros(2, count, dtype=torch.uint8) for name, count in elements.items()}], chunk_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("elements", "count", "names"),
+    [
+        ({"gate_up_proj": 3 * PAGE, "down_proj": PAGE}, 3, ("gate_up_proj",)),
+        ({"gate_up_proj": 2 * PAGE, "gate_up_proj_bias": 64, "down_proj": PAGE, "down_proj_bias": 64}, 3, None),
+        ({"up_proj": 100, "down_proj": 100}, 1, ("up_proj",)),
+        ({"down_proj": PAGE, "up_proj": PAGE}, 0, ()),
+        ({"up_proj": PAGE, "down_proj": PAGE, "up_proj_bias": 64}, 0, ()),
+        ({"up_proj": PAGE}, 0, ()),
+        ({"down_proj": PAGE}, 0, ()),
+    ],
+    ids=["in order", "with biases", "short", "last first", "last between", "no last", "nothing else"],
+)
+def test_what_comes_before_the_last_tensors(
+    elements: dict[str, int], count: int, names: tuple[str, ...] | None
+) -> None:
+    store = store_of(**elements)
+    assert first_chunks(store, 0, "down_proj") == count
+    assert first_tensors(store, 0, count) == (names if names is not None else ("gate_up_proj", "gate_up_proj_bias"))
