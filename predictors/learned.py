@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn import functional as F
 
 from promoe.errors import ConfigError
 from promoe.scheduler.reuse import LearnedReuse
@@ -18,6 +18,8 @@ from .trained import TrainedConfig, TrainedPredictor
 
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
+# Which half of an fp32's bits is the upper.
+_UPPER = 1 if sys.byteorder == "little" else 0
 # Up to so many, one token's probabilities are computed in plain Python.
 FEW_TARGETS = 2
 
@@ -61,6 +63,44 @@ class LearnedPredictor:
         ]
 
 
+class _Product:
+    """`x[n, H]` times a matrix, plus a bias: `[n, rows]` in fp32.
+
+    Of one token by one operation of torch: after each, a thread beside the model waits for the interpreter again.
+
+    Args:
+        weight: `[rows, H]`, of which a copy is kept in the dtype of `x`.
+        bias: `[rows]`.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        self._bias: npt.NDArray[np.float32] = bias.numpy()
+        self._keep(weight)
+
+    def _keep(self, weight: torch.Tensor) -> None:
+        self._transposed = weight.t()  # [H, rows]
+        # numpy has no bf16, which is the upper half of an fp32's bits.
+        self._row = torch.empty((1, len(weight)), dtype=torch.bfloat16)
+        self._bits = self._row.view(torch.int16).numpy()
+        self._wide = np.zeros((1, len(weight)), dtype=np.float32)
+        self._upper = self._wide.view(np.int16)[:, _UPPER::2]
+
+    def __call__(self, x: torch.Tensor) -> npt.NDArray[np.float32]:
+        if not x.is_cpu:  # as the weights are
+            x = x.cpu()
+        if x.dtype != self._transposed.dtype:  # with the first visit: the dtype that the model runs in
+            self._keep(self._transposed.t().to(x.dtype))
+        product: npt.NDArray[np.float32]
+        if len(x) == 1 and x.dtype == torch.bfloat16:
+            torch.mm(x, self._transposed, out=self._row)
+            self._upper[...] = self._bits
+            product = self._wide + self._bias
+        else:
+            product = torch.mm(x, self._transposed).float().numpy()
+            product += self._bias
+        return product
+
+
 class _LayerPredictor:
     """What is predicted from one layer: `TrainedPredictor.log_odds`, for few tokens and above all for one.
 
@@ -80,27 +120,26 @@ class _LayerPredictor:
         self._trunk_rows = network.num_shared_rows()
         kept = [k - 1 for k in steps]
         with torch.no_grad():
-            self._weight, self._bias = network.folded(layer_idx, kept)
+            weight, bias = network.folded(layer_idx, kept)
             slope = 0.5 * trained.slope[layer_idx, kept].float()[:, None]
             outer = network.outer[layer_idx, kept].float() * slope[..., None]
             outer_bias = network.bias[layer_idx, kept].float() * slope
             if self._trunk_rows:
                 # The linear part stands beside the trunk in the first product: one matrix for all distances.
                 each = slope.expand(-1, config.num_experts).flatten()
-                self._weight[self._trunk_rows :] *= each[:, None]
-                self._bias[self._trunk_rows :] = self._bias[self._trunk_rows :] * each + outer_bias.flatten()
+                weight[self._trunk_rows :] *= each[:, None]
+                bias[self._trunk_rows :] = bias[self._trunk_rows :] * each + outer_bias.flatten()
                 self._outer = outer.flatten(0, 1).T.contiguous().numpy()
             else:
                 self._outer = outer.transpose(1, 2).contiguous().numpy()
             self._outer_bias = outer_bias.numpy()
+            self._inner = _Product(weight, bias)
             self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
+            self._offsets: list[float] = self._offset.tolist()
 
     def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
         """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
-        gate_input = gate_input.cpu()  # the weights are there
-        if self._weight.dtype != gate_input.dtype:  # with the first visit: the dtype that the model runs in
-            self._weight, self._bias = self._weight.to(gate_input.dtype), self._bias.to(gate_input.dtype)
-        scores = self._scores(F.linear(gate_input, self._weight, self._bias).float().numpy())
+        scores = self._scores(self._inner(gate_input))
         if self._num_experts <= self._top_k:
             return np.ones(scores.shape)
         if len(scores) != 1 or len(self.targets) > FEW_TARGETS:
@@ -108,7 +147,7 @@ class _LayerPredictor:
             zero = 0.5 * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
             result: npt.NDArray[np.float64] = 0.5 + 0.5 * np.tanh(scores - zero[..., None], dtype=np.float64)
             return result
-        pairs = zip(scores[0].tolist(), self._offset.tolist(), strict=True)
+        pairs = zip(scores[0].tolist(), self._offsets, strict=True)
         return np.array([[self._one_token(target, offset) for target, offset in pairs]])
 
     def _one_token(self, scores: list[float], offset: float) -> list[float]:
@@ -123,7 +162,7 @@ class _LayerPredictor:
         rows, shape = self._trunk_rows, (len(inner), len(self.targets), -1)
         scores: npt.NDArray[np.float32]
         if rows:
-            scores = np.maximum(inner[:, :rows], 0.0) @ self._outer
+            scores = np.maximum(inner[:, :rows], 0.0).dot(self._outer)
             scores += inner[:, rows:]
             return scores.reshape(shape)
         hidden = np.maximum(inner, 0.0).reshape(shape).swapaxes(0, 1)
