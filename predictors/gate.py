@@ -123,7 +123,7 @@ def _one_token(logits: list[float], top_k: int) -> npt.NDArray[np.float64]:
 
 def _selected(odds: float) -> float:
     size = min(max(abs(odds), MIN_LOG_ODDS), MAX_LOG_ODDS)
-    return 1.0 / (1.0 + math.exp(-size if odds > 0 else size))
+    return 1.0 / (1.0 + math.exp(-size if odds >= 0 else size))
 
 
 def selection_probability(output: object, chosen: torch.Tensor | None, num_experts: int) -> npt.NDArray[np.float64]:

@@ -78,12 +78,13 @@ class _Product:
         self._keep(weight)
 
     def _keep(self, weight: torch.Tensor) -> None:
-        self._transposed = weight.t()  # [H, rows]
+        with torch.inference_mode(False):  # or the row could not be written to outside of that
+            row = torch.empty((1, len(weight)), dtype=torch.bfloat16, device="cpu")
+            bits = row.view(torch.int16).numpy()
+        wide = np.zeros((1, len(weight)), dtype=np.float32)
         # numpy has no bf16, which is the upper half of an fp32's bits.
-        self._row = torch.empty((1, len(weight)), dtype=torch.bfloat16)
-        self._bits = self._row.view(torch.int16).numpy()
-        self._wide = np.zeros((1, len(weight)), dtype=np.float32)
-        self._upper = self._wide.view(np.int16)[:, _UPPER::2]
+        upper = wide.view(np.int16)[:, _UPPER::2]
+        self._transposed, self._one = weight.t(), (row, bits, upper, wide)  # [H, rows]; all at once, or not
 
     def __call__(self, x: torch.Tensor) -> npt.NDArray[np.float32]:
         if not x.is_cpu:  # as the weights are
@@ -92,9 +93,10 @@ class _Product:
             self._keep(self._transposed.t().to(x.dtype))
         product: npt.NDArray[np.float32]
         if len(x) == 1 and x.dtype == torch.bfloat16:
-            torch.mm(x, self._transposed, out=self._row)
-            self._upper[...] = self._bits
-            product = self._wide + self._bias
+            row, bits, upper, wide = self._one
+            torch.mm(x, self._transposed, out=row)
+            upper[...] = bits
+            product = wide + self._bias
         else:
             product = torch.mm(x, self._transposed).float().numpy()
             product += self._bias

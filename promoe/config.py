@@ -28,7 +28,8 @@ class PromoeConfig:
         early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
         reorder: run resident experts first, then those in flight, then the rest.
         begin_early: compute an expert's first product while the tensors of its last one are still on their way, where the layer
-            would wait for it (few tokens, on the processor).
+            would wait for it. For few tokens in `grouped_mm` on the processor, and where the first product's tensors take at
+            least `min_group_bytes`.
         stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
         lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
         min_probability: a prediction below this calibrated probability is not fetched.

@@ -30,7 +30,7 @@ class Counts:
     hits: int = 0
     """Of these, resident when the gate had chosen them."""
     ready: int = 0
-    """Of these, without any wait when the layer came to compute them (hits included)."""
+    """Of these, all there when the layer came to compute them (hits included)."""
     stall_s: float = 0.0
     """Seconds in which compute waited for weights."""
     bytes_demand: int = 0

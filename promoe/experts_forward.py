@@ -81,6 +81,12 @@ def run_resident(
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
 
 
+def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
+    """Whether `run_groups` can make use of the first tensors of an expert whose last ones are on their way."""
+    kernel = _row_kernel(layer, layer.implementation, hidden, num_pairs)
+    return kernel is not None and bool(kernel.proven) and layer.adapter.sums_rows
+
+
 def run_groups(
     layer: MoELayer,
     hidden: torch.Tensor,
@@ -126,7 +132,7 @@ def run_groups(
         groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
         if isinstance(rows, FirstRows):
-            if row_kernel is not None and row_kernel.proven and layer.adapter.sums_rows:
+            if on_host is None and can_begin(layer, hidden, pairs.count):
                 combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
                 assert isinstance(combine, WeightedSum)
                 for expert in pairs.missing:

@@ -20,7 +20,7 @@ from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import PromoeError
-from promoe.experts_forward import check_no_grad, run_groups, run_resident
+from promoe.experts_forward import can_begin, check_no_grad, run_groups, run_resident
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, PassState
 from promoe.prediction import Forecaster
@@ -132,7 +132,8 @@ class Runtime:
                         result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
                     else:
                         at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
-                        result = run_groups(layer, hidden, index, weights, visit.groups(at_once), tokens, host_index)
+                        groups = visit.groups(at_once, not self._on_device and can_begin(layer, hidden, index.numel()))
+                        result = run_groups(layer, hidden, index, weights, groups, tokens, host_index)
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
                 raise

@@ -16,6 +16,7 @@ import torch
 from waiting import WAIT_S, settle, until
 
 from promoe.engine import Engine
+from promoe.engine import visit as engine_visit
 from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError
 from promoe.links import Fault, FaultyLink, HostLink, Link
 from promoe.memory import SlotPool
@@ -725,13 +726,16 @@ def two_tensors(
     link = make_link(HostLink(store, workers))
     engine = Engine(Scheduler(settings, recorder), store, link, [SlotPool(store.layouts[0], slots)], recorder, WAIT_S)
     engine.start()
-    try:
-        yield engine, link
-        with engine.lock:
-            engine.scheduler.check_integrity()
-            assert not any(cache.num_pinned for cache in engine.scheduler._caches)
-    finally:
-        engine.close()
+    with pytest.MonkeyPatch.context() as patch:
+        # A forward that nobody wakes is not to be saved by looking up every now and then.
+        patch.setattr(engine_visit, "HEARTBEAT_S", 4 * WAIT_S)
+        try:
+            yield engine, link
+            with engine.lock:
+                engine.scheduler.check_integrity()
+                assert not any(cache.num_pinned for cache in engine.scheduler._caches)
+        finally:
+            engine.close()
 
 
 Seen = tuple[str, dict[int, dict[str, float]]]
@@ -745,7 +749,7 @@ def seen(rows: Any) -> Seen:
 
 def test_a_forward_that_would_wait_is_given_what_is_there_of_an_expert() -> None:
     with two_tensors() as (engine, link), engine.visit(0, [2, 4]) as layer_visit:
-        groups = layer_visit.groups()
+        groups = layer_visit.groups(begin=True)
         assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
         link.released.release()
         assert seen(next(groups)) == ("dict", {2: {"up_proj": 2.0, "down_proj": 52.0}})
@@ -760,29 +764,39 @@ def test_whole_experts_go_before_what_could_be_begun() -> None:
         link.released.release()
         visit_all(engine, 0, [1])
         with engine.visit(0, [1, 2]) as layer_visit:
-            groups = layer_visit.groups()
+            groups = layer_visit.groups(begin=True)
             assert seen(next(groups))[0] == "dict"
             assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
             link.released.release()
             assert [seen(rows)[0] for rows in groups] == ["dict"]
 
 
-def visit_all(engine: Engine, layer_idx: int, ids: list[int], at_once: bool = False) -> list[str]:
+def visit_all(engine: Engine, layer_idx: int, ids: list[int], at_once: bool = False, begin: bool = True) -> list[str]:
     """Run a visit; what kinds of groups it came in."""
     with engine.visit(layer_idx, ids) as layer_visit:
-        return [seen(rows)[0] for rows in layer_visit.groups(at_once)]
+        return [seen(rows)[0] for rows in layer_visit.groups(at_once, begin)]
 
 
-def test_nothing_is_begun_where_all_are_to_run_at_once() -> None:
-    with two_tensors() as (engine, link):
+def have_first(engine: Engine, experts: list[int]) -> bool:
+    """Whether the first chunks of these experts of layer 0 are there, and not the last."""
+    with engine.lock:
+        loads = engine.scheduler.cache_of(0).loads
+        return all(expert_idx in loads and loads[expert_idx].has_first(1) for expert_idx in experts)
+
+
+@pytest.mark.parametrize(("at_once", "begin"), [(True, True), (True, False), (False, False)])
+def test_nothing_is_begun_where_that_is_not_wanted(at_once: bool, begin: bool) -> None:
+    with two_tensors(workers=2) as (engine, link), ThreadPoolExecutor(1) as pool:
+        kinds = pool.submit(visit_all, engine, 0, [2, 4], at_once, begin)
+        until(lambda: have_first(engine, [2, 4]) and len(engine.waiting_visits) == 1)
         for _ in range(2):
             link.released.release()
-        assert visit_all(engine, 0, [2, 4], at_once=True) == ["dict"]
+        assert set(kinds.result(WAIT_S)) == {"dict"}
 
 
 def test_an_expert_whose_last_tensor_fails_is_not_finished() -> None:
     with two_tensors() as (engine, link), engine.visit(0, [2]) as layer_visit:
-        groups = layer_visit.groups()
+        groups = layer_visit.groups(begin=True)
         assert seen(next(groups))[0] == "FirstRows"
         link.failing.add(2)
         link.released.release()
@@ -798,7 +812,7 @@ def test_an_expert_that_failed_is_begun_anew_by_the_next_visit() -> None:
             visit_all(engine, 0, [2])
         link.failing.clear()
         with engine.visit(0, [2]) as layer_visit:
-            groups = layer_visit.groups()
+            groups = layer_visit.groups(begin=True)
             assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}})
             link.released.release()
             assert seen(next(groups)) == ("dict", {2: {"up_proj": 2.0, "down_proj": 52.0}})
@@ -806,20 +820,28 @@ def test_an_expert_that_failed_is_begun_anew_by_the_next_visit() -> None:
 
 
 def test_one_that_was_begun_was_not_there_in_time() -> None:
-    with two_tensors() as (engine, link):
-        link.released.release()
+    """Also if it is whole before the forward looks again, so that nothing ever waited."""
+    with two_tensors(workers=2) as (engine, link):
         engine.recorder.begin_pass("decode", 1, 1)
-        visit_all(engine, 0, [2])
+        engine.hint(0, [2, 4])
+        until(lambda: have_first(engine, [2, 4]))
+        with engine.visit(0, [2, 4]) as layer_visit:
+            groups = layer_visit.groups(begin=True)
+            assert seen(next(groups)) == ("FirstRows", {2: {"up_proj": 2.0}, 4: {"up_proj": 4.0}})
+            for _ in range(2):
+                link.released.release()
+            until(lambda: len(resident(engine)) == 2)
+            assert [seen(rows)[0] for rows in groups] == ["dict"]
         visit_all(engine, 0, [2])
         engine.recorder.end_pass(1.0)
         stats = engine.recorder.phase_stats("decode")
-        assert (stats.needed, stats.ready) == (2, 1)
+        assert (stats.needed, stats.ready) == (3, 1)
 
 
 def test_a_visit_left_after_it_began_an_expert_gives_everything_back() -> None:
     with two_tensors() as (engine, link):
         with engine.visit(0, [2, 4]) as layer_visit:
-            assert seen(next(layer_visit.groups()))[0] == "FirstRows"
+            assert seen(next(layer_visit.groups(begin=True)))[0] == "FirstRows"
         for _ in range(3):
             link.released.release()
         assert visit_all(engine, 1, [5])[-1] == "dict"

@@ -43,6 +43,7 @@ class EngineVisit:
         self._stall_s = 0.0
         self._late: set[int] = set()  # experts that were not there when their turn came
         self._at_once = False
+        self._begin_early = False
         self._group: list[int] = []  # that runs
         self._whole = True  # these experts are there, and not only their first tensors
         self._first_slots: dict[int, int] = {}  # expert -> slot, of those whose first tensors were given
@@ -116,20 +117,22 @@ class EngineVisit:
             self._stalled(start_s, time.perf_counter())
         return self._rows() if len(self._group) == len(self._ids) else None
 
-    def groups(self, at_once: bool = False) -> Iterator[Rows]:
+    def groups(self, at_once: bool = False, begin: bool = False) -> Iterator[Rows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
-        Rows of a group are valid until the next one is asked for. In place of waiting, it may give the first tensors of an
-        expert, as `FirstRows`; the expert comes again when all of it is there.
+        Rows of a group are valid until the next one is asked for; of `FirstRows`, unless that raises: they lose their slot
+        when the rest cannot be fetched.
 
         Args:
             at_once: wait for all that there may be slots for, so that groups are as few as possible.
+            begin: in place of waiting, give the first tensors of an expert, as `FirstRows`; it comes again when all of it is
+                there. Not with `at_once`.
 
         Raises:
             ExpertLoadError: a needed expert could not be fetched.
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
-        self._at_once = at_once
+        self._at_once, self._begin_early = at_once, begin and not at_once
         if at_once or not self._group:
             self._group = []
             self._group = self._next_group()
@@ -192,7 +195,7 @@ class EngineVisit:
 
     def _beginning(self) -> list[int]:
         """Experts whose first tensors have come, and were not given yet."""
-        return [] if self._at_once else [idx for idx in self._granted.begun() if idx not in self._first_slots]
+        return [idx for idx in self._granted.begun() if idx not in self._first_slots] if self._begin_early else []
 
     def _runnable(self, ready: list[int]) -> list[int]:
         """What to run now, with the engine's lock held: whole experts, else what can be begun of others."""

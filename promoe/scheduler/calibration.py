@@ -147,7 +147,7 @@ class Calibration:
     def observe(self, layer_idx: int, ids: Sequence[int] | None) -> None:
         """The layer was visited with these experts: score the forecasts that were open for it; None: drop them.
 
-        A forward waits for this; so what there is to learn is learned when the next forecast comes.
+        A forward waits for this; so what there is to learn is learned later, from some at once.
         """
         for steps_ahead, opinions in self._open.pop(layer_idx, {}).items():
             if ids is not None:

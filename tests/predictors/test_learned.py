@@ -56,6 +56,21 @@ def test_it_computes_in_the_models_dtype(dtype: torch.dtype) -> None:
     np.testing.assert_allclose(forecast.probabilities, expected.detach().numpy(), atol=0.05)
 
 
+def test_each_token_is_forecast_from_its_own_input_in_whatever_mode() -> None:
+    """Buffers are used again: a forecast is not to change with the next, and modes may follow in any order."""
+    trained, inputs = make(), [torch.randn(1, HIDDEN).bfloat16() for _ in range(3)]
+    predictor = LearnedPredictor(trained, context(), 1)
+    with torch.inference_mode():
+        found = [predictor.predict(visit(0, inputs[0]))[0].probabilities]
+    with torch.no_grad():
+        found.append(predictor.predict(visit(0, inputs[1]))[0].probabilities)
+    found.append(predictor.predict(visit(0, inputs[2]))[0].probabilities)
+    for x, probabilities in zip(inputs, found, strict=True):
+        (forecast,) = LearnedPredictor(trained, context(), 1).predict(visit(0, x))
+        np.testing.assert_array_equal(probabilities, forecast.probabilities)
+    assert not np.array_equal(found[0], found[1])
+
+
 def test_the_published_configuration_names_the_top_k_at_one_distance() -> None:
     trained = make("promoe-paper", lookahead=2)
     predictor = LearnedPredictor(trained, context(), lookahead=1)  # it has a distance of its own
