@@ -29,6 +29,9 @@ from promoe.row_kernel import RowKernel
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
 
+# ATen's parallel_for: an elementwise operation gets a thread for each so many elements that it has begun.
+GRAIN_ELEMENTS = 32768
+
 Combine = EagerSum | WeightedSum | PlacedRows
 
 
@@ -79,6 +82,20 @@ def run_resident(
         ids = on_host.tolist()
     flat = None if ids is None else [expert for row in ids for expert in row]
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
+
+
+def depends_on_groups(layer: MoELayer, num_pairs: int) -> bool:
+    """Whether the last bits of a layer may depend on which experts run together.
+
+    Three threads and more may cut a row of a large elementwise operation; what a piece leaves over after whole vectors is
+    computed in another way, and over all pairs the cuts are elsewhere than over some. Two cut no row of common sizes.
+    `eager` computes expert by expert in any case; in fewer bits than fp32 no such difference was seen
+    (`benchmarks/threads.py`).
+    """
+    if torch.get_num_threads() < 3 or layer.implementation == "eager":
+        return False
+    sizes = [size for _, shape, dtype in layer.stacked_shapes if dtype == torch.float32 for size in shape[1:]]
+    return num_pairs * max(sizes, default=0) > 2 * GRAIN_ELEMENTS
 
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:

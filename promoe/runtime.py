@@ -20,7 +20,7 @@ from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import PromoeError
-from promoe.experts_forward import can_begin, check_no_grad, run_groups, run_resident
+from promoe.experts_forward import can_begin, check_no_grad, depends_on_groups, run_groups, run_resident
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, PassState
 from promoe.prediction import Forecaster
@@ -131,7 +131,9 @@ class Runtime:
                     if rows is not None:
                         result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
                     else:
-                        at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
+                        at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes or (
+                            not self._on_device and depends_on_groups(layer, index.numel())
+                        )
                         groups = visit.groups(at_once, not self._on_device and can_begin(layer, hidden, index.numel()))
                         result = run_groups(layer, hidden, index, weights, groups, tokens, host_index)
             except BaseException:

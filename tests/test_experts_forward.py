@@ -539,3 +539,26 @@ def test_an_eager_loop_that_does_not_add_per_expert_is_refused() -> None:
     odd = replace(layer, eager_forward=forward)
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match="grouped_mm"):
         run_groups(odd, call.hidden, call.index, call.weights, slots.waves([[0], call.needed]))
+
+
+@pytest.mark.parametrize(
+    ("threads", "dtype", "implementation", "num_pairs", "expected"),
+    [
+        (3, torch.float32, "grouped_mm", 1025, True),
+        (3, torch.float32, "batched_mm", 1025, True),
+        (3, torch.float32, "grouped_mm", 1024, False),  # two threads' share
+        (2, torch.float32, "grouped_mm", 99999, False),
+        (3, torch.bfloat16, "grouped_mm", 99999, False),
+        (3, torch.float32, "eager", 99999, False),
+    ],
+)
+def test_what_depends_on_groups(
+    threads: int, dtype: torch.dtype, implementation: str, num_pairs: int, expected: bool
+) -> None:
+    layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=32, num_experts=6)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert experts_forward.depends_on_groups(layer, num_pairs) == expected
+    finally:
+        torch.set_num_threads(before)

@@ -283,6 +283,27 @@ def test_experts_begun_before_they_are_whole(
         begun.clear()
 
 
+@pytest.mark.parametrize("threads", [3, 4])
+def test_layers_whose_rows_are_cut_by_threads(threads: int) -> None:
+    """Without waiting for all experts of such a layer, 8 and 2 of 100 prompts differ here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        plain, patched = (
+            build("qwen2_moe", dtype=torch.float32, hidden=64, intermediate=14336, num_experts=8, top_k=3)
+            for _ in range(2)
+        )
+        prompts = [{"input_ids": token_ids(1, 7, seed=seed)} for seed in range(40)]
+        with torch.inference_mode():
+            wanted = [plain(**prompt).logits for prompt in prompts]
+            promoe.patch(patched, cache="50%", link=LinkOver(plain_link), config=config())
+            for prompt, logits in zip(prompts, wanted, strict=True):
+                assert torch.equal(patched(**prompt).logits, logits)
+        promoe.unpatch(patched)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_references_never_come_from_a_patched_model() -> None:
     with served("qwen2_moe") as model:
         assert model is resident("qwen2_moe")
