@@ -100,8 +100,11 @@ def depends_on_groups(layer: MoELayer, num_pairs: int) -> bool:
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
     """Whether `run_groups` can make use of the first tensors of an expert whose last ones are on their way."""
-    kernel = _row_kernel(layer, layer.implementation, hidden, num_pairs)
-    return kernel is not None and bool(kernel.proven) and layer.adapter.sums_rows
+    return _begins(layer, _row_kernel(layer, layer.implementation, hidden, num_pairs))
+
+
+def _begins(layer: MoELayer, row_kernel: RowKernel | None) -> bool:
+    return row_kernel is not None and bool(row_kernel.proven) and layer.adapter.sums_rows
 
 
 def run_groups(
@@ -149,7 +152,7 @@ def run_groups(
         groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
         if isinstance(rows, FirstRows):
-            if on_host is None and can_begin(layer, hidden, pairs.count):
+            if _begins(layer, row_kernel):
                 combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
                 assert isinstance(combine, WeightedSum)
                 for expert in pairs.missing:

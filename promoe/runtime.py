@@ -134,7 +134,10 @@ class Runtime:
                         at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes or (
                             not self._on_device and depends_on_groups(layer, index.numel())
                         )
-                        groups = visit.groups(at_once, not self._on_device and can_begin(layer, hidden, index.numel()))
+                        begin = bool(self.engine.first_names[layer.layer_idx]) and can_begin(
+                            layer, hidden, index.numel()
+                        )
+                        groups = visit.groups(at_once, begin)
                         result = run_groups(layer, hidden, index, weights, groups, tokens, host_index)
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing

@@ -84,17 +84,19 @@ def running(
     workers: int = 1,
     stall_timeout_s: float = 30.0,
     clock: Callable[[], float] = time.perf_counter,
+    make_bank: Callable[[int], dict[str, torch.Tensor]] = bank,
+    num_chunks: int = CHUNKS,
     **fields: Any,
 ) -> Iterator[tuple[Engine, Any]]:
-    """An engine over LAYERS layers of EXPERTS experts of CHUNKS chunks each, with its link."""
-    store = HostStore([bank(layer_idx) for layer_idx in range(LAYERS)], chunk_bytes=4096)
+    """An engine over LAYERS layers of EXPERTS experts of so many chunks each, with its link."""
+    store = HostStore([make_bank(layer_idx) for layer_idx in range(LAYERS)], chunk_bytes=4096)
     settings = SchedulerConfig(
         num_experts=[EXPERTS] * LAYERS,
         chunk_bytes=[store.chunk_bytes(layer_idx) for layer_idx in range(LAYERS)],
         pools=[PoolSpec(slots, tuple(range(LAYERS)))],
         **({"eviction": "lru", "calibrate": False, "strict": True} | fields),
     )
-    assert all(len(chunks) == CHUNKS for chunks in settings.chunk_bytes)
+    assert all(len(chunks) == num_chunks for chunks in settings.chunk_bytes)
     recorder = Recorder(settings.num_experts, settings.expert_bytes)
     link = make_link(HostLink(store, workers))
     pool = SlotPool(store.layouts[0], slots)
@@ -707,35 +709,28 @@ class Gated:
         self._link.close()
 
 
+def two_tensor_bank(layer_idx: int) -> dict[str, torch.Tensor]:
+    """Of one chunk each."""
+    numbers = torch.arange(EXPERTS, dtype=torch.float32).unsqueeze(1).expand(EXPERTS, WIDTH // 4) + 100 * layer_idx
+    return {"up_proj": numbers, "down_proj": numbers + 50}
+
+
 @contextmanager
-def two_tensors(
-    make_link: Callable[[Link], Any] = Gated, slots: int = 6, workers: int = 1
-) -> Iterator[tuple[Engine, Any]]:
-    """An engine over experts of two tensors of one chunk each, of which the first is enough to begin."""
-    parts = torch.arange(EXPERTS, dtype=torch.float32).unsqueeze(1).expand(EXPERTS, WIDTH // 4)
-    banks = [{"up_proj": parts + 100 * i, "down_proj": parts + 100 * i + 50} for i in range(LAYERS)]
-    store = HostStore([{name: rows.contiguous() for name, rows in bank.items()} for bank in banks], chunk_bytes=4096)
-    settings = SchedulerConfig(
-        num_experts=[EXPERTS] * LAYERS,
-        chunk_bytes=[store.chunk_bytes(layer_idx) for layer_idx in range(LAYERS)],
-        pools=[PoolSpec(slots, tuple(range(LAYERS)))],
-        first_chunks=[1] * LAYERS,
-        strict=True,
-    )
-    recorder = Recorder(settings.num_experts, settings.expert_bytes)
-    link = make_link(HostLink(store, workers))
-    engine = Engine(Scheduler(settings, recorder), store, link, [SlotPool(store.layouts[0], slots)], recorder, WAIT_S)
-    engine.start()
+def two_tensors(workers: int = 1) -> Iterator[tuple[Engine, Any]]:
+    """An engine over experts of two tensors, of which the first is enough to begin."""
     with pytest.MonkeyPatch.context() as patch:
         # A forward that nobody wakes is not to be saved by looking up every now and then.
         patch.setattr(engine_visit, "HEARTBEAT_S", 4 * WAIT_S)
-        try:
-            yield engine, link
-            with engine.lock:
-                engine.scheduler.check_integrity()
-                assert not any(cache.num_pinned for cache in engine.scheduler._caches)
-        finally:
-            engine.close()
+        with running(
+            Gated,
+            slots=6,
+            workers=workers,
+            stall_timeout_s=WAIT_S,
+            make_bank=two_tensor_bank,
+            num_chunks=2,
+            first_chunks=[1] * LAYERS,
+        ) as engine_and_link:
+            yield engine_and_link
 
 
 Seen = tuple[str, dict[int, dict[str, float]]]

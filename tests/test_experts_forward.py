@@ -556,9 +556,5 @@ def test_what_depends_on_groups(
     threads: int, dtype: torch.dtype, implementation: str, num_pairs: int, expected: bool
 ) -> None:
     layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=32, num_experts=6)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert experts_forward.depends_on_groups(layer, num_pairs) == expected
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)  # conftest sets it back
+    assert experts_forward.depends_on_groups(layer, num_pairs) == expected

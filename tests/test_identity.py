@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,7 +43,7 @@ from transformers import PreTrainedModel
 import promoe
 from promoe.bank import ExpertRows
 from promoe.combine import WeightedSum
-from promoe.links import HostLink
+from promoe.links import Fault, FaultyLink, HostLink, Link
 from promoe.stores import Chunk, Store
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -241,25 +240,12 @@ def test_a_slot_that_lost_a_chunk_is_seen() -> None:
         found.assert_equals(expected("qwen2_moe", torch.float32, "grouped_mm", "one"))
 
 
-class LastLate:
+def last_late(store: Store) -> Link:
     """The fastest link, but the last tensors of an expert come late: there is time to begin it."""
-
-    def __init__(self, store: Store) -> None:
-        self._link = plain_link(store)
-        self.workers, self.copies_from_ram = self._link.workers, False
-        self._late_from = {layout["down_proj"].offset_bytes for layout in store.layouts}
-        assert len(self._late_from) == 1
-
-    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
-        if chunk.slot_offset_bytes >= min(self._late_from):
-            time.sleep(5e-4)
-        self._link.transfer(chunk, destination, address)
-
-    def describe(self) -> str:
-        return self._link.describe()
-
-    def close(self) -> None:
-        self._link.close()
+    late_from = [layout["down_proj"].offset_bytes for layout in store.layouts]
+    assert len(set(late_from)) == 1
+    late = Fault("slow", 1e-3)
+    return FaultyLink(plain_link(store), lambda _, chunk: late if chunk.slot_offset_bytes >= late_from[0] else None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -277,7 +263,7 @@ def test_experts_begun_before_they_are_whole(
 
     monkeypatch.setattr(WeightedSum, "begin", counted)
     for begin_early in (True, False):
-        with served(family, dtype, store=store, link=LinkOver(LastLate), begin_early=begin_early) as model:
+        with served(family, dtype, store=store, link=LinkOver(last_late), begin_early=begin_early) as model:
             greedy(model, PROMPTS["one"]).assert_equals(expected(family, dtype, "grouped_mm", "one"))
         assert bool(begun) == begin_early
         begun.clear()
@@ -286,22 +272,17 @@ def test_experts_begun_before_they_are_whole(
 @pytest.mark.parametrize("threads", [3, 4])
 def test_layers_whose_rows_are_cut_by_threads(threads: int) -> None:
     """Without waiting for all experts of such a layer, 8 and 2 of 100 prompts differ here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        plain, patched = (
-            build("qwen2_moe", dtype=torch.float32, hidden=64, intermediate=14336, num_experts=8, top_k=3)
-            for _ in range(2)
-        )
-        prompts = [{"input_ids": token_ids(1, 7, seed=seed)} for seed in range(40)]
-        with torch.inference_mode():
-            wanted = [plain(**prompt).logits for prompt in prompts]
-            promoe.patch(patched, cache="50%", link=LinkOver(plain_link), config=config())
-            for prompt, logits in zip(prompts, wanted, strict=True):
-                assert torch.equal(patched(**prompt).logits, logits)
-        promoe.unpatch(patched)
-    finally:
-        torch.set_num_threads(before)
+    torch.set_num_threads(threads)  # conftest sets it back
+    plain, patched = (
+        build("qwen2_moe", dtype=torch.float32, hidden=64, intermediate=14336, num_experts=8, top_k=3) for _ in range(2)
+    )
+    prompts = [{"input_ids": token_ids(1, 7, seed=seed)} for seed in range(40)]
+    with torch.inference_mode():
+        wanted = [plain(**prompt).logits for prompt in prompts]
+        promoe.patch(patched, cache="50%", link=LinkOver(plain_link), config=config())
+        for prompt, logits in zip(prompts, wanted, strict=True):
+            assert torch.equal(patched(**prompt).logits, logits)
+    promoe.unpatch(patched)
 
 
 def test_references_never_come_from_a_patched_model() -> None:

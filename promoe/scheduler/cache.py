@@ -55,8 +55,6 @@ class ExpertCache:
         self.pins = bytearray(num_codes)
         self.states = np.frombuffer(self.state, dtype=np.uint8)
         self.pin_counts = np.frombuffer(self.pins, dtype=np.uint8)
-        # To be added to scores of residents: 0 for these, -inf for all others.
-        self.absence = np.full(num_codes, -np.inf)
         self.slot_of: dict[int, int] = {}  # RESIDENT experts
         self.loads: dict[int, Load] = {}  # LOADING and DRAINING experts
         self.owner: list[int | None] = [None] * num_slots
@@ -102,7 +100,6 @@ class ExpertCache:
         assert not load.pending, load
         self.slot_of[code] = load.slot
         self.state[code] = RESIDENT
-        self.absence[code] = 0.0
 
     def abandon_load(self, code: int) -> None:
         """LOADING -> DRAINING, and on to ABSENT at once when nothing is in flight."""
@@ -123,7 +120,6 @@ class ExpertCache:
         """RESIDENT -> ABSENT. Weights are read-only: eviction is a drop, no copy back exists."""
         assert self.state[code] == RESIDENT, f"expert code {code} is in state {self.state[code]}"
         assert self.pins[code] == 0, f"expert code {code} has {self.pins[code]} pins"
-        self.absence[code] = -np.inf
         self._release(code, self.slot_of.pop(code))
 
     def _release(self, code: int, slot: int) -> None:
@@ -149,7 +145,5 @@ class ExpertCache:
             assert all(chunk_idx < load.issued <= load.num_chunks for chunk_idx in load.pending), (code, load)
             assert load.pending or (self.state[code] == LOADING and load.done_bytes), f"{code} is stuck: {load}"
             assert load.pending or not load.all_issued, f"expert code {code} is complete but not resident: {load}"
-        absent = np.where(self.states == RESIDENT, 0.0, -np.inf)
-        assert np.array_equal(self.absence, absent), f"absence differs at {np.flatnonzero(self.absence != absent)}"
         num_pinned = int(np.count_nonzero(self.pin_counts))
         assert num_pinned == self.num_pinned <= self.num_slots, (num_pinned, self.num_pinned, counts)

@@ -158,7 +158,7 @@ class Room:
     def _look(self, current_layer: int) -> None:
         # On the path of every hint, so in few array operations; `_most_expendable` has the last word on each candidate.
         self._scores = self._eviction.scores(current_layer).ravel()
-        self._expendable = self._scores + self._cache.absence
+        self._expendable = np.where(self._cache.states == RESIDENT, self._scores, -np.inf)
         for codes in self._hinted.values():
             self._expendable[list(codes)] = -np.inf
         if self._cache.num_pinned:
