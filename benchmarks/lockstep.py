@@ -29,7 +29,7 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.demo.example import find_example, read_prompts
+from promoe.demo.example import find_example
 from promoe.measure import paired_speedup
 from promoe.units import aligned
 
@@ -124,8 +124,7 @@ def main() -> None:
     example = find_example()
     checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    texts = read_prompts(example.prompts_file, options.prompts + 1, "Ask for fewer --prompts.")
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts[: options.prompts + 1]]
+    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(options.prompts + 1)]
     predictor = None if options.predictor == "none" else options.predictor
     results = {}
     for cache in options.caches:
