@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 
 import pytest
@@ -153,18 +154,24 @@ def test_failed_prefetch(way: str, kind: FaultKind) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", WAYS)
 def test_faults_of_all_kinds(way: str, seed: int) -> None:
-    """Whatever comes, an answer is right or an error, and in the end it is right."""
+    """Whatever comes, an answer is right or an error, and in the end it is right.
+
+    How many transfers a prompt takes is up to the threads, and so is which of them fail: prompts are asked until enough
+    of both have been seen.
+    """
     kinds: tuple[FaultKind, ...] = ("failed", "short", "torn", "bug", "no_memory", "slow")
-    with faulty(way, seeded(seed, dict.fromkeys(kinds, 0.003))) as (model, link):
-        answered = 0
-        for prompt in ("one", "short", "padded") * 4:
+    with faulty(way, seeded(seed, dict.fromkeys(kinds, 0.001))) as (model, link):
+        answered = told = 0
+        for prompt in itertools.islice(itertools.cycle(("one", "short", "padded")), 100):
             try:
                 assert_right(model, prompt)
                 answered += 1
             except ExpertLoadError:
-                continue
-        assert 0 < answered < 12, answered
-        assert len(link.injected) >= 3, link.injected
+                told += 1
+            if answered >= 4 and told >= 4 and len(link.injected) >= 3:
+                break
+        else:
+            pytest.fail(f"after 100 prompts: {answered} answered, {told} told, {dict(link.injected)}")
         link.mend()
         assert_right(model)
 
