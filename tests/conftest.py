@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -47,3 +48,11 @@ def _no_thread_left_behind() -> Iterator[None]:
         thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-") and thread not in before
     ]
     assert not left, f"threads left running: {left}"
+
+
+@pytest.fixture
+def _heeding_ctrl_c() -> Iterator[None]:
+    """A shell has what it starts in the background ignore SIGINT; then Python does, and every process that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -148,14 +147,6 @@ def test_interruption_at_a_named_point(way: str, function: str) -> None:
             greedy(model, PROMPTS["padded"])
         assert_right(model)
         check_integrity(model)
-
-
-@pytest.fixture
-def _heeding_ctrl_c() -> Iterator[None]:
-    """A shell has what it starts in the background ignore SIGINT, and then Python does."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("_heeding_ctrl_c")

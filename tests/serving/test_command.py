@@ -39,7 +39,15 @@ class Told(io.StringIO):
 
 
 def ask_and_interrupt(line: str, act: Callable[[], None]) -> str:
-    """Read the beginning of a stream, `act`, and say what the rest of the stream says."""
+    """Read the beginning of a stream, `act`, and say what the rest of the stream says; `act` in any case."""
+    try:
+        return _ask_and(line, act)
+    except BaseException:
+        act()  # or whoever serves would serve for ever
+        raise
+
+
+def _ask_and(line: str, act: Callable[[], None]) -> str:
     assert line.startswith("Serving tiny at http://127.0.0.1:"), line
     with openai.OpenAI(base_url=line.split()[3], api_key=KEY, max_retries=0, timeout=WAIT_S) as client:
         asked: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1000, "temperature": 0, "stream": True}
@@ -51,6 +59,7 @@ def ask_and_interrupt(line: str, act: Callable[[], None]) -> str:
         return str(told.value)
 
 
+@pytest.mark.usefixtures("_heeding_ctrl_c")
 def test_ctrl_c_in_the_midst_of_an_answer_ends_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = Told()
     ident = threading.main_thread().ident
@@ -70,6 +79,7 @@ def test_ctrl_c_in_the_midst_of_an_answer_ends_the_command(folder: Path, capsys:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_heeding_ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_serves_until_it_is_interrupted(folder: Path, number: signal.Signals) -> None:
     arguments = [sys.executable, "-m", "promoe.cli", "serve", str(folder), "--port", "0", "--name", "tiny"]
