@@ -8,7 +8,7 @@ import torch
 
 from predictors.trained_predictors import EXPERTS, HIDDEN, LAYERS, LOOKAHEAD, TOP_K, Gate, make
 from promoe.errors import ConfigError
-from promoe.predictors import LayerVisit, PredictorContext
+from promoe.predictors import LayerVisit, PredictorContext, learned
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.trained import TRAINED_KINDS
 
@@ -45,8 +45,20 @@ def test_it_forecasts_what_the_networks_say(kind: str, lookahead: int, num_token
             np.testing.assert_allclose(forecast.probabilities, expected.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["residual", "mlp"])
+def test_large_products_are_made_of_small_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of larger ones, numpy's library would take the cores from the model."""
+    trained, x = make(kind), torch.randn(1, HIDDEN)
+    whole = LearnedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x))
+    monkeypatch.setattr(learned, "ONE_THREAD_ELEMENTS", 3 * HIDDEN + 1)
+    predictor = LearnedPredictor(trained, context(), LOOKAHEAD)
+    assert {len(block) for layer in predictor._layers for block in layer._inner._blocks} <= {0, 1, 2, 3}
+    for forecast, expected in zip(predictor.predict(visit(0, x)), whole, strict=True):
+        np.testing.assert_allclose(forecast.probabilities, expected.probabilities, rtol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_it_computes_in_the_models_dtype(dtype: torch.dtype) -> None:
+def test_it_takes_inputs_in_the_models_dtype(dtype: torch.dtype) -> None:
     trained = make()
     x = torch.randn(1, HIDDEN).to(dtype)
     (forecast,) = LearnedPredictor(trained, context(), 1).predict(visit(0, x))
