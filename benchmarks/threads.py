@@ -1,18 +1,20 @@
 """How often a layer that runs in groups differs from the unmodified model in a last bit, by threads and dtype.
 
-    python benchmarks/threads.py [--threads 1 2 3 4] [--dtypes float32 bfloat16] [--prompts 100] [--tokens 7] [--cache 50%]
+    python benchmarks/threads.py [--threads 1 2 3 4] [--dtypes float32 bfloat16] [--activations silu gelu_pytorch_tanh]
+        [--prompts 100] [--tokens 7] [--cache 50%]
 
-torch gives an elementwise operation of 65,536 elements or more to several threads, which may cut a row of the activation in
-the middle; what is left of a piece after whole vectors goes through another way of computing, whose last bit can differ.
-The unmodified model computes all rows of a layer in one operation, groups compute theirs in several, cut elsewhere. One and
-two threads cut no row of common sizes. So in fp32 such a layer waits for all its experts and runs at once, as far as there
-are slots for them: half of the experts of these two layers, with random weights and as wide as large models', are all of
-one layer's; with `--cache 25%` they are not.
+torch gives a large elementwise operation to several threads, which may cut a row of the activation in the middle; what is
+left of a piece after whole vectors goes through other code, whose last bit can differ. The unmodified model computes all
+rows of a layer in one operation, groups theirs in several. So such a layer waits for all its experts and runs at once; as far
+as there are slots for them, else in groups whose activations are computed with zeros in place of what is missing
+(`promoe.activation`). Half of the experts of these two layers, with random weights and as wide as large models', are all of one
+layer's; with `--cache 25%` there are not enough slots.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2MoeConfig
@@ -22,7 +24,7 @@ import promoe
 WIDTH, EXPERTS, TOP_K = 14336, 8, 3
 
 
-def make(dtype: torch.dtype) -> PreTrainedModel:
+def make(dtype: torch.dtype, activation: str) -> PreTrainedModel:
     """The same weights each time."""
     torch.manual_seed(0)
     config = Qwen2MoeConfig(
@@ -33,6 +35,7 @@ def make(dtype: torch.dtype) -> PreTrainedModel:
         num_key_value_heads=2,
         num_experts=EXPERTS,
         num_experts_per_tok=TOP_K,
+        hidden_act=activation,
         moe_intermediate_size=WIDTH,
         shared_expert_intermediate_size=64,
         intermediate_size=64,
@@ -45,13 +48,13 @@ def make(dtype: torch.dtype) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def differing(dtype: torch.dtype, prompts: list[torch.Tensor], cache: str) -> int:
+def differing(dtype: torch.dtype, activation: str, prompts: list[torch.Tensor], cache: str) -> int:
     """Prompts whose logits are not those of the unmodified model."""
-    plain = make(dtype)
+    plain = make(dtype, activation)
     expected = [plain(prompt).logits for prompt in prompts]
     config = promoe.PromoeConfig(min_group_bytes=0, governor=False)
     link = promoe.EmulatedLink(bandwidth_bytes_per_s=2e9)
-    patched = promoe.patch(make(dtype), cache=cache, link=link, config=config)
+    patched = promoe.patch(make(dtype, activation), cache=cache, link=link, config=config)
     found = [patched(prompt).logits for prompt in prompts]
     promoe.unpatch(patched)
     return sum(not torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -61,17 +64,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--activations", nargs="+", default=["silu", "gelu_pytorch_tanh"])
     parser.add_argument("--prompts", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=7, help="in each prompt")
     parser.add_argument("--cache", default="50%", help="50%% of the experts are as many slots as a layer has experts")
     options = parser.parse_args()
     torch.manual_seed(1)
     prompts = [torch.randint(0, 500, (1, options.tokens)) for _ in range(options.prompts)]
-    for name in options.dtypes:
-        for threads in options.threads:
-            torch.set_num_threads(threads)
-            count = differing(getattr(torch, name), prompts, options.cache)
-            print(f"{name}, {threads} threads: {count} of {len(prompts)} prompts differ in some bit", flush=True)
+    for name, activation, threads in itertools.product(options.dtypes, options.activations, options.threads):
+        torch.set_num_threads(threads)
+        count = differing(getattr(torch, name), activation, prompts, options.cache)
+        print(
+            f"{name}, {activation}, {threads} threads: {count} of {len(prompts)} prompts differ in some bit", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ Why not add up the groups' own results: each partial sum would be rounded, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from promoe.activation import WholeActivation
 from promoe.bank import ExpertRows
 from promoe.errors import UnsupportedModelError
 from promoe.pairs import Pairs, Selection
@@ -31,8 +32,12 @@ class StockKernel(Protocol):
         weights: torch.Tensor,
         rows: ExpertRows,
         ids: Sequence[int] | None,
+        attributes: Mapping[str, Any] = ...,
     ) -> torch.Tensor:
-        """`hidden[P, H]`, `index[P, 1]`, `weights[P, 1]` -> `[P, H]` in the dtype of `hidden`."""
+        """`hidden[P, H]`, `index[P, 1]`, `weights[P, 1]` -> `[P, H]` in the dtype of `hidden`.
+
+        `attributes` take the place of the experts module's own.
+        """
         ...
 
 
@@ -42,6 +47,7 @@ class WeightedSum:
     Args:
         kernel: the layer's kernel.
         row_kernel: what to compute the rows of few pairs by instead, once it has proved to give the same bits.
+        activation: what to compute the kernel's activations by instead.
         row_dtype: dtype in which the kernel computes a row before it is weighted.
         fewest_rows: give the kernel at least as many rows, as far as the whole call has them; pairs are repeated.
         hidden: `[T, H]`.
@@ -53,6 +59,7 @@ class WeightedSum:
         self,
         kernel: StockKernel,
         row_kernel: RowKernel | None,
+        activation: WholeActivation | None,
         row_dtype: torch.dtype,
         fewest_rows: int,
         hidden: torch.Tensor,
@@ -61,6 +68,7 @@ class WeightedSum:
     ) -> None:
         self._kernel = kernel
         self._row_kernel = row_kernel
+        self._activation = activation
         self._fewest_rows = min(fewest_rows, pairs.count)
         self._weights = weights
         self._pairs = pairs
@@ -115,9 +123,10 @@ class WeightedSum:
             index = torch.cat([index, index[-1:].expand(lacking, 1)])
             ids = None if ids is None else [*ids, *(ids[-1:] * lacking)]
         ones = torch.ones((len(index), 1), dtype=self._row_dtype, device=hidden.device)
+        attributes = {} if self._activation is None else self._activation.attributes(selection)
         # The kernel sorts the pairs by expert, which they are already; only a stable sort leaves them as they are.
         with _StableSort() if count > len(selection.experts) else nullcontext():
-            return self._kernel(hidden, index, ones, rows, ids)[:count]
+            return self._kernel(hidden, index, ones, rows, ids, attributes)[:count]
 
     def result(self) -> torch.Tensor:
         """The layer's output `[T, H]`."""

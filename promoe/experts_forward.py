@@ -13,12 +13,14 @@ Knows nothing of policies, files or what makes an expert ready.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
+from promoe.activation import WholeActivation, depends_on_shape
 from promoe.bank import CallRows, ExpertRows, FirstRows, SlotBank
 from promoe.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.errors import UnsupportedModelError
@@ -29,8 +31,7 @@ from promoe.row_kernel import RowKernel
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
 
-# ATen's parallel_for: an elementwise operation gets a thread for each so many elements that it has begun.
-GRAIN_ELEMENTS = 32768
+NO_ATTRIBUTES: Mapping[str, Any] = {}
 
 Combine = EagerSum | WeightedSum | PlacedRows
 
@@ -84,18 +85,23 @@ def run_resident(
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
 
 
-def depends_on_groups(layer: MoELayer, num_pairs: int) -> bool:
-    """Whether the last bits of a layer may depend on which experts run together.
+def depends_on_groups(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
+    """Whether the last bits of a layer may depend on which experts run together (see `promoe.activation`).
 
-    Three threads and more may cut a row of a large elementwise operation; what a piece leaves over after whole vectors is
-    computed in another way, and over all pairs the cuts are elsewhere than over some. Two cut no row of common sizes.
-    `eager` computes expert by expert in any case; in fewer bits than fp32 no such difference was seen
-    (`benchmarks/threads.py`).
+    `eager` computes expert by expert in any case.
     """
-    if torch.get_num_threads() < 3 or layer.implementation == "eager":
+    implementation = layer.implementation
+    if implementation == "eager":
         return False
-    sizes = [size for _, shape, dtype in layer.stacked_shapes if dtype == torch.float32 for size in shape[1:]]
-    return num_pairs * max(sizes, default=0) > 2 * GRAIN_ELEMENTS
+    sizes = [size for _, shape, _ in layer.stacked_shapes for size in shape[1:]]
+    dtype = _row_dtype(layer, implementation, hidden)
+    return depends_on_shape(layer.experts, _activation_width(layer), dtype, sizes, num_pairs)
+
+
+def _activation_width(layer: MoELayer) -> int:
+    experts: Any = layer.experts
+    shapes = {name: shape for name, shape, _ in layer.stacked_shapes}
+    return shapes["gate_up_proj" if experts.has_gate else "up_proj"][2 if experts.is_transposed else 1]
 
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
@@ -131,7 +137,7 @@ def run_groups(
 
     Returns:
         `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
-        stock kernel takes for the pairs of one group.
+        stock kernel takes for the pairs of one group; where activations depend on groups, for them of all pairs.
 
     Raises:
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
@@ -142,10 +148,13 @@ def run_groups(
     by_choice = implementation == "eager"
     if on_host is None:
         pairs = Pairs(top_k_index, layer.num_ids, by_choice, ids)
-        row_kernel = _row_kernel(layer, implementation, hidden, pairs.count)
+        depends = depends_on_groups(layer, hidden, pairs.count)
+        row_kernel = None if depends else _row_kernel(layer, implementation, hidden, pairs.count)
     else:
         pairs = Pairs(on_host, layer.num_ids, by_choice, ids, hidden.device)
-        row_kernel = None  # the bits of a device's grouped kernel need not be those of products one by one
+        # The bits of a device's grouped kernel need not be those of products one by one.
+        depends, row_kernel = False, None
+    make_combine = partial(_combine_for, layer, implementation, row_kernel, depends, hidden, top_k_weights, pairs)
     combine: Combine | None = None
     whole: torch.Tensor | None = None
     if layer.num_ids > layer.num_experts:  # the ids without weights are ready from the start
@@ -153,7 +162,7 @@ def run_groups(
     for rows in groups:
         if isinstance(rows, FirstRows):
             if _begins(layer, row_kernel):
-                combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
+                combine = combine or make_combine()
                 assert isinstance(combine, WeightedSum)
                 for expert in pairs.missing:
                     if expert in rows:
@@ -164,7 +173,7 @@ def run_groups(
             flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()
             whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, flat)
         elif experts:
-            combine = combine or _combine_for(layer, implementation, row_kernel, hidden, top_k_weights, pairs)
+            combine = combine or make_combine()
             combine.add(pairs.select(experts), rows)
     assert not pairs.missing, f"{layer.name}: no group had experts {pairs.missing}"
     if whole is not None:
@@ -181,6 +190,7 @@ def _combine_for(
     layer: MoELayer,
     implementation: str,
     row_kernel: RowKernel | None,
+    depends_on_groups: bool,
     hidden: torch.Tensor,
     weights: torch.Tensor,
     pairs: Pairs,
@@ -192,7 +202,9 @@ def _combine_for(
         return EagerSum(kernel, layer.eager_forward, hidden, weights, pairs)
     row_dtype = _row_dtype(layer, implementation, hidden)
     fewest_rows = _fewest_rows(layer) if implementation == "batched_mm" else 1
-    return WeightedSum(kernel, row_kernel, row_dtype, fewest_rows, hidden, weights, pairs)
+    by_expert = implementation == "grouped_mm"
+    activation = WholeActivation(layer.experts, pairs, by_expert) if depends_on_groups else None
+    return WeightedSum(kernel, row_kernel, activation, row_dtype, fewest_rows, hidden, weights, pairs)
 
 
 def _fewest_rows(layer: MoELayer) -> int:
@@ -231,8 +243,9 @@ def _call_stock(
     weights: torch.Tensor,
     rows: ExpertRows,
     ids: Sequence[int] | None,
+    attributes: Mapping[str, Any] = NO_ATTRIBUTES,
 ) -> torch.Tensor:
-    """One stock call over `rows`; `ids`, if known, is the flattened `index`."""
+    """One stock call over `rows`; `ids`, if known, is the flattened `index`; `attributes` hide the module's own."""
     # grouped_mm sorts the pairs by expert before it reads anything; eager reads expert by expert.
     if implementation == "eager":
         ids = None
@@ -240,5 +253,5 @@ def _call_stock(
         ids = sorted(ids)
     call, device = CallRows(rows, ids), hidden.device
     overlay = {name: SlotBank(name, call, shape, dtype, device) for name, shape, dtype in layer.stacked_shapes}
-    stand_in = layer.adapter.stand_in(layer.experts, overlay)
+    stand_in = layer.adapter.stand_in(layer.experts, {**overlay, **attributes})
     return layer.stock_forward_of(implementation)(stand_in, hidden, index, weights)

@@ -15,6 +15,7 @@ from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, make_
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
@@ -191,6 +192,7 @@ def experts_layer(
     classes: dict[str, tuple[type[nn.Module], str]] = {
         "deepseek_v3": (DeepseekV3Experts, "deepseek_v3"),
         "gpt_oss": (GptOssExperts, "gpt_oss"),
+        "nemotron_h": (NemotronHExperts, "nemotron_h"),
     }
     cls, family = classes[kind]
     config = make_config(family, hidden=hidden, intermediate=intermediate, num_experts=num_experts, top_k=2, layers=2)
@@ -541,20 +543,57 @@ def test_an_eager_loop_that_does_not_add_per_expert_is_refused() -> None:
         run_groups(odd, call.hidden, call.index, call.weights, slots.waves([[0], call.needed]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize(
-    ("threads", "dtype", "implementation", "num_pairs", "expected"),
+    ("kind", "activation", "intermediate"),
     [
-        (3, torch.float32, "grouped_mm", 1025, True),
-        (3, torch.float32, "batched_mm", 1025, True),
-        (3, torch.float32, "grouped_mm", 1024, False),  # two threads' share
-        (2, torch.float32, "grouped_mm", 99999, False),
-        (3, torch.bfloat16, "grouped_mm", 99999, False),
-        (3, torch.float32, "eager", 99999, False),
+        ("deepseek_v3", "silu", 1408),
+        ("deepseek_v3", "gelu_pytorch_tanh", 1408),
+        ("deepseek_v3", "gelu", 1000),
+        ("gpt_oss", "sigmoid within", 1000),
+        ("nemotron_h", "gelu", 1000),
+        ("nemotron_h", "silu", 1408),
+    ],
+)
+def test_threads_cut_activations_where_they_would_without_groups(
+    kind: str, activation: str, intermediate: int, implementation: str, dtype: torch.dtype
+) -> None:
+    layer = experts_layer(kind, implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
+    if kind != "gpt_oss":
+        layer.experts.act_fn = ACT2FN[activation]
+    calls: list[tuple[int, Call]] = []
+    lengths = (1, 13) if implementation == "batched_mm" else (1, 13, 29)  # few pairs, and many
+    for threads, tokens in itertools.product((1, 2, 3, 4), lengths):
+        torch.set_num_threads(threads)  # conftest sets it back
+        calls.append((threads, random_call(layer, tokens, 3, dtype, dtype, seed=tokens)))
+    slots = Slots(layer, num_slots=8)
+    poison(layer)
+    with torch.no_grad():
+        for i, (threads, call) in enumerate(calls):
+            torch.set_num_threads(threads)
+            assert_same(call.resident(slots, with_ids=True), call.expected)
+            for groups in ([[expert] for expert in call.needed], partition(call.needed, i)):
+                assert_same(call.grouped(slots, groups, with_ids=bool(i % 2)), call.expected)
+            assert_same(call.begun(slots, call.needed), call.expected)
+
+
+@pytest.mark.parametrize(
+    ("threads", "dtype", "implementation", "intermediate", "num_pairs", "expected"),
+    [
+        (3, torch.float32, "grouped_mm", 64, 257, True),
+        (3, torch.float32, "batched_mm", 64, 257, True),
+        (3, torch.float32, "grouped_mm", 64, 256, False),  # one thread's share
+        (2, torch.float32, "grouped_mm", 64, 99999, False),
+        (2, torch.float32, "grouped_mm", 96, 99999, True),  # halves of 48
+        (1, torch.float32, "grouped_mm", 96, 99999, False),
+        (1, torch.float32, "grouped_mm", 100, 1, True),
+        (3, torch.float32, "eager", 64, 99999, False),
     ],
 )
 def test_what_depends_on_groups(
-    threads: int, dtype: torch.dtype, implementation: str, num_pairs: int, expected: bool
+    threads: int, dtype: torch.dtype, implementation: str, intermediate: int, num_pairs: int, expected: bool
 ) -> None:
-    layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=32, num_experts=6)
+    layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
     torch.set_num_threads(threads)  # conftest sets it back
-    assert experts_forward.depends_on_groups(layer, num_pairs) == expected
+    assert experts_forward.depends_on_groups(layer, torch.zeros(1, 64, dtype=dtype), num_pairs) == expected
