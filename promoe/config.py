@@ -105,5 +105,21 @@ class PromoeConfig:
             )
 
 
+def checked_config(config: PromoeConfig | None) -> PromoeConfig:
+    """The settings, or the default ones.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    if config is None:
+        return PromoeConfig()
+    if not isinstance(config, PromoeConfig):
+        raise ConfigError(
+            f"The 'config' argument must be a promoe.PromoeConfig or None. Got {shown(repr(config))} instead. A model's own "
+            "configuration is read from its config.json; settings are passed as promoe.PromoeConfig(lookahead=2), for example."
+        )
+    return config
+
+
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

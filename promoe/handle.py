@@ -109,8 +109,15 @@ class Handle:
                 tracer.write(path)
 
     def close(self) -> None:
-        """Stop all threads. A forward after that raises EngineClosedError; `promoe.unpatch` still works."""
+        """Stop all threads, and let the slots go. A forward after that raises EngineClosedError; `promoe.unpatch` still works.
+
+        While forwards run in other threads, the slots stay until the model is unpatched, or gone.
+        """
         self.runtime.close()
+        model = self._model()
+        if model is None or not threads_in_forward(model, self.runtime.layers):
+            for pool in self._pools:
+                pool.close()
 
     def pass_ended(self, state: PassState, duration_s: float) -> None:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""

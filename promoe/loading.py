@@ -13,7 +13,7 @@ from torch import nn
 
 from promoe.adapters.base import is_buffer, set_tensor
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
-from promoe.config import PromoeConfig
+from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import CheckpointError
 from promoe.moe_layers import MoELayer, model_type_of
@@ -75,7 +75,7 @@ def from_pretrained(
         CheckpointError: files are missing, truncated or do not hold the model's experts.
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
-    config = config or PromoeConfig()
+    config = checked_config(config)
     # What needs no model is checked before one is opened, which can take long.
     check_interpreter()
     target = open_device(device)

@@ -26,7 +26,7 @@ from promoe.adapters.base import set_tensor
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.guard import guard_parameter
 from promoe.model_class import class_to_open
-from promoe.opening_checks import check_arguments, check_missing, check_shapes, prepare_config
+from promoe.opening_checks import check_arguments, check_dtype, check_missing, check_shapes, prepare_config
 from promoe.stores.base import DEFAULT_CHUNK_BYTES
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
@@ -118,6 +118,7 @@ def _open(
     # Never ask on the terminal whether a checkpoint's own code may run.
     options = {**kwargs, "trust_remote_code": False, "use_safetensors": True}
     check_arguments(path_or_id, opening.chunk_bytes, kwargs)
+    check_dtype(dtype)
     try:
         auto_class = auto_class or class_to_open(path_or_id, options)
         auto = opening.auto_class(auto_class)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
@@ -30,6 +32,7 @@ _REFUSED: dict[str, str] = {
     "tp_size": "Sharded models are not supported; leave it out.",
     "use_kernels": "Hub kernels replace the experts' forward; leave it out.",
     "kernel_config": "Hub kernels replace the experts' forward; leave it out.",
+    "store": "The experts of an opened model stay in its files; leave it out, or promoe.patch a model in RAM.",
     "output_loading_info": "Only the model is returned; leave it out.",
 }
 
@@ -65,6 +68,21 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
     if os.path.isdir(path) and not kwargs.get("variant"):
         # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
         SafetensorsFiles.open(*locate_files(folder)).close()
+
+
+def check_dtype(dtype: Any) -> None:
+    """Before anything is read.
+
+    Raises:
+        ConfigError: it is no dtype that weights can be computed with.
+    """
+    known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is None or dtype == "auto" or (isinstance(known, torch.dtype) and known.is_floating_point):
+        return
+    raise ConfigError(
+        f"The 'dtype' argument must be a floating-point dtype of torch, its name, \"auto\" or None. Got {dtype!r} instead. "
+        'Pass torch.bfloat16, or "bfloat16", for example.'
+    )
 
 
 def prepare_config(path_or_id: Any, config: Any) -> None:

@@ -73,6 +73,8 @@ class PassObserver:
         state: PassState | None = getattr(self._local, "state", None)
         if state is None:
             state = self._local.state = PassState()
+            with self._lock:
+                self._recorder.outside()
         return state
 
     @contextmanager
@@ -125,7 +127,8 @@ class PassObserver:
         real = _real_tokens(mask, batch, length)
         num_tokens = batch * length if real is None else int(real.sum())
         phase: Phase = "decode" if length == 1 else "prefill"
-        interrupted = self.current().pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
+        left: PassState | None = getattr(self._local, "state", None)
+        interrupted = 0 if left is None else left.pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
         self._local.state = None  # it is closed once, also if Ctrl-C comes again
         with self._lock:
             if self._ending:

@@ -11,7 +11,7 @@ from torch import nn
 
 from promoe import seam
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
-from promoe.config import PromoeConfig
+from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.forwards import in_words, threads_in_forward
@@ -63,7 +63,7 @@ def patch(
 
     Nothing is changed when an error is raised.
     """
-    config = config or PromoeConfig()
+    config = checked_config(config)
     check_interpreter()
     check_unpatched(model)
     if store not in ("auto", "host", "disk"):

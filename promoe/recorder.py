@@ -21,9 +21,9 @@ _LAYER_COUNTS = tuple(field.name for field in fields(Counts))
 class Recorder:
     """Counts per phase and MoE layer.
 
-    What happens is booked under the phase of the pass begun last (before the first pass: prefill), also what link
-    workers finish between passes. When several threads run passes of different phases at once, the split between the
-    phases is therefore approximate; the totals are exact.
+    Visits are booked under the phase that they say. What else happens is booked under the phase of the pass begun last
+    (outside of any: prefill), also what link workers finish between passes: where several threads run passes of different
+    phases at once, which of them bytes were moved for is approximate; the totals are exact.
 
     Args:
         num_experts: routed experts of each MoE layer.
@@ -69,6 +69,11 @@ class Recorder:
         self._open[self._next_pass] = (phase, num_tokens, num_sequences)
         return self._next_pass
 
+    def outside(self) -> None:
+        """Experts are asked outside of any pass (an encoder, or a block, that is called alone): no decode, in any case."""
+        self._phase = "prefill"
+        self._now = self._tallies["prefill"]
+
     def end_pass(self, duration_s: float, pass_idx: int | None = None, *, aborted: bool = False) -> None:
         """A pass ended. Call it in a `finally`: each begun pass ends once.
 
@@ -88,7 +93,15 @@ class Recorder:
         tally.sequences += num_sequences
         tally.duration_s += duration_s
 
-    def visit(self, layer_idx: int, needed: Sequence[int], hits: int, ready: int, stall_s: float) -> None:
+    def visit(
+        self,
+        layer_idx: int,
+        needed: Sequence[int],
+        hits: int,
+        ready: int,
+        stall_s: float,
+        phase: Phase | None = None,
+    ) -> None:
         """An MoE layer has computed its experts.
 
         Args:
@@ -97,8 +110,9 @@ class Recorder:
             hits: how many were resident at gate time.
             ready: how many it computed without waiting (normally at least `hits`).
             stall_s: seconds that compute waited in this visit.
+            phase: of its pass; None: of the pass begun last.
         """
-        now = self._now
+        now = self._now if phase is None else self._tallies[phase]
         now.layer_visits[layer_idx] += 1
         now.needed[layer_idx] += len(needed)
         now.hits[layer_idx] += hits

@@ -110,6 +110,7 @@ def answer(request: Request) -> Generation:
     handle: Any = model.promoe
     try:
         inputs = {name: ids.to(model.device) for name, ids in prompt_inputs(tokenizer, request.prompt).items()}
+        check_known(model, inputs["input_ids"])
         token = None
         with ExitStack() as stack:
             if request.trace is not None or request.report is not None:
@@ -142,6 +143,16 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
             f"Cannot open the tokenizer of '{model}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
         ) from error
     return tokenizer
+
+
+def check_known(model: Any, ids: torch.Tensor) -> None:
+    """Raise CheckpointError where a tokenizer gave ids that the model has no embedding for."""
+    num_known = model.get_input_embeddings().num_embeddings
+    if int(ids.max()) >= num_known:
+        raise CheckpointError(
+            f"The tokenizer gives token {int(ids.max())}, and the model knows {num_known}: they do not belong together. Put "
+            "the model's own tokenizer beside it."
+        )
 
 
 def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:

@@ -123,7 +123,7 @@ class Runtime:
             if layer.num_ids > layer.num_experts:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
             host_index = on_host if self._on_device else None
-            visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits)
+            visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:
                 with visit:
                     self._predict_beside(layer)

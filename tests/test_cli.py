@@ -129,6 +129,15 @@ def test_a_temperature_that_floats_cannot_divide_by_is_greedy(
     assert capsys.readouterr().out.removesuffix("\n") == stock_answer(checkpoint, 6).removesuffix("\n")
 
 
+def test_the_tokenizer_of_a_larger_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(20)
+    model.save_pretrained(folder)
+    assert cli.main(["run", str(folder), PROMPT, "--max-new-tokens", "2"]) == 2
+    assert "and the model knows 20: they do not belong together" in capsys.readouterr().err
+
+
 def test_a_prompt_goes_through_the_chat_template_where_there_is_one(checkpoint: str, tmp_path: Path) -> None:
     tokenizer = running.load_tokenizer(checkpoint)
     ids = running.prompt_inputs(tokenizer, "hi")["input_ids"]

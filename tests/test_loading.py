@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from served import PROMPTS, Outputs, check_integrity, checkpoint, close, config, expected, greedy, load_stock, stock
 from stores.checkpoints import rewrite, save, shards
 from tiny_models import build
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from untouched import leaving_untouched, open_files, opened_since, snapshot
 
 import promoe
@@ -379,3 +381,29 @@ def test_a_failing_read_while_everything_is_loaded(folder: Path, monkeypatch: py
 def test_opening_leaves_other_models_alone(folder: Path) -> None:
     with leaving_untouched(stock(FAMILY)), opened(folder) as model:
         greedy(model, PROMPTS["short"])
+
+
+def test_closing_lets_the_slots_go(folder: Path) -> None:
+    model = promoe.from_pretrained(folder, cache="50%")
+    with torch.no_grad():
+        model(torch.arange(5)[None])
+    slots = [weakref.ref(pool._region._mapping) for pool in model.promoe.runtime.engine.pools]
+    gc.disable()  # it is not to be what does it
+    try:
+        model.promoe.close()
+        assert slots
+        assert not [slot for slot in slots if slot() is not None]
+    finally:
+        gc.enable()
+    promoe.unpatch(model)
+    with torch.no_grad():
+        model(torch.arange(5)[None])
+
+
+@pytest.mark.parametrize("config", [{"bypass": False}, promoe.PromoeConfig, AutoConfig.for_model("qwen2_moe")])
+def test_other_settings_than_ours(folder: Path, config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"The 'config' argument must be a promoe\.PromoeConfig"):
+        promoe.from_pretrained(folder, config=config)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ConfigError, match=r"The 'config' argument must be a promoe\.PromoeConfig"):
+        promoe.patch(model, config=config)

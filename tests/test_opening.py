@@ -248,6 +248,10 @@ class TestRefusedArguments:
             {"use_safetensors": False},
             {"output_loading_info": True},
             {"chunk_bytes": 1000},
+            {"dtype": "bf16"},
+            {"dtype": torch.int8},
+            {"dtype": 16},
+            {"store": "disk"},
         ],
     )
     def test_each_is_named_with_a_remedy(self, folder: Path, kwargs: dict[str, Any]) -> None:

@@ -23,6 +23,27 @@ def test_a_visit_counts_for_its_layer_its_experts_and_the_open_phase() -> None:
     assert r.phase_stats("prefill").layer_visits == 0
 
 
+def test_a_visit_belongs_to_its_own_pass_whichever_began_last() -> None:
+    r = recorder()
+    r.begin_pass("prefill", 9, 1)
+    r.begin_pass("decode", 1, 1)
+    r.visit(0, (0, 1, 2), hits=3, ready=3, stall_s=0.5, phase="prefill")
+    r.visit(0, (3,), hits=0, ready=0, stall_s=0.25, phase="decode")
+    assert [r.phase_stats(p).needed for p in ("prefill", "decode")] == [3, 1]
+    assert [r.stall_s(p) for p in ("prefill", "decode")] == [0.5, 0.25]
+
+
+def test_what_happens_outside_of_passes_is_no_decode() -> None:
+    r = recorder()
+    r.begin_pass("decode", 1, 1)
+    r.end_pass(0.5)
+    r.outside()
+    r.transferred(0, "demand", 100)
+    r.visit(0, (3,), hits=0, ready=0, stall_s=0.25)
+    assert [r.phase_stats(p).bytes_demand for p in ("prefill", "decode")] == [100, 0]
+    assert [r.phase_stats(p).needed for p in ("prefill", "decode")] == [1, 0]
+
+
 def test_passes_tokens_and_time_are_counted_when_a_pass_ends() -> None:
     r = recorder()
     r.begin_pass("prefill", 12, 3)

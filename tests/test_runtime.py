@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from served import (
 )
 from tiny_models import IMPLEMENTATIONS, left_padded
 from torch import nn
+from waiting import WAIT_S
+from zoo import families
 
 import promoe
 from promoe.chosen import MAX_LISTED_IDS
@@ -173,6 +176,50 @@ def test_every_byte_that_moved_is_accounted_for(predictor: str | None, stream: b
         if predictor is None and not stream:
             assert stats.bytes_prefetched == 0
         assert stats.evictions > 0
+
+
+def test_visits_count_for_their_own_pass_whoever_else_runs() -> None:
+    """A prompt is being read in one thread when another one decodes."""
+    with served(FAMILY, cache="25%", predictor=None) as model, torch.no_grad():
+        token, prompt = torch.tensor([[3]]), torch.arange(12)[None]
+        counts = []
+        for together in (False, True):
+            model.promoe.reset_stats()
+            if together:
+                block = promoe.find_moe_layers(model)[1].block
+
+                def decode_beside(module: nn.Module, args: Any) -> None:
+                    if args[0].shape[1] > 1:
+                        with ThreadPoolExecutor(1) as pool:
+                            pool.submit(lambda: torch.no_grad()(model)(token)).result(WAIT_S)
+
+                hook = block.register_forward_pre_hook(decode_beside)
+                model(prompt)
+                hook.remove()
+            else:
+                model(prompt)
+                model(token)
+            stats = model.promoe.stats()
+            counts.append([(phase.passes, phase.layer_visits, phase.needed) for phase in (stats.prefill, stats.decode)])
+        assert counts[0] == counts[1]
+        assert [visits for phase in counts[0] for _, visits, _ in [phase]] == [3, 3]
+
+
+def test_an_encoder_that_is_called_alone_is_no_decode() -> None:
+    """As `generate` does, before the first pass; its visits are not those of the pass before."""
+    model = families.build("switch_transformers")
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        promoe.patch(model, cache="25%", predictor=None, link=promoe.EmulatedLink(bandwidth_bytes_per_s=1e10))
+        found = []
+        for _ in range(3):
+            model.promoe.reset_stats()
+            model.generate(ids, max_new_tokens=4, min_new_tokens=4)
+            stats = model.promoe.stats()
+            found.append([(phase.layer_visits, phase.needed) for phase in (stats.prefill, stats.decode)])
+            assert all(phase.layer_visits and phase.bytes_demand for phase in (stats.prefill, stats.decode))
+        assert found[0] == found[1] == found[2]
+    promoe.unpatch(model)
 
 
 def caches(model: nn.Module) -> list[Any]:

@@ -19,8 +19,9 @@ import transformers
 from tqdm.auto import tqdm
 
 import promoe
-from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.running import check_known
 from promoe.training.collect_options import CollectOptions, check_positions
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.prompt_encoding import encode
@@ -127,12 +128,7 @@ def _run(
     """Rows of each prompt of a batch."""
     encoded = [tokens for _, tokens in batch]
     ids, mask = _padded(encoded, pad_id)
-    num_known = model.get_input_embeddings().num_embeddings
-    if int(ids.max()) >= num_known:
-        raise CheckpointError(
-            f"The tokenizer gives token {int(ids.max())}, and the model knows {num_known}: they do not belong together. Put "
-            "the model's own tokenizer beside it."
-        )
+    check_known(model, ids)
     new_tokens = options.new_tokens(sum(map(len, encoded)) / len(encoded))
     sampling = {} if options.temperature is None else {"do_sample": True, "temperature": options.temperature}
     gpus = [model.device] if model.device.type == "cuda" else []

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from transformers import AutoModelForCausalLM
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError
+from promoe.model_class import class_to_open
 from promoe.moe_layers import find_moe_layers
 from promoe.running import load_tokenizer
 from promoe.training.collect import collect, describe, save_gates
@@ -89,7 +89,7 @@ def open_model(path: str, dtype: str, cache: str | None) -> tuple[Any, Any]:
             return promoe.from_pretrained(path, cache=cache, dtype=chosen), tokenizer
         # Never ask on the terminal whether a checkpoint's own code may run, nor open a pickle.
         options = {"trust_remote_code": False, "use_safetensors": True}
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options).eval(), tokenizer
+        return class_to_open(path, options).from_pretrained(path, dtype=dtype, **options).eval(), tokenizer
     except PromoeError:
         raise  # a ConfigError is a ValueError too
     except Exception as error:  # Transformers computes with what config.json says

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from promoe.bench.options import Options
 from promoe.bench.worker import Prompt
 from promoe.demo.example import read_prompts
+from promoe.errors import UnsupportedModelError
 from promoe.running import load_tokenizer, prompt_inputs
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
     Raises:
         ConfigError: there are too few, or the file is not such a list.
         CheckpointError: there is no tokenizer.
+        UnsupportedModelError: the model has an encoder of its own.
     """
+    _check_is_decoder(checkpoint)
     tokenizer: Any = load_tokenizer(str(checkpoint))
     texts = read_prompts(prompts, options.pairs + 1, "One of them warms up. Lower --pairs.")
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -58,6 +61,17 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
             Task(f"prompts of {length} tokens", [prompt(one, 1) for one in _long(tokenizer, texts, length, len(ids))])
         )
     return tasks
+
+
+def _check_is_decoder(checkpoint: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"promoe bench measures models that continue their prompt, and {config.model_type} has an encoder and a decoder. "
+            "Measure your own calls with model.promoe.stats()."
+        )
 
 
 def _long(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int, count: int) -> list[list[int]]:

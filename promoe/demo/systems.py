@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from promoe.config import PromoeConfig, ReadMode
 from promoe.links import EmulatedLink
 from promoe.loading import from_pretrained
 from promoe.memory import SLOT_ALIGNMENT_BYTES
+from promoe.model_class import class_to_open
 from promoe.patching import patch
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def load_stock(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
     """
     # As promoe opens it: without code of the checkpoint, and no pickle.
     options = {"trust_remote_code": False, "use_safetensors": True}
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **options).eval()
+    model: Any = class_to_open(checkpoint, options).from_pretrained(checkpoint, dtype=dtype, **options).eval()
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.data_ptr() % SLOT_ALIGNMENT_BYTES:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
 from promoe.engine.visit import EngineVisit
 from promoe.links import Link
@@ -125,6 +126,7 @@ class Engine(Monitor):
         tokens: Sequence[Sequence[int]] | None = None,
         num_sequences: int = 1,
         hits: int | None = None,
+        phase: Phase | None = None,
     ) -> EngineVisit:
         """Begin a layer's visit (see `Scheduler.begin_visit`); use it as a context manager.
 
@@ -134,8 +136,9 @@ class Engine(Monitor):
             tokens: experts of each real token, for the reuse prior.
             num_sequences: tokens expected at the layer's next visit.
             hits: how many were resident at gate time, if a hint for these ids was given; for the counters.
+            phase: of the pass; None: of the one begun last. For the counters.
         """
-        return EngineVisit(self, layer_idx, ids, tokens, num_sequences, hits)
+        return EngineVisit(self, layer_idx, ids, tokens, num_sequences, hits, phase)
 
     def forecast(self, origin_step: int, steps_ahead: int, layer_idx: int, probabilities: npt.ArrayLike) -> bool:
         """Hand a forecast to the scheduler, unless its layer's turn has come meanwhile; says whether it was in time.

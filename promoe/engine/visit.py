@@ -10,6 +10,7 @@ from types import TracebackType
 import torch
 
 from promoe.bank import FirstRows
+from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
 from promoe.errors import EngineStalledError
 from promoe.scheduler.visit import Visit
@@ -33,6 +34,7 @@ class EngineVisit:
         tokens: Sequence[Sequence[int]] | None,
         num_sequences: int,
         hits: int | None,
+        phase: Phase | None,
     ) -> None:
         self._engine = engine
         self._layer_idx = layer_idx
@@ -49,6 +51,7 @@ class EngineVisit:
         self._first_slots: dict[int, int] = {}  # expert -> slot, of those whose first tensors were given
         self._reading: list[int] = []  # slots
         self._hits = hits
+        self._phase = phase
         self._visit: Visit | None = None  # while it lasts
         self._notified = threading.Lock()  # held while there is nothing to look at
 
@@ -95,8 +98,9 @@ class EngineVisit:
                 visit.close()
                 if ran:
                     needed, hits = len(self._ids), self._hits or 0
+                    ready = needed - len(self._late)
                     engine.recorder.visit(
-                        self._layer_idx, self._ids, min(hits, needed), needed - len(self._late), self._stall_s
+                        self._layer_idx, self._ids, min(hits, needed), ready, self._stall_s, self._phase
                     )
                 engine.wake_workers()
                 engine.notify_visits()

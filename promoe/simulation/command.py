@@ -17,6 +17,8 @@ from promoe.training.reuse_fit import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_megabytes, format_number, format_seconds, format_share, format_times, ratio
 
+# Policies that other prompts teach something.
+FITTED = ("default", "next_use", "static")
 # Prompts that predictors are fitted on where no other trace is given.
 FIT_SHARE = 0.7
 
@@ -58,6 +60,11 @@ def run_simulation(task: Task, out: TextIO) -> dict[str, Any]:
             raise ConfigError(f"With --bits {task.bits:g} an expert would take no bytes. Give more.")
     scenario = Scenario(machine, geometry, _rate(task.cache), task.policy, task.predictor, task.lookahead, task.batch)
     fit, reuse, note = None, None, None
+    if task.fit is not None and task.policy not in FITTED and not needs_fit(task.predictor):
+        raise ConfigError(
+            f"--policy {task.policy} without a predictor is fitted on nothing. Leave out --fit, or simulate one of "
+            f"{', '.join(FITTED)}."
+        )
     if task.fit is not None:
         fit = replace(_same_model(open_trace(task.fit), trace, geometry, task.fit), num_experts=geometry.num_experts)
         reuse = fit_reuse(fit) if task.policy in ("default", "next_use") else None

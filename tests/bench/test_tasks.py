@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from tiny_checkpoint import write_checkpoint
+from zoo import families
 
 from promoe.bench.options import Options
 from promoe.bench.tasks import GENERATE, make_tasks
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -56,3 +58,12 @@ def test_prompts_that_cannot_be_used(checkpoint: Path, tmp_path: Path, content: 
         (tmp_path / "prompts.json").write_text(content)
     with pytest.raises(ConfigError, match=match):
         make_tasks(options(tmp_path / "prompts.json"), checkpoint, tmp_path / "prompts.json")
+
+
+def test_a_model_with_an_encoder_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps(["abc", "defgh", "ij"]))
+    folder = Path(shutil.copytree(checkpoint, tmp_path / "switch"))
+    families.build("switch_transformers").config.save_pretrained(folder)
+    with pytest.raises(UnsupportedModelError, match="switch_transformers has an encoder and a decoder"):
+        make_tasks(options(prompts), folder, prompts)

@@ -89,6 +89,12 @@ def test_mistakes_are_answered(more: list[str], message: str, trace: Path, capsy
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "belady"])
+def test_a_fit_that_nothing_is_fitted_on(policy: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--trace", str(trace), "--policy", policy, "--fit", str(trace)]) == 2
+    assert f"--policy {policy} without a predictor is fitted on nothing" in capsys.readouterr().err
+
+
 def test_batches_and_bits(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for number, more in enumerate((["--batch", "1"], ["--batch", "2", "--bits", "4"])):
