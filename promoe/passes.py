@@ -126,7 +126,7 @@ class PassObserver:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         real = _real_tokens(mask, batch, length)
         num_tokens = batch * length if real is None else int(real.sum())
-        phase: Phase = "decode" if length == 1 else "prefill"
+        phase: Phase = "decode" if length == 1 or _checks_proposals(kwargs, length) else "prefill"
         left: PassState | None = getattr(self._local, "state", None)
         interrupted = 0 if left is None else left.pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
         self._local.state = None  # it is closed once, also if Ctrl-C comes again
@@ -197,6 +197,18 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
             one_token_each = isinstance(bounds, torch.Tensor) and len(bounds) - 1 == batch * length
             return (batch * length, 1) if one_token_each else (batch, length)
     return 1, 1
+
+
+def _checks_proposals(kwargs: dict[str, Any], length: int) -> bool:
+    """Whether a pass goes on with what was generated, by several tokens that were proposed (draft models, prompt lookup).
+
+    `generate` then wants the logits of each of them, and of none that it has seen before.
+    """
+    wanted = kwargs.get("logits_to_keep")
+    if not isinstance(wanted, int) or wanted != length:
+        return False
+    num_cached = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    return num_cached is not None and bool(num_cached() > 0)
 
 
 def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:

@@ -151,7 +151,10 @@ class Stats:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds per decode pass, which is per output token of a sequence; nan without one."""
+        """Mean seconds per decode pass, which is per output token of a sequence; nan without one.
+
+        With a draft model or prompt lookup a pass checks what was proposed, and may bring several tokens.
+        """
         return self.decode.pass_s
 
     def to_json(self) -> dict[str, Any]:

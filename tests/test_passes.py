@@ -11,6 +11,7 @@ import pytest
 import torch
 from served import PROMPTS, greedy, served
 from torch import nn
+from transformers import DynamicCache
 
 from promoe.errors import PatchStateError
 from promoe.passes import PassObserver, PassState
@@ -61,6 +62,13 @@ def ids(batch: int, length: int) -> torch.Tensor:
     return torch.ones(batch, length, dtype=torch.long)
 
 
+def cached(num_tokens: int) -> DynamicCache:
+    cache = DynamicCache()
+    if num_tokens:
+        cache.update(torch.zeros(1, 1, num_tokens, 2), torch.zeros(1, 1, num_tokens, 2), 0)
+    return cache
+
+
 def mask(*rows: str) -> torch.Tensor:
     """`mask("011", "111")`: the first of three tokens of the first sequence is padding."""
     return torch.tensor([[int(position) for position in row] for row in rows])
@@ -86,6 +94,12 @@ def mask(*rows: str) -> torch.Tensor:
         # Continuous batching lays sequences end to end: three of one token each; and one such beside one of two.
         ((), {"input_ids": ids(1, 3), "cu_seq_lens_q": torch.tensor([0, 1, 2, 3])}, "decode", 3, 3),
         ((), {"input_ids": ids(1, 3), "cu_seq_lens_q": torch.tensor([0, 1, 3])}, "prefill", 1, 3),
+        # A draft model's proposals are checked with what is cached; a prompt may be read so, too.
+        ((), {"input_ids": ids(1, 3), "logits_to_keep": 3, "past_key_values": cached(5)}, "decode", 1, 3),
+        ((), {"input_ids": ids(1, 3), "logits_to_keep": 3, "past_key_values": cached(0)}, "prefill", 1, 3),
+        ((), {"input_ids": ids(1, 3), "logits_to_keep": 3}, "prefill", 1, 3),
+        ((), {"input_ids": ids(1, 3), "logits_to_keep": 1, "past_key_values": cached(5)}, "prefill", 1, 3),
+        ((), {"input_ids": ids(1, 3), "logits_to_keep": torch.arange(3), "past_key_values": None}, "prefill", 1, 3),
     ],
 )
 def test_phase_and_tokens(

@@ -63,7 +63,9 @@ def test_every_mode(mode: str, store: str, predictor: str) -> None:
 def test_every_mode_that_proposes_tokens(mode: str, store: str, predictor: str) -> None:
     prompt, kwargs = PROPOSING[mode]
     stats = assert_same(generating(prompt, **kwargs), store=store, predictor=predictor)
-    assert stats.prefill.passes > 1
+    if "lookup" in mode:  # a model that proposes itself also reads what it had not proposed
+        assert stats.prefill.passes == 1, "the prompt is read once"
+    assert stats.decode.tokens > stats.decode.passes > 1, "several tokens were checked at once"
 
 
 def test_predictions_that_are_all_wrong() -> None:
@@ -107,12 +109,14 @@ def test_a_draft_model_assists(
             if hasattr(model, "promoe"):
                 assert_served(model.promoe.stats())
         if target_served:
-            assert target.promoe.stats().prefill.passes > 1
+            stats = target.promoe.stats()
+            assert stats.prefill.passes == 1
+            assert stats.decode.tokens > stats.decode.passes > 1
 
 
 def test_a_model_assists_itself() -> None:
     stats = assert_same(lambda model: generating(ONE, **GREEDY, assistant_model=model)(model))
-    assert stats.prefill.passes > 1
+    assert stats.decode.tokens > stats.decode.passes > 1
 
 
 def test_from_embeddings() -> None:
