@@ -125,6 +125,8 @@ class _LayerPredictor:
                 constant += (outer @ bias.view(len(kept), config.width, 1))[..., 0]
                 self._outer = outer.transpose(1, 2).contiguous().numpy()
                 self._constant = constant.numpy()
+            largest = self._outer.size if rows else self._outer[0].size if kept else 0
+            self._by_torch = largest > ONE_THREAD_ELEMENTS
             self._least: Floats32 = (-bias[:rows] if rows else -bias).numpy()
             self._inner = _Product(weight)
             self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
@@ -157,7 +159,7 @@ class _LayerPredictor:
         scores: Floats32
         if rows:
             trunk = np.maximum(inner[:, :rows], self._least)
-            if num_tokens > 1:
+            if num_tokens > 1 or self._by_torch:
                 scores = torch.mm(torch.from_numpy(trunk), torch.from_numpy(self._outer)).numpy()
             else:
                 scores = trunk.dot(self._outer)
@@ -165,7 +167,7 @@ class _LayerPredictor:
             scores += self._constant
             return scores.reshape(shape)
         hidden = np.maximum(inner, self._least).reshape(shape).swapaxes(0, 1)
-        if num_tokens > 1:
+        if num_tokens > 1 or self._by_torch:
             scores = torch.bmm(torch.from_numpy(hidden), torch.from_numpy(self._outer)).numpy()
         else:
             scores = hidden @ self._outer

@@ -50,21 +50,23 @@ def depends_on_shape(experts: nn.Module, width: int, dtype: torch.dtype, sizes: 
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return False
-    loop = LOOP_BYTES // dtype.itemsize
-    fits, fits_halves = (not any(size % step for size in sizes) for step in (loop, 2 * loop))
-    num_elements = num_rows * max(sizes, default=0)
-    if fits:
-        num_threads = torch.get_num_threads()
-        if num_threads == 1 or num_elements <= GELU_GRAIN_ELEMENTS or (num_threads == 2 and fits_halves):
-            return False
     grain = grain_elements(experts, width, dtype)
-    return grain is not None and (not fits or num_elements > grain)
+    if not grain:
+        return grain is not None and num_rows > 1
+    loop = LOOP_BYTES // dtype.itemsize
+    if any(size % loop for size in sizes):
+        return True
+    num_threads = torch.get_num_threads()
+    if num_threads == 1 or num_rows * max(sizes) <= grain:
+        return False
+    return num_threads > 2 or any(size % (2 * loop) for size in sizes)
 
 
 def grain_elements(experts: nn.Module, width: int, dtype: torch.dtype) -> int | None:
     """From how many elements on the activation may be computed in pieces; None: its bits are the same in any.
 
-    In 16 bits that is found out by computing all values both ways.
+    In 16 bits that is found out by computing all values both ways. 0: whatever the size, one row may be computed by other
+    code than several, for what is half a row of one is in one piece, and that goes to oneDNN.
     """
     grains, key = _GRAINS.setdefault(experts, {}), (getattr(experts, "act_fn", None), dtype)
     if key not in grains:
@@ -78,10 +80,17 @@ def _find_grain(experts: nn.Module, width: int, dtype: torch.dtype) -> int | Non
         rows = torch.zeros((1, width), dtype=dtype)
         with _Operations() as operations:
             activate(rows)
-    inexact = [name for name, *call in operations.calls if not _same_bits(dtype, *call)]
-    if not inexact:
-        return None
-    return GELU_GRAIN_ELEMENTS if "gelu" in inexact else GRAIN_ELEMENTS
+    inexact = [
+        (name, kwargs) for name, func, args, kwargs in operations.calls if not _same_bits(dtype, func, args, kwargs)
+    ]
+    grains = [_grain_of(name, kwargs) for name, kwargs in inexact]
+    return min(grains) if grains else None
+
+
+def _grain_of(name: str, kwargs: Mapping[str, Any]) -> int:
+    if name != "gelu":
+        return GRAIN_ELEMENTS
+    return GELU_GRAIN_ELEMENTS if kwargs.get("approximate") == "tanh" else 0
 
 
 class _Operations(TorchDispatchMode):

@@ -56,6 +56,11 @@ class DeviceSlot:
         """All reads that were put into `queue` are before `read`."""
         self._reads[queue.key] = read
 
+    def wait_for_reads(self) -> None:
+        """Return when no kernel reads it any more."""
+        for read in self._reads.values():
+            read.wait_on_host()
+
 
 class DevicePool:
     """A fixed pool of `num_slots` slots of one layout on a device; as `SlotPool` is in RAM.
@@ -134,6 +139,8 @@ class DevicePool:
         self._memory.fill_(POISON_BYTE)
 
     def close(self) -> None:
-        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        """Let the memory go as soon as the last view of it is gone, and no kernel reads it. Closing twice is allowed."""
+        for slot in self._slots:  # the allocator knows nothing of other queues than the one that it was asked in
+            slot.wait_for_reads()
         self._memory, self._tensors, self._stacks = None, {}, {}
         self._slots = []

@@ -85,23 +85,15 @@ def run_resident(
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
 
 
-def depends_on_groups(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
+def depends_on_groups(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> bool:
     """Whether the last bits of a layer may depend on which experts run together (see `promoe.activation`).
 
     `eager` computes expert by expert in any case.
     """
-    implementation = layer.implementation
     if implementation == "eager":
         return False
-    sizes = [size for _, shape, _ in layer.stacked_shapes for size in shape[1:]]
     dtype = _row_dtype(layer, implementation, hidden)
-    return depends_on_shape(layer.experts, _activation_width(layer), dtype, sizes, num_pairs)
-
-
-def _activation_width(layer: MoELayer) -> int:
-    experts: Any = layer.experts
-    shapes = {name: shape for name, shape, _ in layer.stacked_shapes}
-    return shapes["gate_up_proj" if experts.has_gate else "up_proj"][2 if experts.is_transposed else 1]
+    return depends_on_shape(layer.experts, layer.activation_width, dtype, layer.row_sizes, num_pairs)
 
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
@@ -148,7 +140,7 @@ def run_groups(
     by_choice = implementation == "eager"
     if on_host is None:
         pairs = Pairs(top_k_index, layer.num_ids, by_choice, ids)
-        depends = depends_on_groups(layer, hidden, pairs.count)
+        depends = depends_on_groups(layer, implementation, hidden, pairs.count)
         row_kernel = None if depends else _row_kernel(layer, implementation, hidden, pairs.count)
     else:
         pairs = Pairs(on_host, layer.num_ids, by_choice, ids, hidden.device)

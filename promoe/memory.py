@@ -228,7 +228,9 @@ class SlotPool:
         self._region.fill(POISON_BYTE)
 
     def poison_slot(self, idx: int) -> None:
-        """The same for one slot."""
+        """The same for one slot; nothing where the pool is closed, as for a transfer that fails late."""
+        if self._region is None:
+            return
         ctypes.memset(self.address(idx), POISON_BYTE, self.layout.slot_bytes)
 
     def close(self) -> None:

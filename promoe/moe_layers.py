@@ -90,6 +90,18 @@ class MoELayer:
         """Per tensor: name, shape of the whole stack `[num_experts, ...]`, dtype."""
         return tuple((s.name, torch.Size((self.num_experts, *s.shape)), s.dtype) for s in self.layout.tensors)
 
+    @cached_property
+    def row_sizes(self) -> tuple[int, ...]:
+        """Sizes that rows of what the experts compute may have."""
+        return tuple({size for _, shape, _ in self.stacked_shapes for size in shape[1:]})
+
+    @cached_property
+    def activation_width(self) -> int:
+        """Columns of the first product, of experts that `use_experts_implementation` of transformers made."""
+        experts: Any = self.experts
+        shapes = {name: shape for name, shape, _ in self.stacked_shapes}
+        return shapes["gate_up_proj" if experts.has_gate else "up_proj"][2 if experts.is_transposed else 1]
+
     @property
     def implementation(self) -> str:
         """The experts implementation in force now: `generate` and the user may switch it between calls.

@@ -76,8 +76,11 @@ def check_dtype(dtype: Any) -> None:
     Raises:
         ConfigError: it is no dtype that weights can be computed with.
     """
-    known = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype is None or dtype == "auto" or (isinstance(known, torch.dtype) and known.is_floating_point):
+    for one in dtype.values() if isinstance(dtype, dict) else (dtype,):  # by part of the configuration
+        known = getattr(torch, one, None) if isinstance(one, str) else one
+        if not (one is None or one == "auto" or (isinstance(known, torch.dtype) and known.is_floating_point)):
+            break
+    else:
         return
     raise ConfigError(
         f"The 'dtype' argument must be a floating-point dtype of torch, its name, \"auto\" or None. Got {dtype!r} instead. "

@@ -40,7 +40,7 @@ class PassState:
         """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]` in host
         memory."""
         real = self.real if self.real is not None and len(self.real) == len(index) else None
-        if self.phase == "prefill" and self.num_sequences > 1 and len(index) % self.num_sequences == 0:
+        if len(index) > self.num_sequences > 1 and len(index) % self.num_sequences == 0:
             # All sequences' tokens of one position are equally old.
             index = _by_position(index, self.num_sequences)
             real = None if real is None else _by_position(real, self.num_sequences)

@@ -132,7 +132,8 @@ class Runtime:
                         result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
                     else:
                         at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes or (
-                            not self._on_device and depends_on_groups(layer, hidden, index.numel())
+                            not self._on_device
+                            and depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )
                         begin = bool(self.engine.first_names[layer.layer_idx]) and can_begin(
                             layer, hidden, index.numel()

@@ -47,17 +47,23 @@ def test_what_has_one_result_in_any_pieces(activation: str, dtype: torch.dtype) 
         for size in (1, 7, 63, 65, 1000):
             parts = torch.cat([experts.act_fn(part.clone()) for part in values[: len(whole)].split(size)])
             assert torch.equal(parts.view(torch.int16), whole.view(torch.int16)), size
+        gates = values[: len(whole)].view(-1, 64)
+        rows = torch.cat([gates, torch.ones_like(gates)], dim=1)
+        together = experts._apply_gate(rows)
+        one_by_one = torch.cat([experts._apply_gate(row) for row in rows.split(1)])
+        assert torch.equal(one_by_one.view(torch.int16), together.view(torch.int16))
 
 
 def test_what_a_grain_is_found_to_be() -> None:
     for dtype in (*BITS_16, torch.float32):
         assert grain_elements(Experts("relu"), 8, dtype) is None
     assert grain_elements(Experts("silu"), 8, torch.float32) == 32768
-    assert grain_elements(Experts("gelu"), 8, torch.float32) == 16384
+    assert grain_elements(Experts("gelu_pytorch_tanh"), 8, torch.float32) == 16384
+    assert grain_elements(Experts("gelu"), 8, torch.float32) == 0
     experts = Experts("relu")
     assert grain_elements(experts, 8, torch.float32) is None
     experts.act_fn = ACT2FN["gelu"]  # somebody may
-    assert grain_elements(experts, 8, torch.float32) == 16384
+    assert grain_elements(experts, 8, torch.float32) == 0
 
 
 def test_an_operation_of_two_tensors_is_not_known_to_be_exact() -> None:
@@ -77,8 +83,10 @@ def test_an_operation_of_two_tensors_is_not_known_to_be_exact() -> None:
         ("silu", torch.float32, 2, 96, 10**6, True),
         ("silu", torch.float32, 3, 64, 512, False),  # 32,768 elements
         ("silu", torch.float32, 3, 64, 513, True),
-        ("gelu", torch.float32, 3, 64, 256, False),
-        ("gelu", torch.float32, 3, 64, 257, True),
+        ("gelu_pytorch_tanh", torch.float32, 3, 64, 256, False),
+        ("gelu_pytorch_tanh", torch.float32, 3, 64, 257, True),
+        ("gelu", torch.float32, 1, 64, 1, False),
+        ("gelu", torch.float32, 1, 64, 2, True),  # by oneDNN or not
         ("silu", torch.float32, 1, 100, 1, True),  # an end is left over at once
         ("relu", torch.float32, 3, 100, 10**6, False),
         ("silu", torch.int8, 3, 100, 10**6, False),

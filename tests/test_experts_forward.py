@@ -551,6 +551,7 @@ def test_an_eager_loop_that_does_not_add_per_expert_is_refused() -> None:
         ("deepseek_v3", "silu", 1408),
         ("deepseek_v3", "gelu_pytorch_tanh", 1408),
         ("deepseek_v3", "gelu", 1000),
+        ("deepseek_v3", "gelu", 1408),
         ("gpt_oss", "sigmoid within", 1000),
         ("nemotron_h", "gelu", 1000),
         ("nemotron_h", "silu", 1408),
@@ -596,4 +597,5 @@ def test_what_depends_on_groups(
 ) -> None:
     layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
     torch.set_num_threads(threads)  # conftest sets it back
-    assert experts_forward.depends_on_groups(layer, torch.zeros(1, 64, dtype=dtype), num_pairs) == expected
+    hidden = torch.zeros(1, 64, dtype=dtype)
+    assert experts_forward.depends_on_groups(layer, implementation, hidden, num_pairs) == expected

@@ -264,6 +264,14 @@ class TestRefusedArguments:
         )
         opened.store.close()
 
+    def test_a_dtype_for_each_part_of_a_configuration(self, folder: Path) -> None:
+        for dtype in ("bfloat16", torch.bfloat16, {"": "bfloat16"}):
+            opened = open_without_experts(folder, dtype=dtype)
+            assert opened.model.dtype == torch.bfloat16
+            opened.store.close()
+        with pytest.raises(ConfigError, match="'dtype' argument"):
+            open_without_experts(folder, dtype={"": "bf16"})
+
 
 class TestRefusedCheckpoints:
     def edit_config(self, folder: Path, **fields: Any) -> None:

@@ -180,6 +180,8 @@ def test_of_several_prompts_tokens_of_one_position_are_equally_old() -> None:
     index = torch.arange(6).reshape(6, 1)  # two sequences of three
     state = PassState(num_sequences=2)
     assert state.real_tokens(index, index.tolist()) == [[0], [3], [1], [4], [2], [5]]
+    state.phase = "decode"  # proposals for two sequences
+    assert state.real_tokens(index, index.tolist()) == [[0], [3], [1], [4], [2], [5]]
     state.real = torch.tensor([False, True, True, True, True, True])  # the first begins with padding
     assert state.real_tokens(index, index.tolist()) == [[3], [1], [4], [2], [5]]
     decode = PassState(phase="decode", num_sequences=2)

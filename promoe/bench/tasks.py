@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from promoe.bench.options import Options
 from promoe.bench.worker import Prompt
 from promoe.demo.example import read_prompts
-from promoe.errors import UnsupportedModelError
+from promoe.errors import CheckpointError, UnsupportedModelError
 from promoe.running import load_tokenizer, prompt_inputs
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
 
     Raises:
         ConfigError: there are too few, or the file is not such a list.
-        CheckpointError: there is no tokenizer.
+        CheckpointError: there is no tokenizer, or no configuration that Transformers knows.
         UnsupportedModelError: the model has an encoder of its own.
     """
     _check_is_decoder(checkpoint)
@@ -66,7 +66,10 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
 def _check_is_decoder(checkpoint: Path) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    except Exception as error:  # Transformers computes with what config.json says
+        raise CheckpointError(f"Cannot open {checkpoint}: {type(error).__name__}: {str(error)[:2000]}") from error
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"promoe bench measures models that continue their prompt, and {config.model_type} has an encoder and a decoder. "

@@ -10,7 +10,7 @@ from zoo import families
 
 from promoe.bench.options import Options
 from promoe.bench.tasks import GENERATE, make_tasks
-from promoe.errors import ConfigError, UnsupportedModelError
+from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +67,9 @@ def test_a_model_with_an_encoder_is_refused(checkpoint: Path, tmp_path: Path) ->
     families.build("switch_transformers").config.save_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match="switch_transformers has an encoder and a decoder"):
         make_tasks(options(prompts), folder, prompts)
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text(json.dumps(["abc", "defgh", "ij"]))
+    with pytest.raises(CheckpointError, match="Cannot open"):
+        make_tasks(options(tmp_path / "prompts.json"), tmp_path, tmp_path / "prompts.json")
