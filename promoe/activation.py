@@ -80,11 +80,12 @@ def _find_grain(experts: nn.Module, width: int, dtype: torch.dtype) -> int | Non
         rows = torch.zeros((1, width), dtype=dtype)
         with _Operations() as operations:
             activate(rows)
-    inexact = [
-        (name, kwargs) for name, func, args, kwargs in operations.calls if not _same_bits(dtype, func, args, kwargs)
+    grains = [
+        _grain_of(name, kwargs)
+        for name, func, args, kwargs in operations.calls
+        if not _same_bits(dtype, func, args, kwargs)
     ]
-    grains = [_grain_of(name, kwargs) for name, kwargs in inexact]
-    return min(grains) if grains else None
+    return min(grains, default=None)
 
 
 def _grain_of(name: str, kwargs: Mapping[str, Any]) -> int:

@@ -68,9 +68,14 @@ class PassObserver:
         self._local = threading.local()
         self._ending = False  # guarded by the lock
 
+    @property
+    def _open(self) -> PassState | None:
+        state: PassState | None = getattr(self._local, "state", None)
+        return state
+
     def current(self) -> PassState:
         """This thread's pass; outside of any (a block called alone) a nameless one."""
-        state: PassState | None = getattr(self._local, "state", None)
+        state = self._open
         if state is None:
             state = self._local.state = PassState()
             with self._lock:
@@ -127,7 +132,7 @@ class PassObserver:
         real = _real_tokens(mask, batch, length)
         num_tokens = batch * length if real is None else int(real.sum())
         phase: Phase = "decode" if length == 1 or _checks_proposals(kwargs, length) else "prefill"
-        left: PassState | None = getattr(self._local, "state", None)
+        left = self._open
         interrupted = 0 if left is None else left.pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
         self._local.state = None  # it is closed once, also if Ctrl-C comes again
         with self._lock:

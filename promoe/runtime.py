@@ -135,10 +135,8 @@ class Runtime:
                             not self._on_device
                             and depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )
-                        begin = bool(self.engine.first_names[layer.layer_idx]) and can_begin(
-                            layer, hidden, index.numel()
-                        )
-                        groups = visit.groups(at_once, begin)
+                        begin = not at_once and bool(self.engine.first_names[layer.layer_idx])
+                        groups = visit.groups(at_once, begin and can_begin(layer, hidden, index.numel()))
                         result = run_groups(layer, hidden, index, weights, groups, tokens, host_index)
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing

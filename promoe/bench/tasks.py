@@ -69,7 +69,10 @@ def _check_is_decoder(checkpoint: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except Exception as error:  # Transformers computes with what config.json says
-        raise CheckpointError(f"Cannot open {checkpoint}: {type(error).__name__}: {str(error)[:2000]}") from error
+        raise CheckpointError(
+            f"Cannot open {checkpoint}: {type(error).__name__}: {str(error)[:2000]}. Give the folder of a checkpoint, or copy "
+            "its files again."
+        ) from error
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"promoe bench measures models that continue their prompt, and {config.model_type} has an encoder and a decoder. "
