@@ -1,13 +1,13 @@
 """What one prediction of a trained predictor takes beside a decoding model, and what it costs the model.
 
-    python benchmarks/predict_latency.py [--tokens 120] [--kind residual] [--lookahead 1 2 8] [--json FILE]
+    python benchmarks/predict_latency.py [--tokens 300] [--kind residual] [--lookahead 1 2 8] [--json FILE]
 
 The predictor is of the size that real models need: hidden size 2048, 64 experts, top 8, 27 MoE layers, random weights.
-The demo model, widened and all resident, decodes on one core less than there is; whenever a layer's experts are about to
-run, which is when the runtime posts a visit too, a prediction is posted to a thread beside it, each from another of the
-27 layers, so that weights are cold as they are in use. Every second token is decoded without predictions: the slowdown is
-the ratio per pair of tokens. Printed: median time per prediction beside the model (wanted: at most 400 us) and alone, and
-the slowdown of decode (wanted: at most 3%) with its 95% interval.
+The demo model, widened and every expert in its slot, decodes on one core less than there is. The runtime hands each layer's
+visit to the predictor's thread as it always does; asked is the large predictor in place of the model's own, each time for
+another of the 27 layers, so that weights are cold as they are in use. Every second token is decoded without predictions:
+the slowdown is the ratio per pair of tokens. Printed: median time per prediction beside the model (wanted: at most 400 us)
+and alone, and the slowdown of decode (wanted: at most 3%) with its 95% interval.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import threading
 import time
-from collections import deque
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+from transformers import PreTrainedModel
 
+import promoe
 from promoe.demo.command import DTYPE, Demo
 from promoe.demo.options import Options
-from promoe.demo.systems import OnDisk
 from promoe.measure import paired_speedup
-from promoe.moe_layers import find_moe_layers
-from promoe.predictors import LayerVisit, PredictorContext
+from promoe.prediction import Forecaster
+from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.trained import TrainedConfig, TrainedPredictor
-from promoe.threads import ThreadBeside
 from promoe.training.fit_command import default_width
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 27, 2048, 64, 8
@@ -57,85 +56,100 @@ def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
     return LearnedPredictor(trained, context, lookahead)
 
 
-class Beside:
-    """Predicts in a thread, as the runtime does, whatever is posted; the layers take turns."""
+class InTurn:
+    """Asks a predictor of another model's size, at each visit for its next layer; answers nothing."""
 
     def __init__(self, predictor: LearnedPredictor) -> None:
         self._predictor = predictor
         self._layers = itertools.cycle(range(LAYERS))
         self._gate_input = torch.randn(1, HIDDEN).to(DTYPE)
-        self._condition = threading.Condition()
-        self._waiting: deque[int] = deque(maxlen=2)
-        self.on = False
         self.times_s: list[float] = []
-        self.thread = ThreadBeside(self._run, "predictor")
-        self.thread.start()
 
-    def post(self, *_: Any) -> None:
-        """A layer's experts are about to run."""
-        if self.on:
-            with self._condition:
-                self._waiting.append(next(self._layers))
-                self._condition.notify()
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                while not self._waiting:
-                    self._condition.wait()
-                layer_idx = self._waiting.popleft()
-            self.times_s.append(self._predict(layer_idx))
-
-    def _predict(self, layer_idx: int) -> float:
-        """Seconds it took."""
-        visit = LayerVisit(1, "decode", layer_idx, self._gate_input, [list(range(TOP_K))])
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """See `Predictor`."""
+        in_its_place = LayerVisit(
+            visit.pass_idx, visit.phase, next(self._layers), self._gate_input, [list(range(TOP_K))]
+        )
         start_s = time.perf_counter()
-        self._predictor.predict(visit)
-        return time.perf_counter() - start_s
+        self._predictor.predict(in_its_place)
+        self.times_s.append(time.perf_counter() - start_s)
+        return []
 
     def alone(self) -> float:
         """Median seconds with nothing else going on."""
-        return median([self._predict(next(self._layers)) for _ in range(10 * LAYERS)][LAYERS:])
+        visit = LayerVisit(1, "decode", 0, self._gate_input, [])
+        for _ in range(10 * LAYERS):
+            self.predict(visit)
+        median_s = median(self.times_s[LAYERS:])
+        self.times_s.clear()
+        return median_s
 
 
-def decode(model: Any, inputs: torch.Tensor, beside: Beside, num_tokens: int) -> tuple[list[float], list[float]]:
+class Switched(Forecaster):
+    """One that is of use when we say so."""
+
+    on = False
+
+    @property
+    def of_use(self) -> bool:
+        """Whether it is switched on."""
+        return self.on
+
+
+def fill(model: PreTrainedModel) -> None:
+    """Run long prompts until every expert that they use is in its slot."""
+    torch.manual_seed(0)
+    before = -1
+    while (moved := model.promoe.stats().total.bytes_total) != before:
+        before = moved
+        with torch.inference_mode():
+            model(torch.randint(3, model.config.vocab_size, (1, 512)), use_cache=False)
+
+
+def decode(model: Any, inputs: torch.Tensor, forecaster: Switched, num_tokens: int) -> tuple[list[float], list[float]]:
     """Seconds per token without and with predictions, pair by pair, in changing order."""
     times: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():
         output = model(inputs, use_cache=True)
         for number in range(WARM_UP_TOKENS + num_tokens):
             pair, second = divmod(number, 2)
-            beside.on = bool(second) != bool(pair % 2)
+            forecaster.on = bool(second) != bool(pair % 2)
             token = output.logits[:, -1:].argmax(-1)
             start_s = time.perf_counter()
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
             if number >= WARM_UP_TOKENS:
-                times[beside.on].append(time.perf_counter() - start_s)
-    beside.on = False
+                times[forecaster.on].append(time.perf_counter() - start_s)
+            forecaster.drain()
+    forecaster.on = False
     return times[False], times[True]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--kind", default="residual")
     parser.add_argument("--lookahead", type=int, nargs="+", default=[1, 2, 8])
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/predict_latency.json"))
     options = parser.parse_args()
+    transformers.logging.disable_progress_bar()
     demo = Demo(Options())
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
-    model = OnDisk(checkpoint, DTYPE).resident()
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    config = promoe.PromoeConfig(governor=False, bypass=False, read_mode="direct")
+    model = promoe.from_pretrained(checkpoint, cache="100%", predictor=None, config=config)
+    fill(model)
+    runtime = model.promoe.runtime
     result = []
     for lookahead in options.lookahead:
-        beside = Beside(make_predictor(options.kind, lookahead))
-        alone_us = 1e6 * beside.alone()
-        hooks = [layer.experts.register_forward_pre_hook(beside.post) for layer in find_moe_layers(model)]
-        without_s, with_s = decode(model, demo.task.warm_up["input_ids"], beside, options.tokens)
-        for hook in hooks:
-            hook.remove()
+        asked = InTurn(make_predictor(options.kind, lookahead))
+        alone_us = 1e6 * asked.alone()
+        forecaster = runtime.predictor = Switched(asked, runtime.engine)
+        assert not forecaster.in_forward, "every core computes: no prediction runs beside the model"
+        without_s, with_s = decode(model, demo.task.warm_up["input_ids"], forecaster, options.tokens)
+        runtime.predictor = None
+        forecaster.close()
         ratio = paired_speedup(with_s, without_s)
-        times_us = [1e6 * seconds for seconds in beside.times_s[LAYERS:]]
+        times_us = [1e6 * seconds for seconds in asked.times_s[LAYERS:]]
         print(
             f"{options.kind}, k = 1..{lookahead}: {median(times_us):.0f} us per prediction (median; 90% within "
             f"{quantiles(times_us, n=10)[-1]:.0f}; {len(times_us)} predictions; wanted: at most 400), {alone_us:.0f} alone"

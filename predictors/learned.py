@@ -77,7 +77,7 @@ class _Product:
     def __init__(self, weight: torch.Tensor) -> None:
         self._transposed = weight.t()
         rows_at_once = max(1, ONE_THREAD_ELEMENTS // weight.shape[1])
-        self._blocks: list[Floats32] = [block.numpy() for block in weight.split(rows_at_once)]
+        self._blocks: list[Floats32] = [block.numpy().T for block in weight.split(rows_at_once)]
 
     def __call__(self, x: torch.Tensor) -> Floats32:
         x = x.float()
@@ -86,9 +86,9 @@ class _Product:
         if len(x) > 1:
             product: Floats32 = torch.mm(x, self._transposed).numpy()
             return product
-        row = x.numpy()[0]
-        parts = [block.dot(row) for block in self._blocks]
-        return (parts[0] if len(parts) == 1 else np.concatenate(parts))[None]
+        row = x.numpy()
+        parts = [row.dot(block) for block in self._blocks]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
 class _LayerPredictor:
@@ -96,8 +96,9 @@ class _LayerPredictor:
 
     After a model's products nothing of this is in the processor's caches, and an operation takes ten times as long to
     call as to compute. So slopes and biases are folded into the weights, all distances are computed at once, and what is
-    left are two products, a relu, two sums, a threshold and a logistic function. The bias b of the hidden layers is not
-    added there: relu(h + b) = max(h, -b) + b, and what the last b leads to is known beforehand.
+    left are two products with a maximum between them, a sum, a threshold and a logistic function. The bias b of the hidden
+    layers is not added: relu(h + b) = max(h, -b) + b, and what the last b leads to is known beforehand. That constant is one
+    more hidden unit, max(0, 1).
     """
 
     def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int) -> None:
@@ -107,30 +108,49 @@ class _LayerPredictor:
         """(steps ahead, layer) of each forecast."""
         self._num_experts = config.num_experts
         self._top_k = config.top_k
-        self._trunk_rows = rows = network.num_shared_rows()
+        self._has_trunk = network.num_shared_rows() > 0
         kept = [k - 1 for k in steps]
         with torch.no_grad():
-            weight, bias = network.folded(layer_idx, kept)
             slope = 0.5 * trained.slope[layer_idx, kept].float()[:, None]
             outer = network.outer[layer_idx, kept].float() * slope[..., None]  # [targets, E, width]
             constant = network.bias[layer_idx, kept].float() * slope
-            if rows:
-                # The linear part stands beside the trunk in the first product: one matrix for all distances.
-                each = slope.expand(-1, config.num_experts).flatten()
-                weight[rows:] *= each[:, None]
-                constant += (bias[rows:] * each).view_as(constant) + outer @ bias[:rows]
-                self._outer = outer.flatten(0, 1).T.contiguous().numpy()
-                self._constant = constant.flatten().numpy()
-            else:
-                constant += (outer @ bias.view(len(kept), config.width, 1))[..., 0]
-                self._outer = outer.transpose(1, 2).contiguous().numpy()
-                self._constant = constant.numpy()
-            largest = self._outer.size if rows else self._outer[0].size if kept else 0
-            self._by_torch = largest > ONE_THREAD_ELEMENTS
-            self._least: Floats32 = (-bias[:rows] if rows else -bias).numpy()
+            weight, bias = network.folded(layer_idx, kept)
+            fold = self._with_trunk if self._has_trunk else self._without_trunk
+            weight, least, outer = fold(weight, bias, outer, constant, slope)
+            self._least: Floats32 = least.numpy()
+            self._outer: Floats32 = outer.contiguous().numpy()
+            self._hidden_rows = self._least.shape[-1]
+            self._by_torch = outer.shape[-2:].numel() > ONE_THREAD_ELEMENTS
             self._inner = _Product(weight)
             self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
             self._offsets: list[float] = self._offset.tolist()
+
+    def _with_trunk(
+        self, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor, constant: torch.Tensor, slope: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """First matrix, least values of the hidden units, second matrix: one of each for all distances.
+
+        In the first the linear part stands behind the hidden units.
+        """
+        width = outer.shape[-1]
+        each = slope.expand(-1, self._num_experts).flatten()
+        constant = constant + (bias[width:] * each).view_as(constant) + outer @ bias[:width]
+        linear = weight[width:] * each[:, None]
+        weight = torch.cat([weight[:width], weight.new_zeros(1, weight.shape[1]), linear])
+        least = torch.cat([-bias[:width], bias.new_ones(1)])
+        return weight, least, torch.cat([outer.flatten(0, 1).T, constant.view(1, -1)])
+
+    def _without_trunk(
+        self, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor, constant: torch.Tensor, slope: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same, with hidden units of each distance's own: `[targets, 1, width]` and `[targets, width, E]`."""
+        num_targets, _, width = outer.shape
+        bias = bias.view(num_targets, width, 1)
+        constant = constant[..., None] + outer @ bias
+        weight = weight.view(num_targets, width, weight.shape[1])
+        weight = torch.cat([weight, weight.new_zeros(num_targets, 1, weight.shape[-1])], 1).flatten(0, 1)
+        least = torch.cat([-bias, bias.new_ones(num_targets, 1, 1)], 1).transpose(1, 2)
+        return weight, least, torch.cat([outer, constant], 2).transpose(1, 2)
 
     def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
         """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
@@ -154,23 +174,20 @@ class _LayerPredictor:
 
     def _scores(self, inner: Floats32) -> Floats32:
         """`[n, targets, E]`, times half their slope, from `[n, rows]`."""
-        rows, num_tokens = self._trunk_rows, len(inner)
-        shape = (num_tokens, len(self.targets), -1)
+        shape = (len(inner), len(self.targets), -1)
         scores: Floats32
-        if rows:
-            trunk = np.maximum(inner[:, :rows], self._least)
-            scores = self._by_outer(trunk, num_tokens)
-            scores += inner[:, rows:]
-            scores += self._constant
+        if self._has_trunk:
+            scores = self._by_outer(np.maximum(inner[:, : self._hidden_rows], self._least))
+            scores += inner[:, self._hidden_rows :]
             return scores.reshape(shape)
-        hidden = np.maximum(inner, self._least).reshape(shape).swapaxes(0, 1)
-        scores = self._by_outer(hidden, num_tokens).swapaxes(0, 1) + self._constant
+        hidden = inner.reshape(shape).swapaxes(0, 1)
+        scores = self._by_outer(np.maximum(hidden, self._least)).swapaxes(0, 1)
         return scores
 
-    def _by_outer(self, hidden: Floats32, num_tokens: int) -> Floats32:
-        """The second product."""
+    def _by_outer(self, hidden: Floats32) -> Floats32:
+        """The second product, of `[.., n, hidden units]`."""
         product: Floats32
-        if num_tokens > 1 or self._by_torch:
+        if hidden.shape[-2] > 1 or self._by_torch:
             product = torch.matmul(torch.from_numpy(hidden), torch.from_numpy(self._outer)).numpy()
         else:
             product = hidden @ self._outer

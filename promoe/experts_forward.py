@@ -13,7 +13,7 @@ Knows nothing of policies, files or what makes an expert ready.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -32,6 +32,11 @@ from promoe.row_kernel import RowKernel
 BMM_ONEDNN_ELEMENTS = 16**3
 
 NO_ATTRIBUTES: Mapping[str, Any] = {}
+
+
+def nothing() -> None:
+    """Nothing is to run beside the products."""
+
 
 Combine = EagerSum | WeightedSum | PlacedRows
 
@@ -57,6 +62,7 @@ def run_resident(
     rows: ExpertRows,
     ids: Sequence[Sequence[int]] | None = None,
     on_host: torch.Tensor | None = None,
+    before_product: Callable[[], None] = nothing,
 ) -> torch.Tensor:
     """The whole layer in one stock call, for when every needed expert is in `rows`.
 
@@ -68,6 +74,7 @@ def run_resident(
         rows: expert id -> its tensors by parameter name. They are read until this returns, and must not require grad.
         ids: `top_k_index.tolist()`, where the caller has it already.
         on_host: `top_k_index` in host memory, if the layer computes on a device, which is then not asked for it.
+        before_product: as in `run_groups`.
 
     Returns:
         `[T, H]` in the dtype of `hidden`.
@@ -77,11 +84,12 @@ def run_resident(
         AssertionError: an expert in `top_k_index` has no rows.
     """
     if on_host is None and _row_kernel(layer, layer.implementation, hidden, top_k_index.numel()) is not None:
-        return run_groups(layer, hidden, top_k_index, top_k_weights, (rows,), ids)
+        return run_groups(layer, hidden, top_k_index, top_k_weights, (rows,), ids, before_product=before_product)
     check_no_grad(hidden, top_k_weights)
     if ids is None and on_host is not None:
         ids = on_host.tolist()
     flat = None if ids is None else [expert for row in ids for expert in row]
+    before_product()
     return _call_stock(layer, layer.implementation, hidden, top_k_index, top_k_weights, rows, flat)
 
 
@@ -98,11 +106,11 @@ def depends_on_groups(layer: MoELayer, implementation: str, hidden: torch.Tensor
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
     """Whether `run_groups` can make use of the first tensors of an expert whose last ones are on their way."""
-    return _begins(layer, _row_kernel(layer, layer.implementation, hidden, num_pairs))
+    return _begins(_row_kernel(layer, layer.implementation, hidden, num_pairs))
 
 
-def _begins(layer: MoELayer, row_kernel: RowKernel | None) -> bool:
-    return row_kernel is not None and bool(row_kernel.proven) and layer.adapter.sums_rows
+def _begins(row_kernel: RowKernel | None) -> bool:
+    return row_kernel is not None and bool(row_kernel.proven)
 
 
 def run_groups(
@@ -113,6 +121,7 @@ def run_groups(
     groups: Iterable[ExpertRows],
     ids: Sequence[Sequence[int]] | None = None,
     on_host: torch.Tensor | None = None,
+    before_product: Callable[[], None] = nothing,
 ) -> torch.Tensor:
     """The whole layer in groups of experts, in whatever order they get ready.
 
@@ -126,6 +135,8 @@ def run_groups(
             more once the next group is asked for. The iterator is always run to its end.
         ids: `top_k_index.tolist()`, where the caller has it already.
         on_host: `top_k_index` in host memory, if the layer computes on a device, which is then not asked for it.
+        before_product: called when products come next, in which this thread does not hold the interpreter: the time for
+            another thread to begin. At least once, where there is a product at all; it must be cheap, and not raise.
 
     Returns:
         `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
@@ -141,7 +152,7 @@ def run_groups(
     if on_host is None:
         pairs = Pairs(top_k_index, layer.num_ids, by_choice, ids)
         depends = depends_on_groups(layer, implementation, hidden, pairs.count)
-        row_kernel = None if depends else _row_kernel(layer, implementation, hidden, pairs.count)
+        row_kernel = None if depends else _row_kernel(layer, implementation, hidden, pairs.count, before_product)
     else:
         pairs = Pairs(on_host, layer.num_ids, by_choice, ids, hidden.device)
         # The bits of a device's grouped kernel need not be those of products one by one.
@@ -153,7 +164,7 @@ def run_groups(
         groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
         if isinstance(rows, FirstRows):
-            if _begins(layer, row_kernel):
+            if _begins(row_kernel):
                 combine = combine or make_combine()
                 assert isinstance(combine, WeightedSum)
                 for expert in pairs.missing:
@@ -161,6 +172,8 @@ def run_groups(
                         combine.begin(expert, rows)
             continue
         experts = pairs.take(rows)
+        if row_kernel is None:
+            before_product()
         if len(experts) == len(pairs.experts) and row_kernel is None:
             flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()
             whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, flat)
@@ -209,12 +222,18 @@ def _fewest_rows(layer: MoELayer) -> int:
     return max(2, BMM_ONEDNN_ELEMENTS // smallest + 1)
 
 
-def _row_kernel(layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int) -> RowKernel | None:
+def _row_kernel(
+    layer: MoELayer,
+    implementation: str,
+    hidden: torch.Tensor,
+    num_pairs: int,
+    before_product: Callable[[], None] = nothing,
+) -> RowKernel | None:
     """What to compute the rows by, if they are few, and if it has not been found to differ from the stock kernel."""
-    if implementation != "grouped_mm" or not 0 < num_pairs <= FEW_PAIRS:
+    if implementation != "grouped_mm" or not layer.adapter.sums_rows or not 0 < num_pairs <= FEW_PAIRS:
         return None
     stock, row_dtype = layer.stock_forward_of(implementation), _row_dtype(layer, implementation, hidden)
-    kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype)
+    kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype, before_product)
     return None if kernel.proven is False else kernel
 
 

@@ -38,6 +38,7 @@ class RowKernel:
         stock: the kernel that it has to agree with.
         hidden_dtype: of the layer's input.
         row_dtype: of the weights, and of the rows.
+        before_product: called right before each product.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class RowKernel:
         stock: Callable[..., torch.Tensor],
         hidden_dtype: torch.dtype,
         row_dtype: torch.dtype,
+        before_product: Callable[[], None],
     ) -> None:
         self._experts: Any = experts
+        self._before_product = before_product
         self._row_dtype = row_dtype
         self._verdicts = _VERDICTS.setdefault(experts, {})
         self._key = (stock, hidden_dtype, row_dtype)
@@ -92,7 +95,9 @@ class RowKernel:
         matrices = [rows[expert][name] for expert in selection.experts]
         if not self._experts.is_transposed:
             matrices = [matrix.t() for matrix in matrices]
-        out = products(x.to(self._row_dtype), matrices, selection.sizes, matrices[0].shape[1])
+        x = x.to(self._row_dtype)
+        self._before_product()
+        out = products(x, matrices, selection.sizes, matrices[0].shape[1])
         if self._experts.has_bias:
             assert selection.ids is not None, f"{len(selection)} pairs are not few"
             out.add_(torch.stack([rows[expert][f"{name}_bias"] for expert in selection.ids]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -126,18 +127,22 @@ class Runtime:
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:
                 with visit:
-                    self._predict_beside(layer)
+                    beside = partial(self._predict_beside, layer)
+                    if self._on_device:  # its kernels wait for what is queued by then
+                        beside()
                     rows = visit.all_rows()
                     if rows is not None:
-                        result = run_resident(layer, hidden, index, weights, rows, tokens, host_index)
+                        result = run_resident(layer, hidden, index, weights, rows, tokens, host_index, beside)
                     else:
                         at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes or (
                             not self._on_device
                             and depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )
                         begin = not at_once and bool(self.engine.first_names[layer.layer_idx])
+                        if at_once or not visit.anything_ready:  # it waits before it computes
+                            beside()
                         groups = visit.groups(at_once, begin and can_begin(layer, hidden, index.numel()))
-                        result = run_groups(layer, hidden, index, weights, groups, tokens, host_index)
+                        result = run_groups(layer, hidden, index, weights, groups, tokens, host_index, beside)
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
                 raise
@@ -198,8 +203,8 @@ class Runtime:
             self._announced.visit = (origin_step, visit)
 
     def _predict_beside(self, layer: MoELayer) -> None:
-        """Let the predictor's thread begin. Not at the gate: it would have the interpreter while the forward plans, and
-        does not need it from here on."""
+        """Let the predictor's thread begin, unless it has. When products come next, or waiting: before, both threads want the
+        interpreter, and taking it from each other costs the forward as long as the prediction takes."""
         announced = getattr(self._announced, "visit", None)
         if announced is None:
             return

@@ -30,12 +30,23 @@ from waiting import WAIT_S
 from zoo import families
 
 import promoe
+from promoe import experts_forward, row_kernel
 from promoe.chosen import MAX_LISTED_IDS
+from promoe.engine.visit import EngineVisit
 from promoe.errors import EngineClosedError, PromoeError
 from promoe.moe_layers import MoELayer
+from promoe.prediction import Forecaster
+from promoe.predictors import Forecast, LayerVisit
 
 FAMILY, LAYERS, EXPERT_BYTES = "qwen2_moe", 3, 24576
 ONE_WORKER = LinkOver(lambda store: plain_link(store, 1))
+
+
+class NoForecast:
+    """A predictor that is not `quick`: it has a thread of its own."""
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        return []
 
 
 def assert_works(model: nn.Module, prompt: str = "one") -> None:
@@ -132,6 +143,61 @@ def test_hits_are_those_at_gate_time(monkeypatch: pytest.MonkeyPatch) -> None:
         assert total.ready == total.needed
         assert total.hits == total.needed - total.bytes_demand // EXPERT_BYTES < total.needed
         assert total.stall_s == 0.0
+
+
+# -- when a predictor's thread begins -----------------------------------------------------------------------------
+
+
+def decode_events(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Of each layer visit of three tokens: what happens from its beginning on, each kind once."""
+    events: list[str] = []
+
+    def noting(event: str, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **kwargs: events.append(event) or original(*args, **kwargs))
+
+    noting("begin", EngineVisit, "_begin")
+    noting("wait", EngineVisit, "_wait")
+    noting("plan", experts_forward, "Pairs")
+    noting("compute", experts_forward, "_call_stock")
+    noting("compute", row_kernel, "products")
+    noting("predict", model.promoe.runtime.predictor, "visit")
+    greedy(model, PROMPTS["one"])
+    visits: list[list[str]] = []
+    for event in events:
+        if event == "begin":
+            visits.append([])
+        elif event == "predict" or event not in visits[-1]:
+            visits[-1].append(event)
+    return visits[LAYERS:]  # no prediction is made from a prompt that long
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_prediction_begins_when_products_come_next(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, its thread and the forward would take the interpreter from each other."""
+    with served(FAMILY, implementation=implementation, cache="100%", predictor=NoForecast()) as model:
+        greedy(model, PROMPTS["one"])  # everything is there from now on
+        monkeypatch.setattr(Forecaster, "of_use", True)
+        visits = decode_events(model, monkeypatch)
+    assert len(visits) == LAYERS * NEW_TOKENS
+    planned = ["plan"] if implementation == "grouped_mm" else []
+    assert visits == [[*planned, "predict", "compute"]] * len(visits)
+
+
+@pytest.mark.parametrize("cache", [TOP_K, "50%"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_prediction_begins_before_the_forward_waits(
+    implementation: str, cache: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half, predictor = torch.bfloat16, NoForecast()  # in bfloat16 groups run one by one
+    with served(FAMILY, half, implementation, cache=cache, predictor=predictor, link=delayed(1)) as model:
+        visits = decode_events(model, monkeypatch)
+    assert len(visits) == LAYERS * NEW_TOKENS
+    assert any("wait" in visit for visit in visits)
+    for visit in visits:
+        first = next(event for event in visit if event != "plan")
+        assert first == "predict"
+        assert visit.count("predict") == 1
 
 
 # -- what is counted --------------------------------------------------------------------------------------------

@@ -110,6 +110,11 @@ class EngineVisit:
         if self._notified.locked():
             self._notified.release()
 
+    @property
+    def anything_ready(self) -> bool:
+        """Whether a group can run without waiting."""
+        return bool(self._group)
+
     def all_rows(self) -> Rows | None:
         """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
         if len(self._group) < len(self._ids) and self._engine.forwards_copy:

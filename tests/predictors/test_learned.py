@@ -52,7 +52,7 @@ def test_large_products_are_made_of_small_ones(kind: str, monkeypatch: pytest.Mo
     whole = LearnedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x))
     monkeypatch.setattr(learned, "ONE_THREAD_ELEMENTS", 3 * HIDDEN + 1)  # less than the second products have
     predictor = LearnedPredictor(trained, context(), LOOKAHEAD)
-    assert {len(block) for layer in predictor._layers for block in layer._inner._blocks} <= {0, 1, 2, 3}
+    assert {block.shape[1] for layer in predictor._layers for block in layer._inner._blocks} <= {0, 1, 2, 3}
     assert all(layer._by_torch for layer in predictor._layers if layer.targets)
     for forecast, expected in zip(predictor.predict(visit(0, x)), whole, strict=True):
         np.testing.assert_allclose(forecast.probabilities, expected.probabilities, rtol=1e-5)
