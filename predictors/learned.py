@@ -15,6 +15,7 @@ from promoe.scheduler.reuse import LearnedReuse
 from .base import Forecast, LayerVisit, PredictorContext, any_token
 from .trained import TrainedConfig, TrainedPredictor
 
+PUBLISHED = "promoe-paper"
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
 # Of a matrix that numpy multiplies by a vector. From 460,800 on its BLAS wakes threads of its own, which take the cores from
@@ -45,10 +46,9 @@ class LearnedPredictor:
         check_fits(config, context)
         self.reuse: LearnedReuse | None = trained.learned_reuse()
         """What the model's reuse prior starts from; None: it was not fitted."""
-        self._config = config
-        self._hard = config.kind == "promoe-paper"
-        farthest = config.lookahead if self._hard else min(lookahead, config.lookahead)
-        self._layers = [_LayerPredictor(trained, layer_idx, farthest) for layer_idx in range(config.num_layers)]
+        farthest = config.lookahead if config.kind == PUBLISHED else min(lookahead, config.lookahead)
+        row = _Row(config.hidden_size)
+        self._layers = [_LayerPredictor(trained, layer_idx, farthest, row) for layer_idx in range(config.num_layers)]
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """One forecast per distance that was trained for this layer, nearest first."""
@@ -56,13 +56,21 @@ class LearnedPredictor:
         if not layer.targets:
             return []
         gate_input = visit.gate_input.detach() if visit.gate_input.requires_grad else visit.gate_input
-        per_token = layer.probabilities(gate_input)
-        if self._hard:
-            per_token = _top(per_token, self._config.top_k)
-        return [
-            Forecast(steps_ahead, layer_idx, probabilities)
-            for (steps_ahead, layer_idx), probabilities in zip(layer.targets, any_token(per_token), strict=True)
-        ]
+        probabilities = layer.probabilities(gate_input)
+        return [Forecast(*target, one) for target, one in zip(layer.targets, probabilities, strict=True)]
+
+
+class _Row:
+    """One token's gate input in fp32, for numpy: always the same memory, which spares two operations at each visit."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self._tensor = torch.empty(1, hidden_size)
+        self._array: Floats32 = self._tensor.numpy()
+
+    def holding(self, gate_input: torch.Tensor) -> Floats32:
+        """`gate_input[1, H]`, until the next call."""
+        self._tensor.copy_(gate_input)
+        return self._array
 
 
 class _Product:
@@ -72,21 +80,20 @@ class _Product:
 
     Args:
         weight: `[rows, H]`.
+        row: where that one token's input goes.
     """
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    def __init__(self, weight: torch.Tensor, row: _Row) -> None:
         self._transposed = weight.t()
         rows_at_once = max(1, ONE_THREAD_ELEMENTS // weight.shape[1])
         self._blocks: list[Floats32] = [block.numpy().T for block in weight.split(rows_at_once)]
+        self._row = row
 
     def __call__(self, x: torch.Tensor) -> Floats32:
-        x = x.float()
-        if not x.is_cpu:  # as the weights are
-            x = x.cpu()
         if len(x) > 1:
-            product: Floats32 = torch.mm(x, self._transposed).numpy()
+            product: Floats32 = torch.mm(x.to(self._transposed), self._transposed).numpy()
             return product
-        row = x.numpy()
+        row = self._row.holding(x)
         parts = [row.dot(block) for block in self._blocks]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
@@ -101,13 +108,15 @@ class _LayerPredictor:
     more hidden unit, max(0, 1).
     """
 
-    def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int) -> None:
+    def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int, row: _Row) -> None:
         config, network = trained.config, trained.network
         steps = [k for k in range(1, lookahead + 1) if config.predicts(layer_idx, k)]
         self.targets = [(k, (layer_idx + k) % config.num_layers) for k in steps]
         """(steps ahead, layer) of each forecast."""
         self._num_experts = config.num_experts
         self._top_k = config.top_k
+        self._hard = config.kind == PUBLISHED
+        self._is_short = len(steps) <= FEW_TARGETS and config.top_k < config.num_experts and not self._hard
         self._has_trunk = network.num_shared_rows() > 0
         kept = [k - 1 for k in steps]
         with torch.no_grad():
@@ -121,7 +130,7 @@ class _LayerPredictor:
             self._outer: Floats32 = outer.contiguous().numpy()
             self._hidden_rows = self._least.shape[-1]
             self._by_torch = outer.shape[-2:].numel() > ONE_THREAD_ELEMENTS
-            self._inner = _Product(weight)
+            self._inner = _Product(weight, row)
             self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
             self._offsets: list[float] = self._offset.tolist()
 
@@ -152,25 +161,30 @@ class _LayerPredictor:
         least = torch.cat([-bias, bias.new_ones(num_targets, 1, 1)], 1).transpose(1, 2)
         return weight, least, torch.cat([outer, constant], 2).transpose(1, 2)
 
-    def probabilities(self, gate_input: torch.Tensor) -> npt.NDArray[np.float64]:
-        """`[n, targets, E]`, from `[n, H]`: how far scores lie above the middle of the last chosen and the first not."""
+    def probabilities(self, gate_input: torch.Tensor) -> list[npt.NDArray[np.float64]]:
+        """Of each target `[E]`, that any of the tokens uses an expert, from `[n, H]`."""
         scores = self._scores(self._inner(gate_input))
-        if self._num_experts <= self._top_k:
-            return np.ones(scores.shape)
-        if len(scores) != 1 or len(self.targets) > FEW_TARGETS:
-            ranked = np.sort(scores, axis=-1)
-            zero = 0.5 * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
-            result: npt.NDArray[np.float64] = 0.5 + 0.5 * np.tanh(scores - zero[..., None], dtype=np.float64)
-            return result
-        pairs = zip(scores[0].tolist(), self._offsets, strict=True)
-        return np.array([[self._one_token(target, offset) for target, offset in pairs]])
+        if len(scores) == 1 and self._is_short:
+            return [self._one_token(*of_target) for of_target in zip(scores[0].tolist(), self._offsets, strict=True)]
+        return list(any_token(self._per_token(scores)))
 
-    def _one_token(self, scores: list[float], offset: float) -> list[float]:
-        """The same in plain Python: one operation of numpy, cold, takes longer than this."""
+    def _one_token(self, scores: list[float], offset: float) -> npt.NDArray[np.float64]:
+        """`_per_token` in plain Python: one operation of numpy, cold, takes longer than this."""
         ranked = sorted(scores)
         zero = 0.5 * (ranked[-self._top_k] + ranked[-self._top_k - 1]) - offset
         tanh = math.tanh  # the logistic function; unlike exp, without an overflow to guard against
-        return [0.5 + 0.5 * tanh(score - zero) for score in scores]
+        return np.array([0.5 + 0.5 * tanh(score - zero) for score in scores])
+
+    def _per_token(self, scores: Floats32) -> npt.NDArray[np.float64]:
+        """Probabilities `[n, targets, E]`: how far scores lie above the middle of the last chosen and the first not."""
+        if self._num_experts <= self._top_k:
+            return np.ones(scores.shape)
+        if self._hard:
+            return _top(scores, self._top_k)
+        ranked = np.sort(scores, axis=-1)
+        zero = 0.5 * (ranked[..., -self._top_k] + ranked[..., -self._top_k - 1]) - self._offset
+        result: npt.NDArray[np.float64] = 0.5 + 0.5 * np.tanh(scores - zero[..., None], dtype=np.float64)
+        return result
 
     def _scores(self, inner: Floats32) -> Floats32:
         """`[n, targets, E]`, times half their slope, from `[n, rows]`."""
@@ -194,10 +208,10 @@ class _LayerPredictor:
         return product
 
 
-def _top(probabilities: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.float64]:
+def _top(scores: Floats32, count: int) -> npt.NDArray[np.float64]:
     """The `count` largest of each token as predicted, the others as not."""
-    chosen = np.argpartition(-probabilities, count - 1, axis=-1)[..., :count]
-    result = np.full_like(probabilities, NOT_PREDICTED)
+    chosen = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
+    result = np.full(scores.shape, NOT_PREDICTED)
     np.put_along_axis(result, chosen, PREDICTED, axis=-1)
     return result
 
