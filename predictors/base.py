@@ -92,8 +92,8 @@ class Predictor(Protocol):
     """Answers a layer visit with forecasts of later ones. Called by one thread at a time, in the order of the visits.
 
     It runs in a thread of its own, unless it has an attribute `quick` that is true and the model computes on every core:
-    then it runs in the forward. Handing a visit to another thread and back costs 0.2 to 0.9 ms on a core that the model
-    uses too, so a predictor that takes less should be quick.
+    then it runs in the forward. On a core that the model uses too, a thread costs the forward as much as some 0.4 ms of
+    predicting would, so a predictor that takes less should be quick.
     """
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
