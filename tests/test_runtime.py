@@ -34,9 +34,12 @@ from promoe import experts_forward, row_kernel
 from promoe.chosen import MAX_LISTED_IDS
 from promoe.engine.visit import EngineVisit
 from promoe.errors import EngineClosedError, PromoeError
+from promoe.links import FaultyLink
+from promoe.links.faults import Fault
 from promoe.moe_layers import MoELayer
 from promoe.prediction import Forecaster
 from promoe.predictors import Forecast, LayerVisit
+from promoe.stores import Store
 
 FAMILY, LAYERS, EXPERT_BYTES = "qwen2_moe", 3, 24576
 ONE_WORKER = LinkOver(lambda store: plain_link(store, 1))
@@ -190,8 +193,21 @@ def test_a_prediction_begins_before_the_forward_waits(
     implementation: str, cache: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half, predictor = torch.bfloat16, NoForecast()  # in bfloat16 groups run one by one
-    with served(FAMILY, half, implementation, cache=cache, predictor=predictor, link=delayed(1)) as model:
-        visits = decode_events(model, monkeypatch)
+    links: list[FaultyLink] = []
+
+    def stuck(store: Store) -> FaultyLink:
+        links.append(FaultyLink(plain_link(store), lambda number, chunk: Fault("stuck")))
+        return links[0]
+
+    with served(FAMILY, half, implementation, cache=cache, predictor=predictor, link=LinkOver(stuck)) as model:
+        # Nothing comes before a layer waits.
+        wait, close = EngineVisit._wait, EngineVisit.close
+        monkeypatch.setattr(EngineVisit, "_wait", lambda *args: links[0].release.set() or wait(*args))
+        monkeypatch.setattr(EngineVisit, "close", lambda *args, **kw: (close(*args, **kw), links[0].release.clear()))
+        try:
+            visits = decode_events(model, monkeypatch)
+        finally:
+            links[0].mend()
     assert len(visits) == LAYERS * NEW_TOKENS
     assert any("wait" in visit for visit in visits)
     for visit in visits:
