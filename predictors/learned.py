@@ -64,7 +64,8 @@ class _Row:
     """One token's gate input in fp32, for numpy: always the same memory, which spares two operations at each visit."""
 
     def __init__(self, hidden_size: int) -> None:
-        self._tensor = torch.empty(1, hidden_size)
+        with torch.inference_mode(False):  # what is made in that mode can only be written in it
+            self._tensor = torch.empty(1, hidden_size)
         self._array: Floats32 = self._tensor.numpy()
 
     def holding(self, gate_input: torch.Tensor) -> Floats32:

@@ -84,6 +84,18 @@ def test_each_token_is_forecast_from_its_own_input_in_whatever_mode() -> None:
     assert not np.array_equal(found[0], found[1])
 
 
+def test_made_in_inference_mode_it_predicts_in_any() -> None:
+    trained, x = make(), torch.randn(1, HIDDEN)
+    with torch.inference_mode():
+        predictor = LearnedPredictor(trained, context(), LOOKAHEAD)
+    with torch.no_grad():
+        found = predictor.predict(visit(0, x))
+    for forecast, expected in zip(
+        found, LearnedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x)), strict=True
+    ):
+        np.testing.assert_array_equal(forecast.probabilities, expected.probabilities)
+
+
 def test_the_published_configuration_names_the_top_k_at_one_distance() -> None:
     trained = make("promoe-paper", lookahead=2)
     predictor = LearnedPredictor(trained, context(), lookahead=1)  # it has a distance of its own
