@@ -13,9 +13,8 @@ from promoe.errors import ConfigError
 from promoe.scheduler.reuse import LearnedReuse
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token
-from .trained import TrainedConfig, TrainedPredictor
+from .trained import PUBLISHED, TrainedConfig, TrainedPredictor
 
-PUBLISHED = "promoe-paper"
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
 # Of a matrix that numpy multiplies by a vector. From 460,800 on its BLAS wakes threads of its own, which take the cores from

@@ -52,7 +52,8 @@ Share of the experts used on held-out prompts that are among the top {{ top_k }}
 {{ training }}
 """
 
-NETWORKS: dict[str, type[Network]] = {"residual": ResidualNetwork, "mlp": MlpNetwork, "promoe-paper": MlpNetwork}
+PUBLISHED = "promoe-paper"
+NETWORKS: dict[str, type[Network]] = {"residual": ResidualNetwork, "mlp": MlpNetwork, PUBLISHED: MlpNetwork}
 TRAINED_KINDS = tuple(NETWORKS)
 # Of any size in a configuration; what they make together is compared with the weights' file.
 MAX_SIZE = 2**31
