@@ -1,9 +1,9 @@
 """Runs one MoE layer's experts from slots, bit-identical to the unmodified layer.
 
 When every needed expert is ready, one call of the stock kernel over stand-ins is the whole layer (`run_resident`).
-Otherwise groups of experts are computed as they get ready (`run_groups`): each through the same stock kernel, with one
-row per (token, choice) pair, and the rows are combined once, in the order in which the stock kernel would have added
-them.
+Otherwise groups of experts are computed as they get ready (`run_groups`): each with one row per (token, choice) pair, and the
+rows are combined once, in the order in which the stock kernel would have added them. So are few rows, and a long prompt's, in
+parts: what its experts compute in between would take more memory at once than an allocator keeps.
 
 All pairs of an expert are in one call and in the stock order, as the bits of a product depend on how many rows it has.
 
@@ -30,6 +30,10 @@ from promoe.row_kernel import RowKernel
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
+
+# What a part of a long prompt's rows takes at its widest; up to twice as much is one part. A block of more than 32 MiB (glibc)
+# comes from the system and goes back to it in every layer, page by page: that takes as long as half of the products.
+PART_BYTES = 8 * 2**20
 
 NO_ATTRIBUTES: Mapping[str, Any] = {}
 
@@ -64,7 +68,7 @@ def run_resident(
     on_host: torch.Tensor | None = None,
     before_product: Callable[[], None] = nothing,
 ) -> torch.Tensor:
-    """The whole layer in one stock call, for when every needed expert is in `rows`.
+    """The whole layer, for when every needed expert is in `rows`: in one stock call, unless it has few rows or very many.
 
     Args:
         layer: the layer.
@@ -83,7 +87,9 @@ def run_resident(
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
         AssertionError: an expert in `top_k_index` has no rows.
     """
-    if on_host is None and _row_kernel(layer, layer.implementation, hidden, top_k_index.numel()) is not None:
+    num_pairs = top_k_index.numel()
+    row_kernel = None if on_host is not None else _row_kernel(layer, layer.implementation, hidden, num_pairs)
+    if _by_rows(layer, row_kernel, hidden, num_pairs):
         return run_groups(layer, hidden, top_k_index, top_k_weights, (rows,), ids, before_product=before_product)
     check_no_grad(hidden, top_k_weights)
     if ids is None and on_host is not None:
@@ -106,11 +112,11 @@ def depends_on_groups(layer: MoELayer, implementation: str, hidden: torch.Tensor
 
 def can_begin(layer: MoELayer, hidden: torch.Tensor, num_pairs: int) -> bool:
     """Whether `run_groups` can make use of the first tensors of an expert whose last ones are on their way."""
-    return _begins(_row_kernel(layer, layer.implementation, hidden, num_pairs))
+    return _begins(_row_kernel(layer, layer.implementation, hidden, num_pairs), num_pairs)
 
 
-def _begins(row_kernel: RowKernel | None) -> bool:
-    return row_kernel is not None and bool(row_kernel.proven)
+def _begins(row_kernel: RowKernel | None, num_pairs: int) -> bool:
+    return row_kernel is not None and bool(row_kernel.proven) and num_pairs <= FEW_PAIRS
 
 
 def run_groups(
@@ -140,7 +146,8 @@ def run_groups(
 
     Returns:
         `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
-        stock kernel takes for the pairs of one group; where activations depend on groups, for them of all pairs.
+        products take in between: for two parts (`PART_BYTES`) or one expert, if that is more. Where rows have to go through the
+        stock kernel, for the pairs of one group; where activations depend on groups, for them of all pairs.
 
     Raises:
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
@@ -157,6 +164,7 @@ def run_groups(
         pairs = Pairs(on_host, layer.num_ids, by_choice, ids, hidden.device)
         # The bits of a device's grouped kernel need not be those of products one by one.
         depends, row_kernel = False, None
+    by_rows = _by_rows(layer, row_kernel, hidden, pairs.count)
     make_combine = partial(_combine_for, layer, implementation, row_kernel, depends, hidden, top_k_weights, pairs)
     combine: Combine | None = None
     whole: torch.Tensor | None = None
@@ -164,7 +172,7 @@ def run_groups(
         groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
     for rows in groups:
         if isinstance(rows, FirstRows):
-            if _begins(row_kernel):
+            if _begins(row_kernel, pairs.count):
                 combine = combine or make_combine()
                 assert isinstance(combine, WeightedSum)
                 for expert in pairs.missing:
@@ -174,12 +182,13 @@ def run_groups(
         experts = pairs.take(rows)
         if row_kernel is None:
             before_product()
-        if len(experts) == len(pairs.experts) and row_kernel is None:
+        if len(experts) == len(pairs.experts) and not by_rows:
             flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()
             whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, flat)
         elif experts:
             combine = combine or make_combine()
-            combine.add(pairs.select(experts), rows)
+            for part in [experts] if row_kernel is None else pairs.parts(experts, _part_pairs(layer, hidden)):
+                combine.add(pairs.select(part), rows)
     assert not pairs.missing, f"{layer.name}: no group had experts {pairs.missing}"
     if whole is not None:
         return whole
@@ -229,12 +238,23 @@ def _row_kernel(
     num_pairs: int,
     before_product: Callable[[], None] = nothing,
 ) -> RowKernel | None:
-    """What to compute the rows by, if they are few, and if it has not been found to differ from the stock kernel."""
-    if implementation != "grouped_mm" or not layer.adapter.sums_rows or not 0 < num_pairs <= FEW_PAIRS:
+    """What to compute the rows of groups by, unless it has been found to differ from the stock kernel."""
+    if implementation != "grouped_mm" or not layer.adapter.sums_rows or not num_pairs:
         return None
     stock, row_dtype = layer.stock_forward_of(implementation), _row_dtype(layer, implementation, hidden)
-    kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype, before_product)
+    kernel = RowKernel(layer.experts, stock, hidden.dtype, row_dtype, num_pairs <= FEW_PAIRS, before_product)
     return None if kernel.proven is False else kernel
+
+
+def _by_rows(layer: MoELayer, row_kernel: RowKernel | None, hidden: torch.Tensor, num_pairs: int) -> bool:
+    """Whether one stock call is not the best way to compute a layer whose experts are all there."""
+    return row_kernel is not None and (num_pairs <= FEW_PAIRS or num_pairs > 2 * _part_pairs(layer, hidden))
+
+
+def _part_pairs(layer: MoELayer, hidden: torch.Tensor) -> int:
+    """Pairs of a part: `PART_BYTES` at the widest of what is computed of them."""
+    widest_bytes = max(layer.activation_width, hidden.shape[-1]) * layer.stacked_shapes[0][2].itemsize
+    return max(1, PART_BYTES // widest_bytes)
 
 
 def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> torch.dtype:

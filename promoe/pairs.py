@@ -6,7 +6,7 @@ them: the bits of a row of a matrix product may depend on which row it is.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -129,6 +129,22 @@ class Pairs:
         if taken:
             self.missing = [expert for expert in self.missing if expert not in ready]
         return taken
+
+    def parts(self, experts: list[int], most: int) -> Iterator[list[int]]:
+        """`experts` in parts of up to `most` pairs, or of one expert with more; undivided, if they have up to twice as many."""
+        by_expert: Mapping[int, Sized] = self._few or self._many
+        if sum(len(by_expert[expert]) for expert in experts) <= 2 * most:
+            yield experts
+            return
+        part: list[int] = []
+        count = 0
+        for expert in experts:
+            count += len(by_expert[expert])
+            if part and count > most:
+                yield part
+                part, count = [], len(by_expert[expert])
+            part.append(expert)
+        yield part
 
     def select(self, experts: list[int]) -> Selection:
         """The pairs of `experts` (ascending, each with at least one pair)."""

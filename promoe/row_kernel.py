@@ -1,7 +1,8 @@
-"""Rows of few pairs, by what the stock grouped_mm does between its sorting and its weighting, and by no more than that.
+"""Rows of pairs, by what the stock grouped_mm does between its sorting and its weighting, and by no more than that.
 
 For one token the stock kernel spends more time on sorting, counting and permuting four pairs than some experts' products
-take, and a layer that runs in four groups would pay that four times. Here the pairs are sorted already.
+take, and a layer that runs in four groups would pay that four times; for many, it copies their rows four times more. Here the
+pairs are sorted already.
 
 Whether that gives the bits of the stock kernel is not taken for granted: the first rows of each layer are computed both
 ways and compared (`RowKernel.prove`). Where they differ, the stock kernel is used for good.
@@ -25,8 +26,8 @@ SECOND = "down_proj"
 
 logger = logging.getLogger(__name__)
 
-Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], bool]
-# Of each experts module: (stock function, dtype of hidden, dtype of the weights) -> whether the bits were the same.
+Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype, bool], bool]
+# Of each experts module: (stock function, dtype of hidden, of the weights, whether pairs were few) -> were the bits the same.
 _VERDICTS: WeakKeyDictionary[nn.Module, Verdicts] = WeakKeyDictionary()
 
 
@@ -38,6 +39,7 @@ class RowKernel:
         stock: the kernel that it has to agree with.
         hidden_dtype: of the layer's input.
         row_dtype: of the weights, and of the rows.
+        few: whether the call has few pairs.
         before_product: called right before each product.
     """
 
@@ -47,13 +49,14 @@ class RowKernel:
         stock: Callable[..., torch.Tensor],
         hidden_dtype: torch.dtype,
         row_dtype: torch.dtype,
+        few: bool,
         before_product: Callable[[], None],
     ) -> None:
         self._experts: Any = experts
         self._before_product = before_product
         self._row_dtype = row_dtype
         self._verdicts = _VERDICTS.setdefault(experts, {})
-        self._key = (stock, hidden_dtype, row_dtype)
+        self._key = (stock, hidden_dtype, row_dtype, few)
 
     @property
     def proven(self) -> bool | None:
@@ -61,8 +64,13 @@ class RowKernel:
         return self._verdicts.get(self._key)
 
     def prove(self, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Keep the verdict on `found` against the stock kernel's `expected`, and return the latter."""
+        """Keep the verdict on `found` against the stock kernel's `expected`, and return the latter.
+
+        Rows that differ and are not all numbers (of padding, say) say nothing: what is no number differs from itself.
+        """
         same = found.dtype == expected.dtype and torch.equal(found, expected)
+        if not same and bool(expected.isnan().any()):
+            return expected
         self._verdicts[self._key] = same
         if not same:
             logger.info(
@@ -99,6 +107,6 @@ class RowKernel:
         self._before_product()
         out = products(x, matrices, selection.sizes, matrices[0].shape[1])
         if self._experts.has_bias:
-            assert selection.ids is not None, f"{len(selection)} pairs are not few"
-            out.add_(torch.stack([rows[expert][f"{name}_bias"] for expert in selection.ids]))
+            for expert, expert_rows in zip(selection.experts, out.split(selection.sizes), strict=True):
+                expert_rows.add_(rows[expert][f"{name}_bias"])
         return out

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -81,3 +83,20 @@ def test_no_tokens() -> None:
     pairs = Pairs(torch.empty((0, 2), dtype=torch.int64), 8, by_choice=True)
     assert pairs.experts == []
     assert pairs.take([1, 2]) == []
+
+
+@pytest.mark.parametrize("tokens", [8, 100])
+def test_parts_are_all_experts_in_order_and_no_larger_than_asked_for(tokens: int) -> None:
+    index = torch.randint(0, 6, (tokens, 4), generator=torch.Generator().manual_seed(0))
+    pairs, counts = Pairs(index, 8, by_choice=False), torch.bincount(index.flatten(), minlength=8).tolist()
+    for experts in (pairs.experts, pairs.experts[1:4]):
+        in_all = sum(counts[expert] for expert in experts)
+        for most in range(1, in_all + 1):
+            parts = list(pairs.parts(experts, most))
+            assert [expert for part in parts for expert in part] == experts
+            assert (len(parts) == 1) == (in_all <= 2 * most)
+            for part in parts:
+                assert part
+                assert len(parts) == 1 or len(part) == 1 or sum(counts[expert] for expert in part) <= most
+            for part, following in pairwise(parts):  # none could have been joined to the part before it
+                assert sum(counts[expert] for expert in (*part, following[0])) > most

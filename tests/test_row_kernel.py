@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe import experts_forward
+from promoe.combine import WeightedSum
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS
 from promoe.row_kernel import RowKernel
@@ -116,26 +117,105 @@ def test_other_implementations_never_use_it(implementation: str, monkeypatch: py
     assert own == 0
 
 
-def test_many_pairs_are_left_to_the_stock_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pairs_go_through_it_where_they_run_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of()
     slots = Slots(layer, num_slots=8)
+    few = random_call(layer, FEW_PAIRS // 4, 4, torch.float32, torch.float32)
+    many = random_call(layer, FEW_PAIRS // 4 + 1, 4, torch.float32, torch.float32)
+    check(few, slots)
     spy = Spy(monkeypatch)
-    check(random_call(layer, FEW_PAIRS // 4, 4, torch.float32, torch.float32), slots)
-    assert spy.counts()[1] > 0
-    check(random_call(layer, FEW_PAIRS // 4 + 1, 4, torch.float32, torch.float32), slots)
-    assert spy.counts()[1] == 0
+    with torch.no_grad():
+        assert_same(many.resident(slots, with_ids=True), many.expected)
+        assert spy.counts() == (1, 0)  # one stock call is the whole layer
+        groups = [[e] for e in many.needed]
+        assert_same(many.grouped(slots, groups, with_ids=True), many.expected)
+        assert spy.counts() == (1, len(groups))  # what few rows proved is not taken for granted of many
+        assert_same(many.grouped(slots, groups, with_ids=False), many.expected)
+        assert spy.counts() == (0, len(groups))
 
 
-def test_rows_that_are_not_numbers_prove_nothing_wrong() -> None:
-    """They differ from themselves: the stock kernel is used, and gives what it gives."""
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_long_prompt_is_computed_in_parts(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole experts, however they come, and never more at once than their intermediates may take."""
+    layer = experts_layer(kind, "grouped_mm", dtype, hidden=64, intermediate=64, num_experts=6)
+    slots = Slots(layer, num_slots=8)
+    call = random_call(layer, 50, 4, dtype, dtype)  # 33 pairs per expert
+    most = 70
+    monkeypatch.setattr(experts_forward, "PART_BYTES", most * 128 * dtype.itemsize)
+    parts: list[int] = []
+    finish = RowKernel.finish
+
+    def spy(kernel: RowKernel, begun: torch.Tensor, *args: Any) -> torch.Tensor:
+        parts.append(len(begun))
+        return finish(kernel, begun, *args)
+
+    monkeypatch.setattr(RowKernel, "finish", spy)
+    with torch.no_grad():
+        for run in (
+            lambda: call.resident(slots, with_ids=True),
+            lambda: call.resident(slots, with_ids=False),
+            lambda: call.grouped(slots, [call.needed[:1], call.needed[1:]], with_ids=True),
+            lambda: call.grouped(slots, [call.needed], with_ids=False),
+        ):
+            parts.clear()
+            assert_same(run(), call.expected)
+            assert sum(parts) == 200
+            assert 3 <= len(parts) <= 6
+            assert max(parts) <= most
+
+
+def test_a_prompt_of_up_to_two_parts_is_one_stock_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    call = random_call(layer, 50, 4, torch.float32, torch.float32)
+    widest_bytes = 64 * 4
+    spy = Spy(monkeypatch)
+    for part_pairs, counts in ((100, (1, 0)), (99, (1, 3)), (99, (0, 3))):  # the first part proves it
+        monkeypatch.setattr(experts_forward, "PART_BYTES", part_pairs * widest_bytes)
+        with torch.no_grad():
+            assert_same(call.resident(slots, with_ids=True), call.expected)
+        assert spy.counts() == counts
+
+
+def test_a_long_prompt_is_one_call_where_its_rows_have_not_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+    def doubled(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        return 2 * stock(self, *args)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "grouped_mm", doubled)
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 1)
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    call = random_call(layer, 50, 4, torch.float32, torch.float32)
+    spy = Spy(monkeypatch)
+    with torch.no_grad():
+        for expected in (
+            (6, 6),
+            (1, 0),
+        ):  # each expert a part: the first shows that they differ, all are computed again
+            assert_same(call.resident(slots, with_ids=True), call.expected)
+            assert spy.counts() == expected
+
+
+def test_rows_that_are_not_numbers_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ from themselves: the stock kernel's are used, and the next rows are compared again."""
     layer = layer_of("gpt_oss")
+    slots = Slots(layer, num_slots=8)
     call = random_call(layer, 1, 2, torch.float32, torch.float32)
+    numbers = random_call(layer, 1, 2, torch.float32, torch.float32)
     call.hidden[0, 0] = float("nan")
     with torch.no_grad():
         call.expected = layer.experts(call.hidden, call.index, call.weights)
-        found = call.resident(Slots(layer, num_slots=8), with_ids=True)
+        found = call.resident(slots, with_ids=True)
     assert call.expected.isnan().all()
     assert found.isnan().all()
+    spy = Spy(monkeypatch)
+    for counts in ((1, 1), (0, 1)):
+        with torch.no_grad():
+            assert_same(numbers.resident(slots, with_ids=True), numbers.expected)
+        assert spy.counts() == counts
 
 
 def test_what_was_begun_is_finished_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +237,7 @@ def test_nothing_is_begun_by_kernels_that_need_whole_experts(
 ) -> None:
     layer = layer_of(implementation=implementation)
     call = random_call(layer, FEW_PAIRS, 2, torch.float32, torch.float32)  # many pairs
-    monkeypatch.setattr(RowKernel, "begin", None)
+    monkeypatch.setattr(WeightedSum, "begin", None)
     with torch.no_grad():
         assert_same(call.begun(Slots(layer, num_slots=8), ahead=call.needed[:2]), call.expected)
 
