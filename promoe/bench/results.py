@@ -89,6 +89,8 @@ class Table:
         bandwidth_bytes_per_s: what the link can do, measured before and after.
         rows: in the order of the systems.
         contention: what computing and reading lose to each other; None: the link takes nothing from computing.
+        prompt_compute_s: reading a prompt with everything in RAM, through the unmodified model's products or this library's,
+            whichever take less; median over the prompts.
     """
 
     cache: str
@@ -97,6 +99,7 @@ class Table:
     bandwidth_bytes_per_s: float
     rows: Sequence[Row]
     contention: Contention | None = None
+    prompt_compute_s: float | None = None
 
     def row(self, name: str) -> Row | None:
         """The row of a system that has answers; None: there is none."""
@@ -150,6 +153,7 @@ class Report:
                     "task": table.task,
                     "limit_bytes": table.limit_bytes,
                     "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
+                    "prompt_compute_s": table.prompt_compute_s,
                     "contention": None if table.contention is None else asdict(table.contention),
                     "rows": [row.to_json() for row in table.rows],
                 }

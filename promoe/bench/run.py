@@ -36,6 +36,9 @@ from promoe.opening import open_without_experts
 from promoe.sizes import fixed_bytes
 from promoe.units import format_memory, format_number
 
+# A program for a product of one shape, in oneDNN's cache and in ATen's before it; what the caches hold; and how many times
+# the mean number of rows an expert may have, about.
+PROGRAM_BYTES, MAX_PROGRAMS, MOST_TIMES_MEAN = 580_000, 1024, 4
 # Of the demo model, whose experts then have 10 MB each.
 REPEAT = 128
 
@@ -91,7 +94,11 @@ class Bench:
                 limit_bytes = None
                 if not self.not_limited:
                     limit_bytes = (
-                        sizes.other_bytes + slots[cache] + self.workspace_bytes + self._activation_bytes(sizes)
+                        sizes.other_bytes
+                        + slots[cache]
+                        + self.workspace_bytes
+                        + self._activation_bytes(sizes)
+                        + self._kept_bytes(sizes)
                     )
                 tables += Round(self, resident, sizes, references, cache, limit_bytes, link).measure()
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
@@ -138,6 +145,12 @@ class Bench:
                 for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
             )
         )
+
+    def _kept_bytes(self, sizes: Sizes) -> int:
+        """What is kept of products after long prompts: two per expert, and a program for each number of rows that one had."""
+        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
+        mean = max(longest * top_k / count for top_k, count in zip(sizes.top_k, sizes.num_experts, strict=True))
+        return PROGRAM_BYTES * min(MAX_PROGRAMS, int(2 * MOST_TIMES_MEAN * mean))
 
     def _refer(self, resident: Worker, task: Task) -> Reference:
         bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)

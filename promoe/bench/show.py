@@ -108,7 +108,8 @@ def _memory_words(report: Report) -> str:
         )
     return (
         "Each system but the unmodified model has a control group that limits its memory, page cache included, to the slots, "
-        f"all else that the model has, what the longest prompt's experts compute in one layer, and {report.options.workspace}. "
+        "all else that the model has, what the longest prompt's experts compute in one layer and oneDNN keeps of that, and "
+        f"{report.options.workspace}. "
         "`limited` is the peak of what counted against that, `RSS` of what the process had mapped, libraries included."
     )
 
@@ -124,6 +125,11 @@ def table_lines(table: Table) -> Iterator[str]:
     yield from (f"- `{row.system.name}`: {row.error}" for row in table.rows if row.error is not None)
     if table.contention is not None and table.task == GENERATE:
         yield f"- {_contention_words(table.contention, table.bandwidth_bytes_per_s)}"
+    if table.prompt_compute_s is not None and table.task != GENERATE:
+        yield (
+            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, as the unmodified model "
+            "or as this library runs its experts, whichever is less: `bound` counts that."
+        )
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
 

@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import StoppingCriteria
 
+from promoe.bench.in_place import in_place
 from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.bound import RoutedPass, RoutingRecorder
@@ -77,6 +78,7 @@ class Prompt:
         seconds: stop after so long, from a few tokens on.
         pad_token_id: for `model.generate`.
         record: also return the routing; such an answer is slower.
+        in_place: of the unmodified model: run its experts as this library does.
     """
 
     ids: Sequence[int]
@@ -84,6 +86,7 @@ class Prompt:
     seconds: float
     pad_token_id: int | None
     record: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,10 @@ class _Server:
     def answer(self, prompt: Prompt) -> Answer:
         ids = torch.tensor([list(prompt.ids)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        with RoutingRecorder(self._model, self._layers()) if prompt.record else nullcontext() as recorder:
+        with (
+            in_place(self._layers()) if prompt.in_place else nullcontext(),
+            RoutingRecorder(self._model, self._layers()) if prompt.record else nullcontext() as recorder,
+        ):
             generation = generate(
                 self._model,
                 inputs,

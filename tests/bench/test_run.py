@@ -85,11 +85,20 @@ def test_memory_is_limited_where_that_is_possible(folder: Path, report: dict[str
         return
     longest = max(20, *(len(text) for text in json.loads((folder / "prompts.json").read_text())[:3]))
     activations = 2 * longest * TOP_K * (EXPERT_BYTES // 64)
-    limit_bytes = report["other_bytes"] + EXPERTS // 4 * EXPERT_BYTES + 128 * 2**20 + activations
+    kept = 580_000 * int(2 * 4 * longest * TOP_K * LAYERS / EXPERTS)
+    limit_bytes = report["other_bytes"] + EXPERTS // 4 * EXPERT_BYTES + 128 * 2**20 + activations + kept
     assert report["tables"][0]["limit_bytes"] == limit_bytes
     assert generate["resident"]["peak_limited_bytes"] is None
     for name in SYSTEMS[1:]:
         assert 0 < generate[name]["peak_limited_bytes"] <= limit_bytes
+
+
+def test_prompts_are_bounded_by_what_computing_them_takes_at_least(report: dict[str, Any]) -> None:
+    for number in (0, 1):
+        compute_s = report["tables"][number]["prompt_compute_s"]
+        assert 0 < compute_s <= rows(report, number)["resident"]["ttft_s"]
+        for name in ("next-use", "oracle"):
+            assert rows(report, number)[name]["ttft_bound_s"] >= compute_s
 
 
 def test_what_is_written(folder: Path, report: dict[str, Any]) -> None:

@@ -41,6 +41,12 @@ def test_what_failed_is_said() -> None:
     assert "- `airllm`: The system 'airllm' was killed." in list(table_lines(table()))
 
 
+def test_what_computing_a_prompt_takes_is_said_where_prompts_are_read() -> None:
+    words = "Computing alone takes 250 ms with everything in RAM"
+    assert words in "\n".join(table_lines(replace(table(task=READ), prompt_compute_s=0.25)))
+    assert words not in "\n".join(table_lines(replace(table(), prompt_compute_s=0.25)))
+
+
 def test_a_time_below_its_bound_is_a_measuring_error() -> None:
     assert impossible(table()) == []
     wrong = replace(table(), rows=[row("gate", 0.1, bound_s=0.104)])
