@@ -214,9 +214,16 @@ def _grouped_mm(
     return products(x, [matrix.t() for matrix in matrices] if transposed else matrices, sizes, bank.shape[2])
 
 
-def products(x: torch.Tensor, matrices: Sequence[torch.Tensor], sizes: Sequence[int], width: int) -> torch.Tensor:
-    """`x[S, in]`, of which the next `sizes[i]` rows are multiplied by `matrices[i]` `[in, width]`: `[S, width]`."""
-    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+def products(
+    x: torch.Tensor,
+    matrices: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    width: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`x[S, in]`, of which the next `sizes[i]` rows are multiplied by `matrices[i]` `[in, width]`: `[S, width]` (`out`)."""
+    if out is None:
+        out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
     for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
         torch.mm(x_rows, matrix, out=out_rows)

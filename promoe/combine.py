@@ -16,7 +16,7 @@ from promoe.activation import WholeActivation
 from promoe.bank import ExpertRows
 from promoe.errors import UnsupportedModelError
 from promoe.pairs import Pairs, Selection
-from promoe.row_kernel import RowKernel
+from promoe.row_kernel import PartSpace, RowKernel
 
 # Weighted rows exist for this much of a long prompt at a time.
 _TILE_BYTES = 16 * 2**20
@@ -46,8 +46,9 @@ class WeightedSum:
 
     Args:
         kernel: the layer's kernel.
-        row_kernel: what to compute the rows of few pairs by instead, once it has proved to give the same bits.
+        row_kernel: what to compute the rows by instead, once it has proved to give the same bits.
         activation: what to compute the kernel's activations by instead.
+        space: for what the row kernel computes of many pairs; None where they are few.
         row_dtype: dtype in which the kernel computes a row before it is weighted.
         fewest_rows: give the kernel at least as many rows, as far as the whole call has them; pairs are repeated.
         hidden: `[T, H]`.
@@ -60,6 +61,7 @@ class WeightedSum:
         kernel: StockKernel,
         row_kernel: RowKernel | None,
         activation: WholeActivation | None,
+        space: PartSpace | None,
         row_dtype: torch.dtype,
         fewest_rows: int,
         hidden: torch.Tensor,
@@ -69,6 +71,7 @@ class WeightedSum:
         self._kernel = kernel
         self._row_kernel = row_kernel
         self._activation = activation
+        self._space = space
         self._fewest_rows = min(fewest_rows, pairs.count)
         self._weights = weights
         self._pairs = pairs
@@ -106,7 +109,10 @@ class WeightedSum:
             return self._stock_rows(selection, rows)
         if self._begun:
             return torch.cat([self._expert_rows(kernel, expert, rows) for expert in selection.experts])
-        found = kernel(selection.gather(self._hidden), selection, rows)
+        if self._space is not None:
+            found = kernel.part(self._hidden, selection, rows, self._space)
+        else:
+            found = kernel(selection.gather(self._hidden), selection, rows)
         return found if kernel.proven else kernel.prove(found, self._stock_rows(selection, rows))
 
     def _expert_rows(self, kernel: RowKernel, expert: int, rows: ExpertRows) -> torch.Tensor:

@@ -26,13 +26,13 @@ from promoe.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS, Pairs
-from promoe.row_kernel import RowKernel
+from promoe.row_kernel import PartSpace, RowKernel
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
 
-# What a part of a long prompt's rows takes at its widest; up to twice as much is one part. A block of more than 32 MiB (glibc)
-# comes from the system and goes back to it in every layer, page by page: that takes as long as half of the products.
+# What a part of a long prompt's rows takes at its widest; twice as much is left to one call. A block of more than 32 MiB
+# (glibc) comes from the system and goes back to it in every layer, page by page: that takes half as long as the products.
 PART_BYTES = 8 * 2**20
 
 NO_ATTRIBUTES: Mapping[str, Any] = {}
@@ -146,7 +146,7 @@ def run_groups(
 
     Returns:
         `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows, and what the
-        products take in between: for two parts (`PART_BYTES`) or one expert, if that is more. Where rows have to go through the
+        products take in between: for a part (`PART_BYTES`) or one expert, if that is more. Where rows have to go through the
         stock kernel, for the pairs of one group; where activations depend on groups, for them of all pairs.
 
     Raises:
@@ -218,7 +218,11 @@ def _combine_for(
     fewest_rows = _fewest_rows(layer) if implementation == "batched_mm" else 1
     by_expert = implementation == "grouped_mm"
     activation = WholeActivation(layer.experts, pairs, by_expert) if depends_on_groups else None
-    return WeightedSum(kernel, row_kernel, activation, row_dtype, fewest_rows, hidden, weights, pairs)
+    space = None
+    if row_kernel is not None and pairs.count > FEW_PAIRS:
+        num_rows = min(pairs.count, max(_part_pairs(layer, hidden), pairs.most_of_an_expert()))
+        space = PartSpace(num_rows, hidden.shape[-1], layer.activation_width, layer.second_width, row_dtype)
+    return WeightedSum(kernel, row_kernel, activation, space, row_dtype, fewest_rows, hidden, weights, pairs)
 
 
 def _fewest_rows(layer: MoELayer) -> int:

@@ -102,6 +102,12 @@ class MoELayer:
         shapes = {name: shape for name, shape, _ in self.stacked_shapes}
         return shapes["gate_up_proj" if experts.has_gate else "up_proj"][2 if experts.is_transposed else 1]
 
+    @cached_property
+    def second_width(self) -> int:
+        """What goes into the second product, of such experts."""
+        experts: Any = self.experts
+        return {name: shape for name, shape, _ in self.stacked_shapes}["down_proj"][1 if experts.is_transposed else 2]
+
     @property
     def implementation(self) -> str:
         """The experts implementation in force now: `generate` and the user may switch it between calls.

@@ -130,12 +130,14 @@ class Pairs:
             self.missing = [expert for expert in self.missing if expert not in ready]
         return taken
 
-    def parts(self, experts: list[int], most: int) -> Iterator[list[int]]:
-        """`experts` in parts of up to `most` pairs, or of one expert with more; undivided, if they have up to twice as many."""
+    def most_of_an_expert(self) -> int:
+        """Pairs of the expert that has most; 0 where there are none."""
         by_expert: Mapping[int, Sized] = self._few or self._many
-        if sum(len(by_expert[expert]) for expert in experts) <= 2 * most:
-            yield experts
-            return
+        return max(map(len, by_expert.values()), default=0)
+
+    def parts(self, experts: list[int], most: int) -> Iterator[list[int]]:
+        """`experts` in parts of up to `most` pairs, or of one expert that has more."""
+        by_expert: Mapping[int, Sized] = self._few or self._many
         part: list[int] = []
         count = 0
         for expert in experts:

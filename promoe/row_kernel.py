@@ -11,6 +11,7 @@ ways and compared (`RowKernel.prove`). Where they differ, the stock kernel is us
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from promoe.bank import ExpertRows, products
+from promoe.memory import HugePageRegion
 from promoe.pairs import Selection
 
 # How the names of the tensors begin that only the second product reads.
@@ -29,6 +31,54 @@ logger = logging.getLogger(__name__)
 Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype, bool], bool]
 # Of each experts module: (stock function, dtype of hidden, of the weights, whether pairs were few) -> were the bits the same.
 _VERDICTS: WeakKeyDictionary[nn.Module, Verdicts] = WeakKeyDictionary()
+
+
+# Rows of the first product whose activation is computed at once: what it takes in between stays in a core's cache.
+ACTIVATED_BYTES = 2**20
+
+
+# What a thread keeps for its next call, so that no page of it has to come from the system again.
+KEPT_BYTES = 32 * 2**20
+_kept = threading.local()
+
+
+def _region_of_thread(nbytes: int) -> HugePageRegion:
+    if nbytes > KEPT_BYTES:
+        return HugePageRegion(nbytes)
+    region: HugePageRegion | None = getattr(_kept, "region", None)
+    if region is None or region.nbytes < nbytes:
+        region = _kept.region = HugePageRegion(nbytes)
+    return region
+
+
+class PartSpace:
+    """Memory for one part of a call's pairs after another, of which a thread has one at a time.
+
+    Not the allocator's: its blocks would have as many sizes as there are parts, and leave holes that fit no other, the more so
+    as oneDNN keeps something small for each new number of rows. After some prompts of 1,900 tokens those were a gigabyte.
+
+    Args:
+        num_rows: of the largest part.
+        hidden_size: H.
+        first_width: columns of the first product.
+        second_width: columns that the second one reads, I.
+        dtype: of all.
+    """
+
+    def __init__(
+        self, num_rows: int, hidden_size: int, first_width: int, second_width: int, dtype: torch.dtype
+    ) -> None:
+        widths = (hidden_size, first_width, second_width)
+        region = _region_of_thread(num_rows * sum(widths) * dtype.itemsize)
+        self._tensors: list[torch.Tensor] = []
+        offset_bytes = 0
+        for width in widths:
+            self._tensors.append(region.tensor(offset_bytes, (num_rows, width), dtype))
+            offset_bytes += num_rows * width * dtype.itemsize
+
+    def of(self, num_rows: int) -> tuple[torch.Tensor, ...]:
+        """`[P, H]`, `[P, first width]`, `[P, I]`."""
+        return tuple(tensor[:num_rows] for tensor in self._tensors)
 
 
 class RowKernel:
@@ -82,30 +132,52 @@ class RowKernel:
         """`hidden[P, H]` of the pairs in `selection`, in their order -> their raw rows `[P, H]`."""
         return self.finish(self.begin(hidden, selection, rows), selection, rows)
 
+    def part(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows, space: PartSpace) -> torch.Tensor:
+        """The raw rows `[P, H]` of the pairs in `selection` out of `hidden[T, H]`; in `space`, and gone at its next use.
+
+        The activation is computed for some rows at a time, which is for layers where that does not show in its bits.
+        """
+        of_hidden, first, begun = space.of(len(selection))
+        assert selection.tokens is not None, "few pairs need no space"
+        torch.index_select(hidden, 0, selection.tokens, out=of_hidden)
+        self._linear(of_hidden, self._first_name, selection, rows, first)
+        at_once = max(1, ACTIVATED_BYTES // (first.shape[1] * first.itemsize))
+        for some, target in zip(first.split(at_once), begun.split(at_once), strict=True):
+            target.copy_(self._activate(some))
+        return self.finish(begun, selection, rows, of_hidden)
+
     def begin(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         """As far as it goes without the tensors of the second product: `[P, I]`."""
-        experts = self._experts
-        if experts.has_gate:
-            begun: torch.Tensor = experts._apply_gate(self._linear(hidden, "gate_up_proj", selection, rows))
-        else:
-            begun = experts.act_fn(self._linear(hidden, "up_proj", selection, rows))
-        return begun
+        return self._activate(self._linear(hidden, self._first_name, selection, rows))
 
-    def finish(self, begun: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
-        """The raw rows `[P, H]` of what was begun `[P, I]`."""
+    @property
+    def _first_name(self) -> str:
+        return "gate_up_proj" if self._experts.has_gate else "up_proj"
+
+    def _activate(self, first: torch.Tensor) -> torch.Tensor:
         experts = self._experts
-        out = self._linear(begun, SECOND, selection, rows)
+        activated: torch.Tensor = experts._apply_gate(first) if experts.has_gate else experts.act_fn(first)
+        return activated
+
+    def finish(
+        self, begun: torch.Tensor, selection: Selection, rows: ExpertRows, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The raw rows `[P, H]` of what was begun `[P, I]`; in `out`, if given, unless a norm follows."""
+        experts = self._experts
+        out = self._linear(begun, SECOND, selection, rows, out)
         # Transformers has this norm from 5.20 on.
         return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
 
-    def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows) -> torch.Tensor:
-        """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`."""
+    def _linear(
+        self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`, in `out` if given."""
         matrices = [rows[expert][name] for expert in selection.experts]
         if not self._experts.is_transposed:
             matrices = [matrix.t() for matrix in matrices]
         x = x.to(self._row_dtype)
         self._before_product()
-        out = products(x, matrices, selection.sizes, matrices[0].shape[1])
+        out = products(x, matrices, selection.sizes, matrices[0].shape[1], out)
         if self._experts.has_bias:
             for expert, expert_rows in zip(selection.experts, out.split(selection.sizes), strict=True):
                 expert_rows.add_(rows[expert][f"{name}_bias"])

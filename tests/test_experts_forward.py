@@ -21,7 +21,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
-from promoe import bank, combine, experts_forward
+from promoe import bank, combine, experts_forward, row_kernel
 from promoe.bank import ExpertRows, FirstRows, SlotBank
 from promoe.errors import UnsupportedModelError
 from promoe.experts_forward import check_no_grad, run_groups, run_resident
@@ -302,15 +302,15 @@ def grouped_mm_inputs(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[torch.T
 
     linear = RowKernel._linear
 
-    def spy_on_few(
-        kernel: RowKernel, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows
+    def spy_on_rows(
+        kernel: RowKernel, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, *out: torch.Tensor | None
     ) -> torch.Tensor:
         for expert, of_expert in zip(selection.experts, x.split(selection.sizes), strict=True):
             found.setdefault(expert, []).append(of_expert.clone())
-        return linear(kernel, x, name, selection, rows)
+        return linear(kernel, x, name, selection, rows, *out)
 
     monkeypatch.setattr(bank, "_grouped_mm", spy)
-    monkeypatch.setattr(RowKernel, "_linear", spy_on_few)
+    monkeypatch.setattr(RowKernel, "_linear", spy_on_rows)
     return found
 
 
@@ -392,11 +392,15 @@ def odd_experts(family: str) -> tuple[nn.Module, Any]:
 @pytest.mark.parametrize("hidden_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
-def test_under_autocast(kind: str, implementation: str, hidden_dtype: torch.dtype) -> None:
+def test_under_autocast(
+    kind: str, implementation: str, hidden_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer = experts_layer(kind, implementation, torch.float32, hidden=64, intermediate=32, num_experts=6)
     slots = Slots(layer, num_slots=8)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        for tokens in (1, 4, 20):
+        for tokens in (1, 4, 20, 50):
+            if tokens == 50:
+                monkeypatch.setattr(experts_forward, "PART_BYTES", 20_000)  # 1.5 experts
             call = random_call(layer, tokens, 3, hidden_dtype, torch.float32, seed=tokens)
             assert_same(call.resident(slots, with_ids=True), call.expected)
             assert_same(call.grouped(slots, partition(call.needed, tokens), with_ids=True), call.expected)
@@ -558,8 +562,15 @@ def test_an_eager_loop_that_does_not_add_per_expert_is_refused() -> None:
     ],
 )
 def test_threads_cut_activations_where_they_would_without_groups(
-    kind: str, activation: str, intermediate: int, implementation: str, dtype: torch.dtype
+    kind: str,
+    activation: str,
+    intermediate: int,
+    implementation: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 30 * intermediate * 2 * dtype.itemsize)  # two experts
+    monkeypatch.setattr(row_kernel, "ACTIVATED_BYTES", 5 * intermediate * 2 * dtype.itemsize)
     layer = experts_layer(kind, implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
     if kind != "gpt_oss":
         layer.experts.act_fn = ACT2FN[activation]

@@ -94,9 +94,9 @@ def test_parts_are_all_experts_in_order_and_no_larger_than_asked_for(tokens: int
         for most in range(1, in_all + 1):
             parts = list(pairs.parts(experts, most))
             assert [expert for part in parts for expert in part] == experts
-            assert (len(parts) == 1) == (in_all <= 2 * most)
+            assert (len(parts) == 1) == (in_all <= most)
             for part in parts:
                 assert part
-                assert len(parts) == 1 or len(part) == 1 or sum(counts[expert] for expert in part) <= most
+                assert len(part) == 1 or sum(counts[expert] for expert in part) <= most
             for part, following in pairwise(parts):  # none could have been joined to the part before it
                 assert sum(counts[expert] for expert in (*part, following[0])) > most

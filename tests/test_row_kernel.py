@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,11 +13,11 @@ from tiny_models import MOE_FAMILIES, build, token_ids
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from promoe import experts_forward
+from promoe import experts_forward, row_kernel
 from promoe.combine import WeightedSum
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS
-from promoe.row_kernel import RowKernel
+from promoe.row_kernel import PartSpace, RowKernel
 
 
 class Spy:
@@ -23,7 +25,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stock = self.own = 0
-        call_stock, call_own = experts_forward._call_stock, RowKernel.__call__
+        call_stock, call_own, part = experts_forward._call_stock, RowKernel.__call__, RowKernel.part
 
         def stock(*args: Any, **kwargs: Any) -> torch.Tensor:
             self.stock += 1
@@ -33,8 +35,13 @@ class Spy:
             self.own += 1
             return call_own(kernel, *args)
 
+        def own_part(kernel: RowKernel, *args: Any) -> torch.Tensor:
+            self.own += 1
+            return part(kernel, *args)
+
         monkeypatch.setattr(experts_forward, "_call_stock", stock)
         monkeypatch.setattr(RowKernel, "__call__", own)
+        monkeypatch.setattr(RowKernel, "part", own_part)
 
     def counts(self) -> tuple[int, int]:
         """(stock, own) since the last time."""
@@ -163,6 +170,63 @@ def test_a_long_prompt_is_computed_in_parts(kind: str, dtype: torch.dtype, monke
             assert sum(parts) == 200
             assert 3 <= len(parts) <= 6
             assert max(parts) <= most
+
+
+def test_what_was_in_the_space_before_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    slots = Slots(layer, num_slots=8)
+    calls = [random_call(layer, tokens, 4, torch.float32, torch.float32, seed=tokens) for tokens in (50, 90, 40)]
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * 64 * 4)
+    spaces: list[PartSpace] = []
+
+    def poisoned(*args: Any) -> PartSpace:
+        spaces.append(PartSpace(*args))
+        for tensor in spaces[-1].of(args[0]):
+            tensor.fill_(float("nan"))
+        return spaces[-1]
+
+    monkeypatch.setattr(experts_forward, "PartSpace", poisoned)
+    with torch.no_grad():
+        found = [call.resident(slots, with_ids=True) for call in calls]
+    assert len(spaces) == len(calls)
+    for call, rows in zip(calls, found, strict=True):  # nor do later calls in earlier results
+        assert_same(rows, call.expected)
+
+
+def test_a_thread_keeps_its_space_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_kernel, "_kept", threading.local())
+    monkeypatch.setattr(row_kernel, "KEPT_BYTES", 4 * 1000 * 8)
+
+    def address(num_rows: int) -> int:
+        of_hidden, first, begun = PartSpace(num_rows, 2, 4, 2, torch.float32).of(num_rows)
+        assert (of_hidden.shape, first.shape, begun.shape) == ((num_rows, 2), (num_rows, 4), (num_rows, 2))
+        for i, tensor in enumerate((of_hidden, first, begun)):
+            tensor.fill_(i)
+        assert [int(tensor.sum()) for tensor in (of_hidden, first, begun)] == [0, 4 * num_rows, 4 * num_rows]
+        return of_hidden.data_ptr()
+
+    kept = address(900)
+    assert address(900) == address(10) == kept
+    large = PartSpace(1001, 2, 4, 2, torch.float32).of(1001)
+    assert large[0].data_ptr() != kept
+    assert address(900) == kept
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(address, 900).result() != kept
+
+
+def test_threads_compute_parts_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = layer_of()
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * 64 * 4)
+    calls = [random_call(layer, 50 + number, 4, torch.float32, torch.float32, seed=number) for number in range(8)]
+
+    def run(call: Call) -> torch.Tensor:
+        slots = Slots(layer, num_slots=8)
+        with torch.no_grad():
+            return [call.resident(slots, with_ids=True) for _ in range(5)][-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        for call, found in zip(calls, pool.map(run, calls), strict=True):
+            assert_same(found, call.expected)
 
 
 def test_a_prompt_of_up_to_two_parts_is_one_stock_call(monkeypatch: pytest.MonkeyPatch) -> None:
