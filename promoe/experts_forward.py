@@ -32,7 +32,7 @@ from promoe.row_kernel import PartSpace, RowKernel
 BMM_ONEDNN_ELEMENTS = 16**3
 
 # What a part of a long prompt's rows takes at its widest; twice as much is left to one call. A block of more than 32 MiB
-# (glibc) comes from the system and goes back to it in every layer, page by page: that takes half as long as the products.
+# (glibc) comes from the system and goes back to it in every layer, page by page: about a third of such a layer's time.
 PART_BYTES = 8 * 2**20
 
 NO_ATTRIBUTES: Mapping[str, Any] = {}
