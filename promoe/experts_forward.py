@@ -180,9 +180,10 @@ def run_groups(
                         combine.begin(expert, rows)
             continue
         experts = pairs.take(rows)
-        if row_kernel is None:
+        at_once = len(experts) == len(pairs.experts) and not by_rows
+        if row_kernel is None or at_once:
             before_product()
-        if len(experts) == len(pairs.experts) and not by_rows:
+        if at_once:
             flat: list[int] | None = None if on_host is None else on_host.reshape(-1).tolist()
             whole = _call_stock(layer, implementation, hidden, top_k_index, top_k_weights, rows, flat)
         elif experts:

@@ -441,6 +441,45 @@ def test_a_long_prompt_is_combined_in_tiles(implementation: str, monkeypatch: py
             assert_same(call.grouped(slots, partition(call.needed, 3), with_ids=False), call.expected)
 
 
+@pytest.mark.parametrize("tokens", [1, 10, 30, 90])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_runs_beside_products_is_told_before_the_first(
+    implementation: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With few pairs, some, and so many that they are computed in parts; all experts at once, or in groups."""
+    layer, slots = _small_experts("deepseek_v3", implementation, torch.bfloat16)
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * layer.activation_width * 2)
+    call = random_call(layer, tokens, 3, torch.bfloat16, torch.bfloat16)
+    told, at_first_product = [], []
+    mm, bmm, linear = torch.mm, torch.bmm, nn.functional.linear
+
+    def spy_on(product: Any) -> Any:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            at_first_product.append(len(told))
+            return product(*args, **kwargs)
+
+        return spy
+
+    monkeypatch.setattr(torch, "mm", spy_on(mm))
+    monkeypatch.setattr(torch, "bmm", spy_on(bmm))
+    monkeypatch.setattr(nn.functional, "linear", spy_on(linear))
+    one, two = call.needed[:1], call.needed[1:]
+    for _ in range(2):  # also when the rows are proven
+        for groups in ([call.needed], [one, two] if two else [one]):
+            told.clear(), at_first_product.clear()
+            with torch.no_grad():
+                waves, tell = slots.waves(groups), lambda: told.append(True)
+                found = run_groups(layer, call.hidden, call.index, call.weights, waves, before_product=tell)
+            assert_same(found, call.expected)
+            assert at_first_product[0] >= 1
+        told.clear(), at_first_product.clear()
+        with torch.no_grad():
+            rows = slots.load(call.needed)
+            found = run_resident(layer, call.hidden, call.index, call.weights, rows, before_product=tell)
+        assert_same(found, call.expected)
+        assert at_first_product[0] >= 1
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_no_tokens(implementation: str) -> None:
     layer, slots = _small_experts("deepseek_v3", implementation, torch.float32)
