@@ -105,7 +105,7 @@ class WeightedSum:
 
     def _raw_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         kernel = self._row_kernel
-        if kernel is None:
+        if kernel is None or kernel.proven is False:
             return self._stock_rows(selection, rows)
         if self._begun:
             return torch.cat([self._expert_rows(kernel, expert, rows) for expert in selection.experts])
@@ -136,6 +136,8 @@ class WeightedSum:
 
     def result(self) -> torch.Tensor:
         """The layer's output `[T, H]`."""
+        if self._space is not None:
+            self._space.release()
         tokens, choices = self._weights.shape
         together = torch.cat(self._few) if self._few else self._rows
         assert together is not None, "no group was added"

@@ -47,12 +47,13 @@ def _region_of_thread(nbytes: int) -> HugePageRegion:
         return HugePageRegion(nbytes)
     region: HugePageRegion | None = getattr(_kept, "region", None)
     if region is None or region.nbytes < nbytes:
-        region = _kept.region = HugePageRegion(nbytes)
+        return HugePageRegion(nbytes)
+    _kept.region = None  # a call within this one, from a hook, gets its own
     return region
 
 
 class PartSpace:
-    """Memory for one part of a call's pairs after another, of which a thread has one at a time.
+    """Memory for one part of a call's pairs after another. A thread keeps one of up to `KEPT_BYTES`, once it is released.
 
     Not the allocator's: its blocks would have as many sizes as there are parts, and leave holes that fit no other, the more so
     as oneDNN keeps something small for each new number of rows. After some prompts of 1,900 tokens those were a gigabyte.
@@ -69,12 +70,17 @@ class PartSpace:
         self, num_rows: int, hidden_size: int, first_width: int, second_width: int, dtype: torch.dtype
     ) -> None:
         widths = (hidden_size, first_width, second_width)
-        region = _region_of_thread(num_rows * sum(widths) * dtype.itemsize)
+        region = self._region = _region_of_thread(num_rows * sum(widths) * dtype.itemsize)
         self._tensors: list[torch.Tensor] = []
         offset_bytes = 0
         for width in widths:
             self._tensors.append(region.tensor(offset_bytes, (num_rows, width), dtype))
             offset_bytes += num_rows * width * dtype.itemsize
+
+    def release(self) -> None:
+        """The call is over: the thread's next one may have it."""
+        if self._region.nbytes <= KEPT_BYTES:
+            _kept.region = self._region
 
     def of(self, num_rows: int) -> tuple[torch.Tensor, ...]:
         """`[P, H]`, `[P, first width]`, `[P, I]`."""
@@ -121,7 +127,7 @@ class RowKernel:
         same = found.dtype == expected.dtype and torch.equal(found, expected)
         if not same and bool(expected.isnan().any()):
             return expected
-        self._verdicts[self._key] = same
+        self._verdicts[self._key] = same and self.proven is not False  # what differed once is never trusted again
         if not same:
             logger.info(
                 "%s: rows are not those of the stock kernel, which is used instead", type(self._experts).__name__
