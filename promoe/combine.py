@@ -16,7 +16,8 @@ from promoe.activation import WholeActivation
 from promoe.bank import ExpertRows
 from promoe.errors import UnsupportedModelError
 from promoe.pairs import Pairs, Selection
-from promoe.row_kernel import PartSpace, RowKernel
+from promoe.part_space import PartSpace
+from promoe.row_kernel import RowKernel
 
 # Weighted rows exist for this much of a long prompt at a time.
 _TILE_BYTES = 16 * 2**20

@@ -26,7 +26,8 @@ from promoe.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS, Pairs
-from promoe.row_kernel import PartSpace, RowKernel
+from promoe.part_space import PartSpace
+from promoe.row_kernel import RowKernel
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3

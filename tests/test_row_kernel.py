@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,11 +12,12 @@ from tiny_models import MOE_FAMILIES, build, token_ids
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from promoe import experts_forward, row_kernel
+from promoe import experts_forward
 from promoe.combine import WeightedSum
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS
-from promoe.row_kernel import PartSpace, RowKernel
+from promoe.part_space import PartSpace
+from promoe.row_kernel import RowKernel
 
 
 class Spy:
@@ -203,29 +203,6 @@ def test_what_was_in_the_space_before_does_not_show(monkeypatch: pytest.MonkeyPa
     assert len(spaces) == len(calls)
     for call, rows in zip(calls, found, strict=True):  # nor do later calls in earlier results
         assert_same(rows, call.expected)
-
-
-def test_a_thread_keeps_its_space_unless_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_kernel, "_kept", threading.local())
-    monkeypatch.setattr(row_kernel, "KEPT_BYTES", 4 * 1000 * 8)
-
-    def address(num_rows: int) -> int:
-        space = PartSpace(num_rows, 2, 4, 2, torch.float32)
-        of_hidden, first, begun = space.of(num_rows)
-        assert (of_hidden.shape, first.shape, begun.shape) == ((num_rows, 2), (num_rows, 4), (num_rows, 2))
-        for i, tensor in enumerate((of_hidden, first, begun)):
-            tensor.fill_(i)
-        assert [int(tensor.sum()) for tensor in (of_hidden, first, begun)] == [0, 4 * num_rows, 4 * num_rows]
-        assert PartSpace(num_rows, 2, 4, 2, torch.float32).of(num_rows)[0].data_ptr() != of_hidden.data_ptr()  # in use
-        space.release()
-        return of_hidden.data_ptr()
-
-    kept = address(900)
-    assert address(900) == address(10) == kept
-    assert address(1001) != kept
-    assert address(900) == kept
-    with ThreadPoolExecutor(1) as other:
-        assert other.submit(address, 900).result() != kept
 
 
 def test_threads_compute_parts_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

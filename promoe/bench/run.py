@@ -136,21 +136,20 @@ class Bench:
     def _activation_bytes(self, sizes: Sizes) -> int:
         """What a layer's experts take between their matrices for the longest prompt, in the stock kernels: with what the
         activation function and the next product write, twice as much as comes out of the first."""
-        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
-        return (
-            2
-            * longest
-            * max(
-                top_k * nbytes // sizes.hidden_size
-                for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
-            )
+        widest = max(
+            top_k * nbytes // sizes.hidden_size for top_k, nbytes in zip(sizes.top_k, sizes.expert_bytes, strict=True)
         )
+        return 2 * self._longest * widest
 
     def _kept_bytes(self, sizes: Sizes) -> int:
         """What is kept of products after long prompts: two per expert, and a program for each number of rows that one had."""
-        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
-        mean = max(longest * top_k / count for top_k, count in zip(sizes.top_k, sizes.num_experts, strict=True))
+        mean = max(self._longest * top_k / count for top_k, count in zip(sizes.top_k, sizes.num_experts, strict=True))
         return PROGRAM_BYTES * min(MAX_PROGRAMS, int(2 * MOST_TIMES_MEAN * mean))
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
 
     def _refer(self, resident: Worker, task: Task) -> Reference:
         bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)

@@ -6,9 +6,11 @@ import pytest
 import torch
 from tiny_models import IMPLEMENTATIONS, build, token_ids
 
+from promoe import experts_forward
 from promoe.bench import in_place as under_test
 from promoe.bench.in_place import in_place
 from promoe.moe_layers import find_moe_layers
+from promoe.row_kernel import RowKernel
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -36,3 +38,24 @@ def test_every_layer_goes_through_this_librarys_products_and_then_no_more(
         assert torch.equal(found, expected)
         assert torch.equal(model(ids).logits, expected)
         assert len(run) == len(layers)
+
+
+def test_long_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_moe", dtype=torch.bfloat16, experts_implementation="grouped_mm")
+    layers = find_moe_layers(model)
+    parts: list[RowKernel] = []
+    part = RowKernel.part
+
+    def spy(kernel: RowKernel, *args):  # type: ignore[no-untyped-def]
+        parts.append(kernel)
+        return part(kernel, *args)
+
+    monkeypatch.setattr(RowKernel, "part", spy)
+    monkeypatch.setattr(experts_forward, "PART_BYTES", 1)
+    ids = token_ids(1, 40)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert not parts
+        with in_place(layers):
+            assert torch.equal(model(ids).logits, expected)
+    assert len(parts) >= 2 * len(layers)
