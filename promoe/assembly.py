@@ -24,7 +24,7 @@ from promoe.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.links.device import DeviceLink, Source
 from promoe.links.device_sources import PinnedSource, StagedSource
 from promoe.links.verified import VerifiedLink
-from promoe.memory import Pool, SlotPool
+from promoe.memory import NOTHING_PACKED, Pool, SlotPool
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, at_run_time
 from promoe.placement import place
@@ -38,6 +38,7 @@ from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
 from promoe.stores import HostStore, Store, first_chunks
+from promoe.stores.packed_store import PackedStore
 from promoe.threads import when_gone
 
 logger = logging.getLogger(__name__)
@@ -193,7 +194,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
     """
     layers, config = parts.layers, parts.config
     with ExitStack() as undo:
-        pools = [_pool(plan, parts.device) for plan in parts.plans]
+        pools = [_pool(plan, parts) for plan in parts.plans]
         if parts.device is not None:
             _say_what_is_exact(layers, parts.device)
             undo.callback(place(model, layers, parts.device))
@@ -228,9 +229,12 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
     return handle
 
 
-def _pool(plan: PoolPlan, device: Device | None) -> Pool:
+def _pool(plan: PoolPlan, parts: Parts) -> Pool:
     slots = plan.spec.num_slots
-    return SlotPool(plan.layout, slots) if device is None else DevicePool(plan.layout, slots, device)
+    if parts.device is not None:
+        return DevicePool(plan.layout, slots, parts.device)
+    packings = parts.store.packings[plan.layout] if isinstance(parts.store, PackedStore) else NOTHING_PACKED
+    return SlotPool(plan.layout, slots, packings=packings)
 
 
 def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:

@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 from promoe.devices import send
+from promoe.packed import PackedMatrix
 from promoe.slot_rows import SlotOrder, SlotRows, has_grouped_kernel
 
-# For each expert that can be used now: its tensors by parameter name, shaped like one row of the stack.
-ExpertRows = Mapping[int, Mapping[str, torch.Tensor]]
+# One of an expert's tensors, shaped like one row of the stack.
+Row = torch.Tensor | PackedMatrix
+# For each expert that can be used now: its tensors by parameter name.
+ExpertRows = Mapping[int, Mapping[str, Row]]
 
 
-class FirstRows(dict[int, Mapping[str, torch.Tensor]]):
+class FirstRows(dict[int, Mapping[str, Row]]):
     """The same of experts of which only the first tensors have come. They come again, whole; these may be left alone."""
 
 
@@ -72,11 +75,16 @@ class CallRows:
         return self._slot_order
 
     def row(self, expert: int, name: str) -> torch.Tensor:
-        """Tensor `name` of `expert`.
+        """Tensor `name` of `expert`; if that is packed, a copy as the model has it.
 
         Raises:
             AssertionError: the expert was not made ready for this call.
         """
+        row = self.packed_row(expert, name)
+        return row.dense() if isinstance(row, PackedMatrix) else row
+
+    def packed_row(self, expert: int, name: str) -> Row:
+        """The same as it is."""
         try:
             return self.rows[expert][name]
         except KeyError:
@@ -207,16 +215,21 @@ def _grouped_mm(
     assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
-    matrices = [call.row(expert, name) for expert in experts]  # raises where one is not ready
+    rows = [call.packed_row(expert, name) for expert in experts]  # raises where one is not ready
     if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x):
         stack = call.rows.stacks[name]
         return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if transposed else stack)
-    return products(x, [matrix.t() for matrix in matrices] if transposed else matrices, sizes, bank.shape[2])
+    return products(x, factors(rows, transposed), sizes, bank.shape[2])
+
+
+def factors(rows: Sequence[Row], transposed: bool) -> list[Row]:
+    """Rows as right factors `[in, out]`: those of the model's `[out, in]` are `transposed`, packed ones are it already."""
+    return [row.t() if transposed and isinstance(row, torch.Tensor) else row for row in rows]
 
 
 def products(
     x: torch.Tensor,
-    matrices: Sequence[torch.Tensor],
+    matrices: Sequence[Row],
     sizes: Sequence[int],
     width: int,
     out: torch.Tensor | None = None,
@@ -226,7 +239,10 @@ def products(
         out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
     for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
-        torch.mm(x_rows, matrix, out=out_rows)
+        if isinstance(matrix, PackedMatrix):
+            matrix.multiply(x_rows, out_rows)
+        else:
+            torch.mm(x_rows, matrix, out=out_rows)
     return out
 
 

@@ -18,6 +18,7 @@ from promoe.devices import open_device
 from promoe.errors import CheckpointError
 from promoe.moe_layers import MoELayer, model_type_of
 from promoe.opening import Progress, open_without_experts
+from promoe.packed_files import PackedChoice, open_packed
 from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.scheduler import ExpertKey
@@ -44,6 +45,7 @@ def from_pretrained(
     device: str | torch.device = "cpu",
     link: LinkChoice = "auto",
     config: PromoeConfig | None = None,
+    packed: PackedChoice = "auto",
     progress: Progress | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PreTrainedModel:
@@ -64,6 +66,8 @@ def from_pretrained(
             pinned RAM as far as it reaches (`PromoeConfig.pinned_bytes`).
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
         config: everything else, see `PromoeConfig`.
+        packed: folder of experts that `promoe pack` packed; "auto": that beside the checkpoint's files, if it is there and
+            fits; None: read the checkpoint's own files. On a CPU only.
         progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
         from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
 
@@ -84,17 +88,21 @@ def from_pretrained(
     opened = open_without_experts(
         path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.chunk_bytes, **from_pretrained_kwargs
     )
-    model, layers, store = opened.model, opened.layers, opened.store
+    model, layers, plain = opened.model, opened.layers, opened.store
+    store = plain
     try:
+        if target is None:
+            store = open_packed(layers, plain, packed, config.chunk_bytes)
         plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes(model, layers, target))
         chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
-        if target is None and config.bypass and sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts):
+        all_fit = sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts)
+        if target is None and config.bypass and all_fit and store is plain:
             load_all_experts(layers, store, progress)
             store.close()
             model.promoe = ResidentHandle(model, layers, config, "memory")
             return model
         parts = Parts(layers, store, plans, config, chosen, name, target)
-        attach(model, parts, link, restore=lambda: load_all_experts(layers, store))
+        attach(model, parts, link, restore=lambda: load_all_experts(layers, plain))
     except BaseException as error:
         store.close()
         if isinstance(error, OSError):  # a file went, or was replaced, since its header was read

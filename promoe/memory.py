@@ -12,6 +12,7 @@ import errno
 import logging
 import mmap
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ from promoe.errors import ConfigError
 from promoe.units import format_memory
 
 if TYPE_CHECKING:
-    from promoe.layout import ExpertLayout
+    from promoe.layout import ExpertLayout, TensorSpec
+    from promoe.packed import PackedMatrix, Packing
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLOT_ALIGNMENT_BYTES = 64
 # Linux 5.14; the mmap module of Python 3.10 to 3.13 does not name it.
 MADV_POPULATE_WRITE = 23
+NOTHING_PACKED: Mapping[str, Packing] = MappingProxyType({})
 POISON_BYTE = 0xFF  # every float dtype reads as NaN
 
 
@@ -125,11 +128,11 @@ class Pool(Protocol):
         """Where it starts."""
         ...
 
-    def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
+    def tensors(self, idx: int) -> Mapping[str, Any]:
         """Views over it by name, the same each time; to be read between `begin_read` and `end_read`."""
         ...
 
-    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, torch.Tensor]]:
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
         """Expert id -> the tensors of the slot that it is in, for kernels."""
         ...
 
@@ -160,12 +163,20 @@ class SlotPool:
         layout: how one expert lies in a slot.
         num_slots: at least 1.
         prefault: back all slots with memory now. By default a slot's pages appear when an expert is first loaded there.
+        packings: of the tensors that are packed, by name.
 
     Raises:
         ConfigError: no slots, or the system cannot map `num_slots * layout.slot_bytes`.
     """
 
-    def __init__(self, layout: ExpertLayout, num_slots: int, *, prefault: bool = False) -> None:
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        num_slots: int,
+        *,
+        prefault: bool = False,
+        packings: Mapping[str, Packing] = NOTHING_PACKED,
+    ) -> None:
         if num_slots < 1:
             raise ConfigError(
                 f"A slot pool needs at least 1 slot ({layout.slot_bytes} bytes). Got {num_slots} instead."
@@ -183,7 +194,8 @@ class SlotPool:
                 f"No memory for a cache of {num_slots} slots of {format_memory(layout.slot_bytes)}, "
                 f"{format_memory(self.nbytes)} in all. Choose a smaller cache. ({error})"
             ) from error
-        self._tensors: dict[int, Mapping[str, torch.Tensor]] = {}
+        self._packings = packings
+        self._tensors: dict[int, Mapping[str, torch.Tensor | PackedMatrix]] = {}
 
     def slot(self, idx: int) -> memoryview:
         """The writable bytes of slot `idx`, `layout.slot_bytes` long."""
@@ -195,8 +207,8 @@ class SlotPool:
         region, offset_bytes = self._locate(idx)
         return region.address + offset_bytes
 
-    def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
-        """Views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype.
+    def tensors(self, idx: int) -> Mapping[str, torch.Tensor | PackedMatrix]:
+        """Views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype, or a packed matrix.
 
         Created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned while
         it reads. Do not change the mapping.
@@ -205,14 +217,13 @@ class SlotPool:
         if cached is not None:
             return cached
         region, offset_bytes = self._locate(idx)
-        views = {
-            spec.name: region.tensor(offset_bytes + spec.offset_bytes, spec.shape, spec.dtype)
-            for spec in self.layout.tensors
-        }
+        views = {spec.name: self._view(region, offset_bytes, spec) for spec in self.layout.tensors}
         # One winner when two threads are first at once: setdefault is atomic.
         return self._tensors.setdefault(idx, views)
 
-    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, torch.Tensor]]:
+    def rows(
+        self, experts: Sequence[int], slots: Sequence[int]
+    ) -> Mapping[int, Mapping[str, torch.Tensor | PackedMatrix]]:
         """See `Pool.rows`."""
         return {expert: self.tensors(slot) for expert, slot in zip(experts, slots, strict=True)}
 
@@ -237,6 +248,12 @@ class SlotPool:
         """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
         self._tensors = {}
         self._region = None
+
+    def _view(self, region: HugePageRegion, slot_bytes: int, spec: TensorSpec) -> torch.Tensor | PackedMatrix:
+        packing, offset_bytes = self._packings.get(spec.name), slot_bytes + spec.offset_bytes
+        if packing is not None:
+            return packing.view(region.tensor(offset_bytes, (spec.nbytes,), torch.uint8))
+        return region.tensor(offset_bytes, spec.shape, spec.dtype)
 
     def _locate(self, idx: int) -> tuple[HugePageRegion, int]:
         assert self._region is not None, "the pool is closed"

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from promoe.bank import ExpertRows, products
+from promoe.bank import ExpertRows, factors, products
 from promoe.pairs import Selection
 from promoe.part_space import PartSpace
 
@@ -126,9 +126,7 @@ class RowKernel:
         self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`, in `out` if given."""
-        matrices = [rows[expert][name] for expert in selection.experts]
-        if not self._experts.is_transposed:
-            matrices = [matrix.t() for matrix in matrices]
+        matrices = factors([rows[expert][name] for expert in selection.experts], not self._experts.is_transposed)
         x = x.to(self._row_dtype)
         self._before_product()
         out = products(x, matrices, selection.sizes, matrices[0].shape[1], out)

@@ -1,6 +1,6 @@
 """Threads that move experts as the scheduler orders, and forwards that wait for them."""
 
 from promoe.engine.engine import Engine
-from promoe.engine.visit import EngineVisit, Rows
+from promoe.engine.visit import EngineVisit
 
-__all__ = ["Engine", "EngineVisit", "Rows"]
+__all__ = ["Engine", "EngineVisit"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 
-import torch
-
-from promoe.bank import FirstRows
+from promoe.bank import ExpertRows, FirstRows
 from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
 from promoe.errors import EngineStalledError
 from promoe.scheduler.visit import Visit
 from promoe.tracing import STALL
 
-Rows = Mapping[int, Mapping[str, torch.Tensor]]
 """Expert id -> its tensors in a slot, by parameter name."""
 
 # How often a waiting forward looks up to see whether anything moved at all.
@@ -115,7 +112,7 @@ class EngineVisit:
         """Whether a group can run without waiting."""
         return bool(self._group)
 
-    def all_rows(self) -> Rows | None:
+    def all_rows(self) -> ExpertRows | None:
         """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
         if len(self._group) < len(self._ids) and self._engine.forwards_copy:
             start_s, there = time.perf_counter(), self._group
@@ -126,7 +123,7 @@ class EngineVisit:
             self._stalled(start_s, time.perf_counter())
         return self._rows() if len(self._group) == len(self._ids) else None
 
-    def groups(self, at_once: bool = False, begin: bool = False) -> Iterator[Rows]:
+    def groups(self, at_once: bool = False, begin: bool = False) -> Iterator[ExpertRows]:
         """Groups of ready experts until all have run; waits where none is ready.
 
         Rows of a group are valid until the next one is asked for; of `FirstRows`, unless that raises: they lose their slot
@@ -154,7 +151,7 @@ class EngineVisit:
         assert self._visit is not None, "the visit is over"
         return self._visit
 
-    def _rows(self) -> Rows:
+    def _rows(self) -> ExpertRows:
         pool, visit = self._pool, self._granted
         self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
         for expert_idx, slot in zip(self._group, self._reading, strict=True):

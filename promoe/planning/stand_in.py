@@ -251,6 +251,7 @@ def _fill_slots(pool: SlotPool) -> None:
     patterns = {spec.dtype: _pattern(spec.dtype) for spec in pool.layout.tensors}
     for slot in range(pool.num_slots):
         for tensor in pool.tensors(slot).values():
+            assert isinstance(tensor, torch.Tensor), "nothing is packed here"
             for part in tensor.view(-1).split(PATTERN_ELEMENTS):
                 part.copy_(patterns[tensor.dtype][: len(part)])
 

@@ -1,0 +1,247 @@
+"""An expert's matrices as oneDNN lays them out to multiply by them, in the memory of a slot.
+
+For each product, oneDNN first brings a matrix from the model's layout into its own, which takes as long as a product with few
+rows. Matrices that are in that layout already spare it that. The bits are the same wherever oneDNN adds in the same order,
+which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`).
+
+The layout belongs to a processor and a version of oneDNN; `Packing.signature` tells one from another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+# Larger ones stay as they are: comparing takes some copies of a matrix.
+MOST_BYTES = 64 * 2**20
+# Of what is compared: columns of the matrix that cancel each other out, and what they are multiplied by.
+_PAIRS, _LARGE = 32, 2.0**16
+
+# (shape, transposed, dtype, threads, rows) -> whether the bits were the same.
+_VERDICTS: dict[tuple[Any, ...], bool] = {}
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How oneDNN lays out matrices of one shape.
+
+    Attributes:
+        shape: of the matrix as the model has it.
+        transposed: whether that is `[in, out]`; else `[out, in]`.
+        dtype: of its elements.
+        description: oneDNN's own, opaque.
+    """
+
+    shape: tuple[int, int]
+    transposed: bool
+    dtype: torch.dtype
+    description: bytes
+
+    @classmethod
+    def of(cls, shape: Sequence[int], transposed: bool, dtype: torch.dtype) -> Packing | None:
+        """That of this machine; None where there is none, or where it takes other memory than the matrix itself."""
+        if len(shape) != 2 or dtype != torch.bfloat16 or not _library().complete:
+            return None
+        rows, columns = shape
+        if rows * columns * dtype.itemsize > MOST_BYTES:
+            return None
+        return _packing((rows, columns), transposed, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a matrix, packed or not."""
+        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+
+    @property
+    def signature(self) -> str:
+        """Tells this layout from others: a checksum of a matrix packed in it."""
+        return _signature(self)
+
+    def pack(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The bytes `[nbytes]` of a matrix, packed."""
+        assert tuple(matrix.shape) == self.shape, (matrix.shape, self)
+        packed = _reorder(self._for_linear(matrix))
+        return torch.frombuffer(bytearray(_bytes_of(packed)), dtype=torch.uint8)
+
+    def view(self, memory: torch.Tensor) -> PackedMatrix:
+        """What is, or will be, packed in `memory` `[nbytes]`, which stays the caller's; it is read when multiplied by."""
+        assert memory.dtype == torch.uint8, memory.dtype
+        assert memory.numel() == self.nbytes, (memory.shape, self)
+        return PackedMatrix(self, _library().opaque(memory.data_ptr(), self._linear_shape, self.description), memory)
+
+    @property
+    def _linear_shape(self) -> tuple[int, int]:
+        """`[out, in]`, as linear layers have it."""
+        return (self.shape[1], self.shape[0]) if self.transposed else self.shape
+
+    def _for_linear(self, matrix: torch.Tensor) -> torch.Tensor:
+        return (matrix.t() if self.transposed else matrix).contiguous()
+
+
+class PackedMatrix:
+    """A packed matrix of an expert, in place of the tensor that it would be otherwise."""
+
+    __slots__ = ("_memory", "_opaque", "packing")
+
+    def __init__(self, packing: Packing, opaque: torch.Tensor, memory: torch.Tensor) -> None:
+        self.packing = packing
+        self._opaque = opaque
+        self._memory = memory  # which `opaque` does not keep alive
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`[in, out]`, as the right factor of a product."""
+        out_size, in_size = self.packing._linear_shape
+        return in_size, out_size
+
+    def dense(self) -> torch.Tensor:
+        """A copy as the model has it."""
+        linear = self._opaque.to_dense()
+        return linear.t().contiguous() if self.packing.transposed else linear
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """`x[P, in]` times the matrix into `out[P, out]`, with the bits of `torch.mm` and the model's layout."""
+        if x.dtype == self.packing.dtype and self._same_bits(len(x)):
+            out.copy_(_linear(x, self._opaque))
+        else:
+            dense = self.dense()
+            torch.mm(x, dense if self.packing.transposed else dense.t(), out=out)
+
+    def _same_bits(self, num_rows: int) -> bool:
+        packing = self.packing
+        key = (packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), num_rows)
+        verdict = _VERDICTS.get(key)
+        if verdict is None:
+            verdict = _VERDICTS[key] = _compare(packing, self.dense(), num_rows)
+            if not verdict:
+                logger.warning(
+                    "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which "
+                    "takes time. Consider opening the model with packed=None.",
+                    list(packing.shape),
+                    num_rows,
+                )
+        return verdict
+
+
+def _compare(packing: Packing, matrix: torch.Tensor, num_rows: int) -> bool:
+    """Whether a product of `num_rows` has the same bits either way, whatever is multiplied.
+
+    Pairs of columns are made alike, and multiplied by large numbers of opposite signs: what is added between them loses its
+    last bits and what is added elsewhere does not, so that another order of additions shows in many elements.
+    """
+    linear = matrix.t().contiguous() if packing.transposed else matrix
+    _, width = linear.shape
+    generator = torch.Generator().manual_seed(num_rows)
+    columns = torch.randperm(width, generator=generator)
+    num_pairs = min(_PAIRS, width // 2)
+    first, second = columns[:num_pairs], columns[num_pairs : 2 * num_pairs]
+    linear[:, second] = linear[:, first]
+    x = torch.randn((num_rows, width), generator=generator)
+    of_rows = torch.arange(num_rows)
+    pair = torch.randint(num_pairs, (num_rows,), generator=generator)
+    x[of_rows, first[pair]], x[of_rows, second[pair]] = _LARGE, -_LARGE
+    x = x.to(packing.dtype)
+    plain = torch.mm(x, linear.t().contiguous() if packing.transposed else linear.t())
+    return torch.equal(plain, _linear(x, _reorder(linear)))
+
+
+def _reorder(linear: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(linear, 1)  # type: ignore[no-any-return]
+
+
+def _linear(x: torch.Tensor, opaque: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, opaque, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _bytes_of(opaque: torch.Tensor) -> bytes:
+    ops: Any = torch.ops.mkldnn
+    return ctypes.string_at(ops.data_ptr(opaque), ops._nbytes(opaque))
+
+
+@cache
+def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> Packing | None:
+    try:
+        packed = _reorder(torch.zeros((shape[1], shape[0]) if transposed else shape, dtype=dtype))
+        description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
+        nbytes = torch.ops.mkldnn._nbytes(packed)
+    except (RuntimeError, AttributeError) as error:  # a processor, or a build of torch, without
+        logger.debug("no packing for %s: %s", shape, error)
+        return None
+    found = Packing(shape, transposed, dtype, description.numpy().tobytes())
+    return found if nbytes == found.nbytes else None
+
+
+@cache
+def _signature(packing: Packing) -> str:
+    count = packing.shape[0] * packing.shape[1]
+    # Every element of a matrix of less than 2**16 is another, and in larger ones those that are alike are far apart.
+    pattern = torch.arange(count, dtype=torch.int32).mul_(40503).to(torch.int16).view(packing.dtype).view(packing.shape)
+    return hashlib.sha256(packing.pack(pattern).numpy().data).hexdigest()
+
+
+class _Library:
+    """What of torch's C interface makes an opaque tensor over memory that is there already."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        try:
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+            self._create = library.aoti_torch_create_tensor_from_blob_v2
+            self._cpu = library.aoti_torch_device_type_cpu()
+            self._dtypes = {torch.bfloat16: library.aoti_torch_dtype_bfloat16()}
+            self._layout = library.aoti_torch_layout__mkldnn()
+            self._steal = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr
+            ops: Any = torch.ops.mkldnn
+            for name in (
+                "_reorder_linear_weight",
+                "_linear_pointwise",
+                "_get_mkldnn_serialized_md",
+                "data_ptr",
+                "_nbytes",
+            ):
+                getattr(ops, name)
+        except (OSError, AttributeError) as error:
+            logger.debug("no opaque tensors over memory: %s", error)
+            return
+        self._capsule = ctypes.pythonapi.PyCapsule_New
+        self._capsule.restype = ctypes.py_object
+        self._capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.complete = torch.backends.mkldnn.is_available()
+
+    def opaque(self, address: int, shape: tuple[int, int], description: bytes) -> torch.Tensor:
+        """A tensor in oneDNN's layout at `address`; the memory is not kept."""
+        handle = ctypes.c_void_p()
+        sizes, strides = (ctypes.c_int64 * 2)(*shape), (ctypes.c_int64 * 2)(shape[1], 1)
+        failed = self._create(
+            ctypes.c_void_p(address),
+            ctypes.c_int64(2),
+            sizes,
+            strides,
+            ctypes.c_int64(0),
+            ctypes.c_int32(self._dtypes[torch.bfloat16]),
+            ctypes.c_int32(self._cpu),
+            ctypes.c_int32(0),
+            ctypes.byref(handle),
+            ctypes.c_int32(self._layout),
+            description,
+            ctypes.c_int64(len(description)),
+        )
+        if failed:
+            raise RuntimeError(f"torch made no opaque tensor of shape {shape} (error {failed})")
+        with torch.inference_mode(False):
+            return self._steal(self._capsule(handle.value, None, None))
+
+
+@cache
+def _library() -> _Library:
+    return _Library()

@@ -1,0 +1,261 @@
+"""Packed experts in files: written once from a checkpoint (`promoe pack`), opened beside it.
+
+A folder has one safetensors file per MoE layer, whose only tensor `slots[E, slot_bytes]` holds each expert as it lies in a
+slot, and `packed.json`, which says of what files, and in which layout. It is written last: without it there is nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from promoe.layout import PAGE_BYTES, ExpertLayout
+from promoe.moe_layers import MoELayer
+from promoe.packed import Packing
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import read_expert
+from promoe.stores.packed_store import SLOTS, PackedStore, Packings
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
+from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.units import format_memory
+from promoe.untrusted import read_json
+
+logger = logging.getLogger(__name__)
+
+FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 1
+PackedChoice = str | os.PathLike[str] | Literal["auto"] | None
+Progress = Callable[[int, int], None]
+# Only of these are matrices multiplied here, not by the model's own code.
+IMPLEMENTATION = "grouped_mm"
+
+
+def packed_folder(store: SafetensorsStore) -> Path:
+    """Where packed experts are, if nothing else was said: beside the checkpoint's files."""
+    return store.files[0].path.parent / FOLDER
+
+
+def packings_of(layers: Sequence[MoELayer]) -> Packings:
+    """Of each layout, the tensors that can be packed on this machine, by name, and how."""
+    return {layer.layout: _packings_of_layer(layer) for layer in layers}
+
+
+def _packings_of_layer(layer: MoELayer) -> dict[str, Packing]:
+    experts: Any = layer.experts
+    if not layer.adapter.sums_rows or layer.implementation != IMPLEMENTATION:
+        return {}
+    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    found = {
+        spec.name: Packing.of(spec.shape, experts.is_transposed, spec.dtype)
+        for spec in layer.layout.tensors
+        if spec.name in names
+    }
+    return {name: packing for name, packing in found.items() if packing is not None}
+
+
+def write_packed(
+    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, progress: Progress | None = None
+) -> int:
+    """Pack the experts of a checkpoint into `folder`, in place of what was packed there.
+
+    Args:
+        layers: of the model.
+        store: its experts.
+        folder: made if it is not there.
+        progress: called as `progress(done_bytes, total_bytes)`.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        UnsupportedModelError: no matrix of this model can be packed on this machine.
+        ConfigError: there is too little room, or the folder cannot be written.
+        CheckpointError: an expert cannot be read.
+    """
+    packings = packings_of(layers)
+    if not any(packings.values()):
+        raise UnsupportedModelError(
+            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, experts "
+            "that run with experts_implementation='grouped_mm', and a processor and a build of torch for whose oneDNN matrices "
+            "have a layout of their own. Run the model as it is."
+        )
+    sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / INDEX).unlink(missing_ok=True)
+        _check_room(folder, sum(sizes), [_file_name(layer.layer_idx) for layer in layers])
+        for layer, done_bytes in zip(layers, _sums(sizes), strict=True):
+            _write_layer(layer, store, packings[layer.layout], folder / _file_name(layer.layer_idx))
+            if progress is not None:
+                progress(done_bytes, sum(sizes))
+        _write_whole(folder / INDEX, json.dumps(_index(layers, store, packings), indent=1).encode())
+    except OSError as error:
+        raise ConfigError(
+            f"Experts could not be packed into {folder}: {error}. Choose another folder with --out."
+        ) from error
+    return sum(sizes)
+
+
+def open_packed(
+    layers: Sequence[MoELayer], store: SafetensorsStore, choice: PackedChoice, chunk_bytes: int
+) -> SafetensorsStore:
+    """The packed experts of `store`, which they take over; or `store` itself.
+
+    Args:
+        layers: of the model.
+        store: the checkpoint.
+        choice: the folder of packed experts; "auto": that beside the checkpoint, if there is one and it fits; None: none.
+        chunk_bytes: longest chunk.
+
+    Raises:
+        ConfigError: the folder that was named has none that fit this checkpoint, machine and dtype.
+    """
+    if choice is None:
+        return store
+    folder = packed_folder(store) if choice == "auto" else Path(choice)
+    if choice == "auto" and not (folder / INDEX).is_file():
+        return store
+    try:
+        return _open(layers, store, folder, chunk_bytes)
+    except (OSError, ValueError, CheckpointError) as error:
+        message = (
+            f"The packed experts in {folder} cannot be used: {error} Pack them again (promoe pack), or open the model with "
+            "packed=None."
+        )
+        if choice != "auto":
+            raise ConfigError(message) from error
+        logger.warning("%s The checkpoint's own files are read.", message)
+        return store
+
+
+def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chunk_bytes: int) -> PackedStore:
+    index = read_json(folder / INDEX)
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise ValueError(f"{INDEX} is not in format {FORMAT}.")
+    packings = packings_of(layers)
+    expected = json.loads(json.dumps(_index(layers, store, packings)))
+    for key, what in _WHAT.items():
+        if index.get(key) != expected[key]:
+            raise ValueError(f"They are of {what}.")
+    files = SafetensorsFiles.open([folder / _file_name(layer.layer_idx) for layer in layers])
+    try:
+        for layer, file in zip(layers, files.files, strict=True):
+            found = {name: (tensor.dtype_name, tensor.shape) for name, tensor in file.tensors.items()}
+            shape = (layer.num_experts, layer.layout.slot_bytes)
+            if found != {SLOTS: ("U8", shape)}:
+                raise ValueError(f"{file.path.name} has {found} where {shape} bytes of slots are expected.")
+        return PackedStore(files, store, packings, chunk_bytes)
+    except BaseException:
+        files.close()
+        raise
+
+
+# What differs if an entry of the index does.
+_WHAT = {
+    "checkpoint": "other files, or the checkpoint was written since",
+    "layers": "another model, or another dtype",
+    "packings": "another processor, version of torch or experts implementation, whose layout of matrices is another",
+}
+
+
+def _index(layers: Sequence[MoELayer], store: SafetensorsStore, packings: Packings) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "checkpoint": [
+            {
+                "name": file.path.name,
+                "size_bytes": file.fingerprint.size_bytes,
+                "modified_ns": file.fingerprint.modified_ns,
+                "header_crc": file.fingerprint.header_crc,
+            }
+            for file in store.files
+        ],
+        "layers": [_layer_entry(layer.name, layer.num_experts, layer.layout) for layer in layers],
+        "packings": [_packing_entry(packings[layer.layout]) for layer in layers],
+    }
+
+
+def _layer_entry(name: str, num_experts: int, layout: ExpertLayout) -> dict[str, Any]:
+    tensors = [[spec.name, list(spec.shape), str(spec.dtype), spec.offset_bytes] for spec in layout.tensors]
+    return {"name": name, "num_experts": num_experts, "slot_bytes": layout.slot_bytes, "tensors": tensors}
+
+
+def _packing_entry(packings: Mapping[str, Packing]) -> dict[str, str]:
+    return {name: packing.signature for name, packing in packings.items()}
+
+
+def _file_name(layer_idx: int) -> str:
+    return f"layer-{layer_idx:05}.safetensors"
+
+
+def _sums(sizes: Sequence[int]) -> list[int]:
+    return [sum(sizes[: idx + 1]) for idx in range(len(sizes))]
+
+
+def _check_room(folder: Path, nbytes: int, names: Sequence[str]) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    free_bytes += sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    if nbytes > free_bytes:
+        raise ConfigError(
+            f"Packed experts take {format_memory(nbytes)}; {format_memory(free_bytes)} are free in {folder}. Free some, or "
+            "choose another folder with --out."
+        )
+
+
+def _write_layer(layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing], path: Path) -> None:
+    shape = [layer.num_experts, layer.layout.slot_bytes]
+    header = json.dumps({SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]}}).encode()
+    # So that slots begin at pages, as O_DIRECT wants them; the format allows spaces at the end.
+    header = header.ljust(PAGE_BYTES - HEADER_LENGTH_BYTES)
+    slot = bytearray(layer.layout.slot_bytes)
+    path.unlink(missing_ok=True)  # a model that reads it keeps the one that it has
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(HEADER_LENGTH_BYTES, "little") + header)
+        for expert_idx in range(layer.num_experts):
+            _read(store, ExpertKey(layer.layer_idx, expert_idx), slot)
+            _pack_in_place(slot, layer.layout, packings)
+            file.write(slot)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
+    try:
+        read_expert(store, key, memoryview(slot))
+    except OSError as error:
+        raise CheckpointError(
+            f"Expert {key.expert_idx} of MoE layer {key.layer_idx} could not be read: {error}. Nothing is packed now; mend the "
+            "cause and try again."
+        ) from error
+
+
+def _pack_in_place(slot: bytearray, layout: ExpertLayout, packings: Mapping[str, Packing]) -> None:
+    for name, packing in packings.items():
+        spec = layout[name]
+        count = spec.nbytes // spec.dtype.itemsize
+        matrix = torch.frombuffer(slot, dtype=spec.dtype, count=count, offset=spec.offset_bytes).view(spec.shape)
+        packed = packing.pack(matrix)
+        if not torch.equal(packing.view(packed).dense().view(torch.int16), matrix.view(torch.int16)):
+            raise UnsupportedModelError(
+                f"{name} {list(spec.shape)}, packed and unpacked, is another matrix on this machine: a fault of this version "
+                f"of torch ({torch.__version__}). Run the model as it is."
+            )
+        slot[spec.offset_bytes : spec.end_bytes] = packed.numpy().data
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,36 @@
+"""`promoe pack`: a checkpoint's experts, packed once for the processor at hand."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+from promoe.opening import open_headers
+from promoe.packed_files import packed_folder, write_packed
+from promoe.units import format_memory, format_seconds
+
+
+def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | None, stdout: TextIO) -> None:
+    """Pack, and say what came of it.
+
+    Raises:
+        PromoeError: as `open_headers` and `write_packed`.
+    """
+    opened = open_headers(path_or_id, dtype=dtype)
+    start_s = time.perf_counter()
+    with closing(opened.store) as store, tqdm(unit="B", unit_scale=True, disable=None, desc="packing") as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        folder = packed_folder(store) if out is None else out
+        nbytes = write_packed(opened.layers, store, folder, progress)
+    took = format_seconds(time.perf_counter() - start_s)
+    how = "It is used from now on." if out is None else f"Open the model with packed={str(folder)!r}."
+    print(f"{format_memory(nbytes)} of experts packed into {folder} in {took}. {how}", file=stdout)
