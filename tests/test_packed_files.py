@@ -27,7 +27,9 @@ from promoe.packing import run_pack
 from promoe.resident import ResidentHandle
 from promoe.stores.packed_store import PackedStore
 
-pytestmark = pytest.mark.skipif(Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here")
+pytestmark = pytest.mark.skipif(
+    Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"
+)
 
 
 @pytest.fixture(scope="module")

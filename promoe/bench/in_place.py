@@ -1,34 +1,49 @@
 """The unmodified model's experts where they are, computed as this library computes them: the least that a prompt takes.
 
-For a long prompt that is less than the unmodified model itself takes (`experts_forward`), so that it bounds the others.
+For a long prompt, and with packed experts, that is less than the unmodified model itself takes, so that it bounds the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 
+from promoe.bank import ExpertRows, Row
 from promoe.chosen import chosen_experts
 from promoe.experts_forward import run_resident
 from promoe.moe_layers import MoELayer
+from promoe.packed import Packing
+from promoe.packed_files import packings_of
 from promoe.seam import attach
 
 
+def rows_of(layers: Sequence[MoELayer], packed: bool) -> list[ExpertRows]:
+    """All experts of each layer, as they are, or packed where they can be (in other memory, as much again)."""
+    packings = packings_of(layers) if packed else {}
+    return [_rows(layer, packings.get(layer.layout, {})) for layer in layers]
+
+
+def _rows(layer: MoELayer, packings: Mapping[str, Packing]) -> ExpertRows:
+    def row(name: str, tensor: torch.Tensor) -> Row:
+        packing = packings.get(name)
+        return tensor if packing is None else packing.view(packing.pack(tensor))
+
+    stacks = layer.rows()
+    return {expert: {name: row(name, stacks[name][expert]) for name in stacks} for expert in range(layer.num_experts)}
+
+
 @contextmanager
-def in_place(layers: Sequence[MoELayer]) -> Iterator[None]:
+def in_place(layers: Sequence[MoELayer], rows: Sequence[ExpertRows]) -> Iterator[None]:
     """While it lasts, the experts of `layers`, all of them in memory, go through this library's products."""
     with ExitStack() as undo:
-        for layer in layers:
-            undo.callback(attach(layer, _run(layer), lambda *args: None))
+        for layer, of_layer in zip(layers, rows, strict=True):
+            undo.callback(attach(layer, _run(layer, of_layer), lambda *args: None))
         yield
 
 
-def _run(layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    stacks = layer.rows()
-    rows = {expert: {name: stack[expert] for name, stack in stacks.items()} for expert in range(layer.num_experts)}
-
+def _run(layer: MoELayer, rows: ExpertRows) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, _ = chosen_experts(index)
         return run_resident(layer, hidden, index, weights, rows, tokens)

@@ -26,6 +26,7 @@ class Row:
         answers: one per measured prompt, in order; fewer where it failed.
         ttft_bound_s: least possible, median over the prompts; None for systems that are not this library's.
         tpot_bound_s: likewise.
+        tpot_unmodified_s: the same where computing takes as long as in the unmodified model; None: experts are not packed.
         tpot_shared_s: the same where computing and reading slow each other as measured; None: they do not.
         prefill: what this library counted while it read prompts.
         decode: what it counted while it generated.
@@ -38,6 +39,7 @@ class Row:
     answers: list[Generation] = field(default_factory=list)
     ttft_bound_s: float | None = None
     tpot_bound_s: float | None = None
+    tpot_unmodified_s: float | None = None
     tpot_shared_s: float | None = None
     prefill: PhaseStats | None = None
     decode: PhaseStats | None = None
@@ -66,6 +68,7 @@ class Row:
             "tpot_s": _known(self.tpot.value),
             "tpot_interval_s": [_known(self.tpot.low), _known(self.tpot.high)],
             "tpot_bound_s": self.tpot_bound_s,
+            "tpot_unmodified_s": self.tpot_unmodified_s,
             "tpot_shared_s": self.tpot_shared_s,
             "peak_rss_bytes": self.peak_rss_bytes,
             "peak_limited_bytes": self.peak_limited_bytes,

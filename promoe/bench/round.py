@@ -37,12 +37,13 @@ class Reference:
 
 @dataclass
 class _Measured:
-    """What one task gave, by system, and how long reading each prompt takes this library at least: nothing is missing."""
+    """What one task gave, by system, and how long it takes this library at least: nothing is missing, packed or not."""
 
     answers: dict[str, list[Generation]] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     in_place: list[Generation] = field(default_factory=list)
+    packed: bool = False
 
 
 class Round:
@@ -136,7 +137,8 @@ class Round:
         )
 
     def _measure_task(self, reference: Reference, workers: dict[str, Worker]) -> _Measured:
-        found = _Measured({name: [] for name in workers})
+        packed = any(worker.facts().packed for worker in workers.values())
+        found = _Measured({name: [] for name in workers}, packed=packed)
         prompts = reference.task.prompts
         with tqdm(total=len(workers) * len(prompts), unit="answer", disable=None, leave=False) as bar:
             bar.set_description(f"cache {self._cache}, {reference.task.name}")
@@ -154,7 +156,10 @@ class Round:
                     except WorkerError as error:
                         self._errors[name] = str(error)
                     bar.update()
-                in_place = self._resident.answer(replace(prompt, new_tokens=1, in_place=True)).generation
+                # Packed or not makes a difference to every token; of others it is the same products but for long prompts.
+                new_tokens = prompt.new_tokens if packed else 1
+                asked = replace(prompt, new_tokens=new_tokens, in_place=True, packed=packed)
+                in_place = self._resident.answer(asked).generation
                 _check("in place", number, in_place, expected.generation)
                 if number > 0:  # the first time proves the rows, too, which takes longer
                     found.in_place.append(in_place)
@@ -173,7 +178,10 @@ class Round:
     ) -> Table:
         reference = self._references[number]
         compute = found.answers.get(RESIDENT) or [answer.generation for answer in reference.answers[1:]]
-        prompts_s = [min(both) for both in zip(ttfts_s(compute), ttfts_s(found.in_place), strict=True)]
+        unmodified_s = tokens_s = tpots_s(compute)
+        prompts_s = _least(ttfts_s(compute), ttfts_s(found.in_place))
+        if found.packed:
+            tokens_s = _least(unmodified_s, tpots_s(found.in_place))
         rows = []
         for system in self._bench.systems:
             name = system.name
@@ -184,9 +192,11 @@ class Round:
                     row.prefill, row.decode = facts.stats.prefill, facts.stats.decode
                     prompt_bytes, token_bytes = zip(*missed[name][number], strict=True)
                     row.ttft_bound_s = median_bound(prompts_s, prompt_bytes, bandwidth)
-                    row.tpot_bound_s = median_bound(tpots_s(compute), token_bytes, bandwidth)
+                    row.tpot_bound_s = median_bound(tokens_s, token_bytes, bandwidth)
+                    if found.packed:
+                        row.tpot_unmodified_s = median_bound(unmodified_s, token_bytes, bandwidth)
                     if contention is not None:
-                        row.tpot_shared_s = median_bound(tpots_s(compute), token_bytes, bandwidth, contention)
+                        row.tpot_shared_s = median_bound(tokens_s, token_bytes, bandwidth, contention)
             rows.append(row)
         return Table(
             self._cache, reference.task.name, self._limit_bytes, bandwidth, rows, contention, median(prompts_s)
@@ -205,6 +215,11 @@ class Round:
                 of_task.append((float(own[0][1]), ratio(sum(decode), len(decode))))
             found.append(of_task[1:])
         return found
+
+
+def _least(one_s: Sequence[float], other_s: Sequence[float]) -> list[float]:
+    """Prompt by prompt."""
+    return [min(both) for both in zip(one_s, other_s, strict=True)]
 
 
 def _check(name: str, number: int, answer: Generation, expected: Generation) -> None:

@@ -130,8 +130,22 @@ def table_lines(table: Table) -> Iterator[str]:
             f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, as the unmodified model "
             "or as this library runs its experts, whichever is less: `bound` counts that."
         )
+    if any(row.tpot_unmodified_s is not None for row in table.rows) and table.task == GENERATE:
+        yield f"- {_packed_words(table)}"
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
+
+
+def _packed_words(table: Table) -> str:
+    times = ", ".join(
+        f"{row.system.name} {_times(row.tpot.value, row.tpot_unmodified_s)}"
+        for row in table.rows
+        if row.answers and row.tpot_unmodified_s is not None
+    )
+    return (
+        "Experts are packed: `bound` counts what computing takes with packed ones. TPOT over max(C, B / W) with the unmodified "
+        f"model's C: {times}."
+    )
 
 
 def _contention_words(found: Contention, bandwidth: float) -> str:

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch
 import transformers
 from transformers import StoppingCriteria
 
-from promoe.bench.in_place import in_place
+from promoe.bank import ExpertRows
+from promoe.bench.in_place import in_place, rows_of
 from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.bound import RoutedPass, RoutingRecorder
@@ -36,6 +37,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.scheduler import SchedulerConfig
 from promoe.sizes import plan_pools
 from promoe.stats import Stats
+from promoe.stores.packed_store import PackedStore
 
 # Of a system that takes seconds per token, a few tokens tell enough.
 FEWEST_TOKENS = 4
@@ -79,6 +81,7 @@ class Prompt:
         pad_token_id: for `model.generate`.
         record: also return the routing; such an answer is slower.
         in_place: of the unmodified model: run its experts as this library does.
+        packed: then with packed experts.
     """
 
     ids: Sequence[int]
@@ -87,6 +90,7 @@ class Prompt:
     pad_token_id: int | None
     record: bool = False
     in_place: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ class Facts:
         stats: of a system of this library.
         scheduler: its sizes and policy.
         reader: how it reads files, if it does.
+        packed: whether its experts are packed.
         peak_rss_bytes: most memory that the process had in use, mapped files included.
     """
 
@@ -120,6 +125,7 @@ class Facts:
     scheduler: SchedulerConfig | None
     reader: Reader | None
     peak_rss_bytes: int
+    packed: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,7 @@ class _Server:
     def __init__(self) -> None:
         self._model: Any = None
         self._handle: Any = None
+        self._rows: dict[bool, list[ExpertRows]] = {}  # for `in_place`, packed or not
 
     def open(self, opening: Opening) -> None:
         torch.set_num_threads(opening.threads)
@@ -218,7 +225,7 @@ class _Server:
         ids = torch.tensor([list(prompt.ids)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with (
-            in_place(self._layers()) if prompt.in_place else nullcontext(),
+            self._in_place(prompt.packed) if prompt.in_place else nullcontext(),
             RoutingRecorder(self._model, self._layers()) if prompt.record else nullcontext() as recorder,
         ):
             generation = generate(
@@ -231,6 +238,12 @@ class _Server:
                 stopping_criteria=[_TimeIsUp(prompt.seconds, ids.shape[1])],
             )
             return Answer(generation, [] if recorder is None else recorder.take())
+
+    def _in_place(self, packed: bool) -> AbstractContextManager[None]:
+        layers = self._layers()
+        if packed not in self._rows:
+            self._rows[packed] = rows_of(layers, packed)
+        return in_place(layers, self._rows[packed])
 
     def sizes(self, _: None) -> Sizes:
         layers = self._layers()
@@ -267,7 +280,8 @@ class _Server:
             return Facts(None, None, None, peak_bytes)
         engine = self._handle.runtime.engine
         reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
-        return Facts(self._handle.stats(), engine.scheduler.config, reader, peak_bytes)
+        packed = isinstance(engine.store, PackedStore)
+        return Facts(self._handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -8,8 +8,9 @@ from tiny_models import IMPLEMENTATIONS, build, token_ids
 
 from promoe import experts_forward
 from promoe.bench import in_place as under_test
-from promoe.bench.in_place import in_place
+from promoe.bench.in_place import in_place, rows_of
 from promoe.moe_layers import find_moe_layers
+from promoe.packed import PackedMatrix, Packing
 from promoe.row_kernel import RowKernel
 
 
@@ -32,7 +33,7 @@ def test_every_layer_goes_through_this_librarys_products_and_then_no_more(
     with torch.no_grad():
         expected = model(ids).logits
         assert run == []
-        with in_place(layers):
+        with in_place(layers, rows_of(layers, packed=False)):
             found = model(ids).logits
         assert run == [layer.name for layer in layers]
         assert torch.equal(found, expected)
@@ -56,6 +57,20 @@ def test_long_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         expected = model(ids).logits
         assert not parts
-        with in_place(layers):
+        with in_place(layers, rows_of(layers, packed=False)):
             assert torch.equal(model(ids).logits, expected)
     assert len(parts) >= 2 * len(layers)
+
+
+@pytest.mark.skipif(Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here")
+def test_packed_experts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("qwen3_moe", dtype=torch.bfloat16, experts_implementation="grouped_mm", hidden=64, intermediate=64)
+    layers = find_moe_layers(model)
+    rows = rows_of(layers, packed=True)
+    names = {name for of_layer in rows for name, row in of_layer[0].items() if isinstance(row, PackedMatrix)}
+    assert names == {"gate_up_proj", "down_proj"}
+    ids = token_ids(1, 40)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with in_place(layers, rows):
+            assert torch.equal(model(ids).logits, expected)

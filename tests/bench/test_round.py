@@ -15,12 +15,18 @@ from promoe.bench.worker import Answer, Facts
 from promoe.measure import Generation
 
 
-def generations(*ttfts_s: float) -> list[Generation]:
-    return [Generation((5, 6), ttft_s, (0.1,)) for ttft_s in ttfts_s]
+def generations(*ttfts_s: float, tpot_s: float = 0.1) -> list[Generation]:
+    return [Generation((5, 6), ttft_s, (tpot_s,)) for ttft_s in ttfts_s]
 
 
-def table(resident_s: list[float], in_place_s: list[float], prompt_bytes: float) -> Table:
-    """Of a round that measured three prompts, over a link of 1 GB/s."""
+def table(
+    resident_s: list[float],
+    in_place_s: list[float],
+    prompt_bytes: float,
+    packed: bool = False,
+    in_place_tpot_s: float = 0.05,
+) -> Table:
+    """Of a round that measured three prompts, over a link of 1 GB/s, with tokens of 100 ms in the unmodified model."""
     round_: Any = object.__new__(Round)
     systems = [KNOWN["resident"], KNOWN["next-use"]]
     round_._bench = SimpleNamespace(systems=systems)
@@ -32,7 +38,8 @@ def table(resident_s: list[float], in_place_s: list[float], prompt_bytes: float)
         answers={"resident": generations(*resident_s), "next-use": generations(9.0, 9.0, 9.0)},
         facts={"next-use": Facts(stats, None, None, 0)},
         peaks={"next-use": None},
-        in_place=generations(*in_place_s),
+        in_place=generations(*in_place_s, tpot_s=in_place_tpot_s),
+        packed=packed,
     )
     result: Table = round_._table(0, found, {"next-use": [[(prompt_bytes, 1e6)] * 3]}, 1e9, None)
     return result
@@ -58,3 +65,14 @@ def test_a_prompt_takes_no_less_than_what_it_misses_takes_over_the_link() -> Non
     found = table([2.0, 3.0, 4.0], [1.0, 1.5, 1.25], prompt_bytes=7e9)
     assert found.rows[1].ttft_bound_s == pytest.approx(7.0)
     assert found.rows[0].ttft_bound_s is None
+
+
+@pytest.mark.parametrize(("in_place_tpot_s", "bound_s"), [(0.05, 0.05), (0.2, 0.1)])
+def test_a_token_takes_no_less_than_computing_it_with_packed_experts(in_place_tpot_s: float, bound_s: float) -> None:
+    times = ([2.0, 3.0, 4.0], [1.0, 1.5, 1.25], 0.5e9)
+    row = table(*times, packed=True, in_place_tpot_s=in_place_tpot_s).rows[1]
+    assert row.tpot_bound_s == pytest.approx(bound_s)
+    assert row.tpot_unmodified_s == pytest.approx(0.1)
+    row = table(*times, packed=False, in_place_tpot_s=in_place_tpot_s).rows[1]
+    assert row.tpot_bound_s == pytest.approx(0.1)
+    assert row.tpot_unmodified_s is None

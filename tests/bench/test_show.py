@@ -47,6 +47,14 @@ def test_what_computing_a_prompt_takes_is_said_where_prompts_are_read() -> None:
     assert words not in "\n".join(table_lines(replace(table(), prompt_compute_s=0.25)))
 
 
+def test_packed_experts_are_set_against_the_unmodified_models_computing_too() -> None:
+    found = table()
+    assert "packed" not in "\n".join(table_lines(found))
+    packed = [replace(one, tpot_unmodified_s=2 * one.tpot.value) if one.answers else one for one in found.rows[:1]]
+    text = "\n".join(table_lines(replace(found, rows=[*packed, *found.rows[1:]])))
+    assert f"with the unmodified model's C: {found.rows[0].system.name} 0.50." in text
+
+
 def test_a_time_below_its_bound_is_a_measuring_error() -> None:
     assert impossible(table()) == []
     wrong = replace(table(), rows=[row("gate", 0.1, bound_s=0.104)])
