@@ -2,10 +2,11 @@
 
     python benchmarks/packed.py [--cache 25% 50% 75% 100%] [--json promoe-out/benchmarks/packed.json]
 
-1. One token times one expert's matrices, of the shapes of some models: `torch.mm` over the model's layout and the packed one, 24
-   experts one after the other, so that no cache holds them; and what reading the bytes alone takes (`sum`), the physical bound.
-2. The widened demo model (experts 128 times as wide): unmodified, patched without and with packed experts, in turn at each held-out
-   prompt; logits are compared bit by bit. The first prompt, which fills slots and compares products, is not counted. Files are
+1. One token times one expert's matrices, of the shapes of some models: `torch.mm` over the model's layout and the packed
+   one, 24 experts one after the other, so that no cache holds them; and what reading the bytes alone takes (`sum`), the
+   physical bound.
+2. The widened demo model (experts 128 times as wide): unmodified, patched without and with packed experts, in turn at each
+   held-out prompt; logits are compared bit by bit. The first prompt, which fills slots and compares products, is not counted. Files are
    read as `read_mode="auto"` chooses. The models are open at once, and memory is not limited.
 """
 
@@ -26,7 +27,7 @@ from promoe.demo.example import find_example
 from promoe.demo.systems import load_stock
 from promoe.measure import estimate, paired_speedup
 from promoe.opening import open_headers
-from promoe.packed import Packing
+from promoe.packed import PackedMatrix, Packing
 from promoe.packed_files import FOLDER, INDEX, packed_folder, write_packed
 
 EXPERTS, ROUNDS, REPEAT = 24, 9, 128
@@ -40,6 +41,18 @@ def seconds(run: Callable[[Any], object], operands: list[Any]) -> float:
     return (time.perf_counter() - start) / len(operands)
 
 
+def interleaved(plain: list[torch.Tensor], packed: list[PackedMatrix]) -> dict[str, list[float]]:
+    """Seconds per matrix and round; the first round compares."""
+    out_size, in_size = plain[0].shape
+    x, out = torch.randn(1, in_size).to(torch.bfloat16), torch.empty(1, out_size, dtype=torch.bfloat16)
+    times: dict[str, list[float]] = {"plain": [], "packed": [], "bytes": []}
+    for _ in range(ROUNDS + 1):
+        times["plain"].append(seconds(lambda matrix: torch.mm(x, matrix.t(), out=out), plain))
+        times["packed"].append(seconds(lambda matrix: matrix.multiply(x, out), packed))
+        times["bytes"].append(seconds(lambda matrix: matrix.view(torch.int64).sum(), plain))
+    return times
+
+
 def one_product(name: str, hidden: int, intermediate: int) -> list[dict[str, object]]:
     """Both matrices of an expert, of one family's sizes."""
     rows: list[dict[str, object]] = []
@@ -49,12 +62,7 @@ def one_product(name: str, hidden: int, intermediate: int) -> list[dict[str, obj
             continue
         plain = [torch.randn(shape).to(torch.bfloat16) for _ in range(EXPERTS)]
         packed = [packing.view(packing.pack(matrix)) for matrix in plain]
-        x, out = torch.randn(1, shape[1]).to(torch.bfloat16), torch.empty(1, shape[0], dtype=torch.bfloat16)
-        times: dict[str, list[float]] = {"plain": [], "packed": [], "bytes": []}
-        for _ in range(ROUNDS + 1):
-            times["plain"].append(seconds(lambda matrix: torch.mm(x, matrix.t(), out=out), plain))
-            times["packed"].append(seconds(lambda matrix: matrix.multiply(x, out), packed))
-            times["bytes"].append(seconds(lambda matrix: matrix.view(torch.int64).sum(), plain))
+        times = interleaved(plain, packed)
         us = {kind: 1e6 * estimate(values[1:]).value for kind, values in times.items()}
         gain = paired_speedup(times["plain"][1:], times["packed"][1:])
         print(
