@@ -6,8 +6,8 @@
    one, 24 experts one after the other, so that no cache holds them; and what reading the bytes alone takes (`sum`), the
    physical bound.
 2. The widened demo model (experts 128 times as wide): unmodified, patched without and with packed experts, in turn at each
-   held-out prompt; logits are compared bit by bit. The first prompt, which fills slots and compares products, is not counted. Files are
-   read as `read_mode="auto"` chooses. The models are open at once, and memory is not limited.
+   held-out prompt; logits are compared bit by bit. The first prompt, which fills slots and compares products, is not
+   counted. Files are read as `read_mode="auto"` chooses. The models are open at once, and memory is not limited.
 """
 
 from __future__ import annotations
