@@ -27,7 +27,7 @@ MOST_BYTES = 64 * 2**20
 # Of what is compared: columns of the matrix that cancel each other out, and what they are multiplied by.
 _PAIRS, _LARGE = 32, 2.0**16
 
-# (shape, transposed, dtype, threads, rows) -> whether the bits were the same.
+# (shape, transposed, dtype, threads, whether torch uses oneDNN, rows) -> whether the bits were the same.
 _VERDICTS: dict[tuple[Any, ...], bool] = {}
 
 
@@ -119,7 +119,8 @@ class PackedMatrix:
 
     def _same_bits(self, num_rows: int) -> bool:
         packing = self.packing
-        key = (packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), num_rows)
+        with_onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags may switch it off
+        key = (packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), with_onednn, num_rows)
         verdict = _VERDICTS.get(key)
         if verdict is None:
             verdict = _VERDICTS[key] = _compare(packing, self.dense(), num_rows)

@@ -87,6 +87,7 @@ def write_packed(
             "that run with experts_implementation='grouped_mm', and a processor and a build of torch for whose oneDNN matrices "
             "have a layout of their own. Run the model as it is."
         )
+    _check_stored(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -199,6 +200,18 @@ def _file_name(layer_idx: int) -> str:
 
 def _sums(sizes: Sequence[int]) -> list[int]:
     return [sum(sizes[: idx + 1]) for idx in range(len(sizes))]
+
+
+def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
+    """Refuse what would have to be read in more bytes than now."""
+    for layer in layers:
+        stored_bytes = sum(chunk.source_nbytes for chunk in store.chunks(ExpertKey(layer.layer_idx, 0)))
+        if stored_bytes < layer.layout.payload_bytes:
+            raise UnsupportedModelError(
+                f"The experts of {layer.name!r} are stored in {format_memory(stored_bytes)} each (in fewer bits), and would "
+                f"take {format_memory(layer.layout.payload_bytes)} packed: reading them would take longer than packing "
+                "saves. Run the model as it is."
+            )
 
 
 def _check_room(folder: Path, nbytes: int, names: Sequence[str]) -> None:

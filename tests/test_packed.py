@@ -147,3 +147,14 @@ def test_signatures_tell_layouts_apart() -> None:
     again = Packing.of(SHAPES[0], False, BF16)
     assert again is not None
     assert again.signature == signatures[0]
+
+
+@needs_packing
+@pytest.mark.filterwarnings("ignore:TF32")
+def test_it_is_compared_anew_where_torch_goes_without_onednn() -> None:
+    matrix, x = torch.randn(192, 512).to(BF16), torch.randn(4, 512).to(BF16)
+    found = packed(matrix, False)
+    assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+    assert len(under_test._VERDICTS) == 2

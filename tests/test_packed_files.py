@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
 from tiny_models import build, token_ids
 from transformers import AutoModelForCausalLM
@@ -199,6 +200,13 @@ def test_what_is_replaced_under_a_model_is_not_served(copied: Path) -> None:
 def test_nothing_to_pack(tmp_path: Path) -> None:
     build("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="bfloat16"):
+        run_pack(tmp_path, None, None, io.StringIO())
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_experts_in_fewer_bits_are_not_packed(tmp_path: Path) -> None:
+    write_fp8(tmp_path, hidden=64, intermediate=64)
+    with pytest.raises(UnsupportedModelError, match=r"stored in .* each \(in fewer bits\), and would take .* packed"):
         run_pack(tmp_path, None, None, io.StringIO())
     assert not (tmp_path / FOLDER).exists()
 
