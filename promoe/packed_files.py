@@ -142,7 +142,7 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ValueError(f"{INDEX} is not in format {FORMAT}.")
     packings = packings_of(layers)
-    expected = json.loads(json.dumps(_index(layers, store, packings)))
+    expected = _index(layers, store, packings)
     for key, what in _WHAT.items():
         if index.get(key) != expected[key]:
             raise ValueError(f"They are of {what}.")
