@@ -156,13 +156,16 @@ def test_failed_prefetch(way: str, kind: FaultKind) -> None:
 def test_faults_of_all_kinds(way: str, seed: int) -> None:
     """Whatever comes, an answer is right or an error, and in the end it is right.
 
-    How many transfers a prompt takes is up to the threads, and so is which of them fail: prompts are asked until enough
-    of both have been seen.
+    How many transfers a prompt takes is up to the threads, and so is which of them fail and whether anyone waits for
+    those: prompts are asked over a good link and a bad one in turn until enough of both have been seen.
     """
     kinds: tuple[FaultKind, ...] = ("failed", "short", "torn", "bug", "no_memory", "slow")
-    with faulty(way, seeded(seed, dict.fromkeys(kinds, 0.001))) as (model, link):
+    good, bad = (seeded(seed, dict.fromkeys(kinds, share)) for share in (2e-4, 2e-2))
+    with faulty(way, good) as (model, link):
         answered = told = 0
-        for prompt in itertools.islice(itertools.cycle(("one", "short", "padded")), 100):
+        prompts = itertools.cycle(("one", "short", "padded"))
+        for plan, prompt in itertools.islice(zip(itertools.cycle((good, bad)), prompts, strict=False), 100):
+            link._plan = plan
             try:
                 assert_right(model, prompt)
                 answered += 1
