@@ -182,11 +182,16 @@ def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> Pa
     return found if nbytes == found.nbytes else None
 
 
+def _pattern(shape: tuple[int, int]) -> torch.Tensor:
+    """`shape`, int16: no row is like another and no column, so that another order of either is another checksum."""
+    number = torch.arange(shape[0] * shape[1], dtype=torch.int32)
+    # The first term comes again after 2**16 elements, which can be a whole number of rows; the second is another then.
+    return ((number * 40503) ^ ((number >> 16) * 30011)).to(torch.int16).view(shape)
+
+
 @cache
 def _signature(packing: Packing) -> str:
-    count = packing.shape[0] * packing.shape[1]
-    # Every element of a matrix of less than 2**16 is another, and in larger ones those that are alike are far apart.
-    pattern = torch.arange(count, dtype=torch.int32).mul_(40503).to(torch.int16).view(packing.dtype).view(packing.shape)
+    pattern = _pattern(packing.shape).view(packing.dtype)
     return hashlib.sha256(packing.pack(pattern).numpy().data).hexdigest()
 
 

@@ -6,10 +6,12 @@ slot, and `packed.json`, which says of what files, and in which layout. It is wr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -89,15 +91,21 @@ def write_packed(
         )
     _check_stored(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
+    index, paths = _index(layers, store, packings), _paths(layers, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, sum(sizes), paths)
         (folder / INDEX).unlink(missing_ok=True)
-        _check_room(folder, sum(sizes), [_file_name(layer.layer_idx) for layer in layers])
-        for layer, done_bytes in zip(layers, _sums(sizes), strict=True):
-            _write_layer(layer, store, packings[layer.layout], folder / _file_name(layer.layer_idx))
-            if progress is not None:
-                progress(done_bytes, sum(sizes))
-        _write_whole(folder / INDEX, json.dumps(_index(layers, store, packings), indent=1).encode())
+        try:
+            for layer, path, done_bytes in zip(layers, paths, _sums(sizes), strict=True):
+                _write_layer(layer, store, packings[layer.layout], path, _header(layer, index))
+                if progress is not None:
+                    progress(done_bytes, sum(sizes))
+            _write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
+        except BaseException:
+            for path in paths:
+                path.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise ConfigError(
             f"Experts could not be packed into {folder}: {error}. Choose another folder with --out."
@@ -146,13 +154,11 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     for key, what in _WHAT.items():
         if index.get(key) != expected[key]:
             raise ValueError(f"They are of {what}.")
-    files = SafetensorsFiles.open([folder / _file_name(layer.layer_idx) for layer in layers])
+    files = SafetensorsFiles.open(_paths(layers, folder))
     try:
         for layer, file in zip(layers, files.files, strict=True):
-            found = {name: (tensor.dtype_name, tensor.shape) for name, tensor in file.tensors.items()}
-            shape = (layer.num_experts, layer.layout.slot_bytes)
-            if found != {SLOTS: ("U8", shape)}:
-                raise ValueError(f"{file.path.name} has {found} where {shape} bytes of slots are expected.")
+            if file.fingerprint.header_crc != zlib.crc32(_header(layer, expected)):
+                raise ValueError(f"{file.path.name} is not of the packing that {INDEX} describes.")
         return PackedStore(files, store, packings, chunk_bytes)
     except BaseException:
         files.close()
@@ -194,8 +200,22 @@ def _packing_entry(packings: Mapping[str, Packing]) -> dict[str, str]:
     return {name: packing.signature for name, packing in packings.items()}
 
 
-def _file_name(layer_idx: int) -> str:
-    return f"layer-{layer_idx:05}.safetensors"
+def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
+    return [folder / f"layer-{layer.layer_idx:05}.safetensors" for layer in layers]
+
+
+def _header(layer: MoELayer, index: Mapping[str, Any]) -> bytes:
+    """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
+    what = json.dumps({key: index[key] for key in _WHAT}, sort_keys=True)
+    shape = [layer.num_experts, layer.layout.slot_bytes]
+    header = {
+        "__metadata__": {"layer": layer.name, "sha256": hashlib.sha256(what.encode()).hexdigest()},
+        SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
+    }
+    content = json.dumps(header).encode()
+    # So that slots begin at a page, as O_DIRECT wants them; the format allows spaces at the end.
+    content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
+    return len(content).to_bytes(HEADER_LENGTH_BYTES, "little") + content
 
 
 def _sums(sizes: Sequence[int]) -> list[int]:
@@ -214,9 +234,9 @@ def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
             )
 
 
-def _check_room(folder: Path, nbytes: int, names: Sequence[str]) -> None:
+def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
     free_bytes = shutil.disk_usage(folder).free
-    free_bytes += sum((folder / name).stat().st_size for name in names if (folder / name).is_file())
+    free_bytes += sum(path.stat().st_size for path in replaced if path.is_file())
     if nbytes > free_bytes:
         raise ConfigError(
             f"Packed experts take {format_memory(nbytes)}; {format_memory(free_bytes)} are free in {folder}. Free some, or "
@@ -224,15 +244,13 @@ def _check_room(folder: Path, nbytes: int, names: Sequence[str]) -> None:
         )
 
 
-def _write_layer(layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing], path: Path) -> None:
-    shape = [layer.num_experts, layer.layout.slot_bytes]
-    header = json.dumps({SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]}}).encode()
-    # So that slots begin at pages, as O_DIRECT wants them; the format allows spaces at the end.
-    header = header.ljust(PAGE_BYTES - HEADER_LENGTH_BYTES)
+def _write_layer(
+    layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing], path: Path, header: bytes
+) -> None:
     slot = bytearray(layer.layout.slot_bytes)
     path.unlink(missing_ok=True)  # a model that reads it keeps the one that it has
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(HEADER_LENGTH_BYTES, "little") + header)
+        file.write(header)
         for expert_idx in range(layer.num_experts):
             _read(store, ExpertKey(layer.layer_idx, expert_idx), slot)
             _pack_in_place(slot, layer.layout, packings)

@@ -158,3 +158,10 @@ def test_it_is_compared_anew_where_torch_goes_without_onednn() -> None:
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
     assert len(under_test._VERDICTS) == 2
+
+
+@pytest.mark.parametrize("shape", [(128, 9216), (1024, 4096), (4096, 64), (64, 64)])
+def test_a_signature_tells_rows_and_columns_apart(shape: tuple[int, int]) -> None:
+    pattern = under_test._pattern(shape)
+    assert len(pattern.unique(dim=0)) == shape[0]
+    assert pattern.unique(dim=1).shape[1] == shape[1]

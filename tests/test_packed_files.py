@@ -149,6 +149,15 @@ def another_tensor(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"slots"', b'"slits"', 1))
 
 
+def of_another_checkpoint(folder: Path) -> None:
+    """As two that pack into one folder at once would leave it: whole files, of the right shapes."""
+    other = Path(shutil.copytree(folder, folder.parent / "other"))
+    touch(other)
+    run_pack(other, None, None, io.StringIO())
+    name = "layer-00001.safetensors"
+    shutil.copy(other / FOLDER / name, folder / FOLDER / name)
+
+
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
@@ -160,7 +169,8 @@ def another_tensor(folder: Path) -> None:
         (lambda folder: (folder / FOLDER / INDEX).write_text("[]"), "not in format 1"),
         (lambda folder: (folder / FOLDER / "layer-00002.safetensors").unlink(), "layer-00002.safetensors"),
         (shorten, "truncated"),
-        (another_tensor, "slits"),
+        (another_tensor, "layer-00001.safetensors is not of the packing that packed.json describes"),
+        (of_another_checkpoint, "layer-00001.safetensors is not of the packing that packed.json describes"),
     ],
 )
 def test_what_does_not_fit_is_not_used(copied: Path, damage: Any, what: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -217,6 +227,16 @@ def test_too_little_room(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.M
         run_pack(checkpoint, tmp_path / "out", None, io.StringIO())
 
 
+def test_too_little_room_leaves_what_is_packed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=-(2**30)))
+    with pytest.raises(ConfigError, match="Packed experts take"):
+        run_pack(copied, None, None, io.StringIO())
+    monkeypatch.undo()
+    model = promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
+    assert isinstance(store_of(model), PackedStore)
+    model.promoe.close()
+
+
 def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Choose another folder with --out"):
@@ -237,7 +257,7 @@ def test_half_of_it_is_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(CheckpointError, match=r"Expert 0 of MoE layer 1 could not be read: .*injected"):
         packed_files.write_packed(opened.layers, opened.store, copied / FOLDER)
     opened.store.close()
-    assert not (copied / FOLDER / INDEX).exists()
+    assert not list((copied / FOLDER).iterdir())  # gigabytes that nobody could use
     model = promoe.from_pretrained(copied, cache="60%")
     assert not isinstance(store_of(model), PackedStore)
     model.promoe.close()
