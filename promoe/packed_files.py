@@ -13,6 +13,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,13 +93,14 @@ def write_packed(
     _check_stored(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
     index, paths = _index(layers, store, packings), _paths(layers, folder)
+    digest = _digest(index)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_room(folder, sum(sizes), paths)
         (folder / INDEX).unlink(missing_ok=True)
         try:
-            for layer, path, done_bytes in zip(layers, paths, _sums(sizes), strict=True):
-                _write_layer(layer, store, packings[layer.layout], path, _header(layer, index))
+            for layer, path, done_bytes in zip(layers, paths, accumulate(sizes), strict=True):
+                _write_layer(layer, store, packings[layer.layout], path, _header(layer, digest))
                 if progress is not None:
                     progress(done_bytes, sum(sizes))
             _write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
@@ -154,10 +156,11 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     for key, what in _WHAT.items():
         if index.get(key) != expected[key]:
             raise ValueError(f"They are of {what}.")
+    digest = _digest(expected)
     files = SafetensorsFiles.open(_paths(layers, folder))
     try:
         for layer, file in zip(layers, files.files, strict=True):
-            if file.fingerprint.header_crc != zlib.crc32(_header(layer, expected)):
+            if file.fingerprint.header_crc != zlib.crc32(_header(layer, digest)):
                 raise ValueError(f"{file.path.name} is not of the packing that {INDEX} describes.")
         return PackedStore(files, store, packings, chunk_bytes)
     except BaseException:
@@ -204,22 +207,23 @@ def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
     return [folder / f"layer-{layer.layer_idx:05}.safetensors" for layer in layers]
 
 
-def _header(layer: MoELayer, index: Mapping[str, Any]) -> bytes:
-    """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
+def _digest(index: Mapping[str, Any]) -> str:
+    """Of what was packed."""
     what = json.dumps({key: index[key] for key in _WHAT}, sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
+
+
+def _header(layer: MoELayer, digest: str) -> bytes:
+    """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
     shape = [layer.num_experts, layer.layout.slot_bytes]
     header = {
-        "__metadata__": {"layer": layer.name, "sha256": hashlib.sha256(what.encode()).hexdigest()},
+        "__metadata__": {"layer": layer.name, "sha256": digest},
         SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
     }
     content = json.dumps(header).encode()
     # So that slots begin at a page, as O_DIRECT wants them; the format allows spaces at the end.
     content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
     return len(content).to_bytes(HEADER_LENGTH_BYTES, "little") + content
-
-
-def _sums(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[: idx + 1]) for idx in range(len(sizes))]
 
 
 def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
