@@ -237,13 +237,19 @@ def products(
     """`x[S, in]`, of which the next `sizes[i]` rows are multiplied by `matrices[i]` `[in, width]`: `[S, width]` (`out`)."""
     if out is None:
         out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
     for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
-        if isinstance(matrix, PackedMatrix):
-            matrix.multiply(x_rows, out_rows)
-        else:
-            torch.mm(x_rows, matrix, out=out_rows)
+        product(x_rows, matrix, out_rows)
     return out
+
+
+def product(x: torch.Tensor, matrix: Row, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`x[P, in]` times `matrix` `[in, width]`: `[P, width]` (`out`)."""
+    if isinstance(matrix, PackedMatrix):
+        return matrix.multiply(x, out)
+    if out is None:
+        out = x.new_empty((x.shape[0], matrix.shape[1]))
+    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
+    return torch.mm(x, matrix, out=out)
 
 
 def view(module: nn.Module, overlay: Mapping[str, Any]) -> nn.Module:

@@ -89,38 +89,45 @@ class WeightedSum:
     def begin(self, expert: int, rows: ExpertRows) -> None:
         """Compute what can be of an expert of which only the first tensors are there."""
         assert self._row_kernel is not None
-        selection = self._pairs.select([expert])
-        self._begun[expert] = self._row_kernel.begin(selection.gather(self._hidden), selection, rows)
+        self._begun[expert] = self._begin(self._row_kernel, [expert], rows)[0]
+
+    def _begin(self, kernel: RowKernel, experts: list[int], rows: ExpertRows) -> Sequence[torch.Tensor]:
+        selection = self._pairs.select(experts)
+        return kernel.begin(selection.gather_each(self._hidden), selection, rows)
 
     def add(self, selection: Selection, rows: ExpertRows) -> None:
         """Compute the raw rows of one group."""
-        out = self._raw_rows(selection, rows)
+        found = self._raw_rows(selection, rows)
         if isinstance(selection.positions, list):
-            self._few = self._few or [out] * self._pairs.count
-            for position, row in zip(selection.positions, out.split(1), strict=True):
+            self._few = self._few or [found[0]] * self._pairs.count
+            each = (row for some in found for row in (some.split(1) if len(some) > 1 else (some,)))
+            for position, row in zip(selection.positions, each, strict=True):
                 self._few[position] = row
             return
+        (out,) = found
         if self._rows is None:
             self._rows = out.new_empty((self._pairs.count, out.shape[-1]))
         self._rows.index_copy_(0, selection.position_tensor, out)
 
-    def _raw_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
+    def _raw_rows(self, selection: Selection, rows: ExpertRows) -> Sequence[torch.Tensor]:
+        """One after the other; of many pairs in one tensor."""
         kernel = self._row_kernel
         if kernel is None or kernel.proven is False:
-            return self._stock_rows(selection, rows)
-        if self._begun:
-            return torch.cat([self._expert_rows(kernel, expert, rows) for expert in selection.experts])
+            return (self._stock_rows(selection, rows),)
+        found: Sequence[torch.Tensor]
         if self._space is not None:
-            found = kernel.part(self._hidden, selection, rows, self._space)
+            found = (kernel.part(self._hidden, selection, rows, self._space),)
+        elif self._begun:
+            found = kernel.finish(self._begun_of(kernel, selection.experts, rows), selection, rows)
         else:
-            found = kernel(selection.gather(self._hidden), selection, rows)
-        return found if kernel.proven else kernel.prove(found, self._stock_rows(selection, rows))
+            found = kernel(selection.gather_each(self._hidden), selection, rows)
+        return found if kernel.proven else (kernel.prove(found, self._stock_rows(selection, rows)),)
 
-    def _expert_rows(self, kernel: RowKernel, expert: int, rows: ExpertRows) -> torch.Tensor:
-        selection, begun = self._pairs.select([expert]), self._begun.pop(expert, None)
-        if begun is None:
-            return kernel(selection.gather(self._hidden), selection, rows)
-        return kernel.finish(begun, selection, rows)
+    def _begun_of(self, kernel: RowKernel, experts: list[int], rows: ExpertRows) -> list[torch.Tensor]:
+        """What was begun of these experts; now, where it was not."""
+        if others := [expert for expert in experts if expert not in self._begun]:
+            self._begun.update(zip(others, self._begin(kernel, others, rows), strict=True))
+        return [self._begun.pop(expert) for expert in experts]
 
     def _stock_rows(self, selection: Selection, rows: ExpertRows) -> torch.Tensor:
         hidden, index, ids = selection.gather(self._hidden), selection.index, selection.ids

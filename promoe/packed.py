@@ -109,13 +109,15 @@ class PackedMatrix:
         linear = self._opaque.to_dense()
         return linear.t().contiguous() if self.packing.transposed else linear
 
-    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """`x[P, in]` times the matrix into `out[P, out]`, with the bits of `torch.mm` and the model's layout."""
+    def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`x[P, in]` times the matrix: `[P, out]` (`out`), with the bits of `torch.mm` and the model's layout."""
         if x.dtype == self.packing.dtype and self._same_bits(len(x)):
-            out.copy_(_linear(x, self._opaque))
-        else:
-            dense = self.dense()
-            torch.mm(x, dense if self.packing.transposed else dense.t(), out=out)
+            found = _linear(x, self._opaque)
+            return found if out is None else out.copy_(found)
+        dense = self.dense()
+        if out is None:
+            out = x.new_empty((len(x), self.shape[1]))
+        return torch.mm(x, dense if self.packing.transposed else dense.t(), out=out)
 
     def _same_bits(self, num_rows: int) -> bool:
         packing = self.packing

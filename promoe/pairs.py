@@ -77,6 +77,13 @@ class Selection:
             return hidden.expand(len(self), -1)
         return hidden[self.tokens]
 
+    def gather_each(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same of each expert."""
+        if self.tokens is None:
+            return [hidden] * len(self)
+        each: Sequence[torch.Tensor] = hidden[self.tokens].split(self.sizes)
+        return each
+
     def tokens_by_expert(self) -> Sequence[torch.Tensor | None]:
         """Per expert the tokens of its pairs."""
         return [None] * len(self.sizes) if self.tokens is None else self.tokens.split(self.sizes)

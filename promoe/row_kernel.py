@@ -11,14 +11,14 @@ ways and compared (`RowKernel.prove`). Where they differ, the stock kernel is us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from promoe.bank import ExpertRows, factors, products
+from promoe.bank import ExpertRows, Row, factors, product, products
 from promoe.pairs import Selection
 from promoe.part_space import PartSpace
 
@@ -67,11 +67,12 @@ class RowKernel:
         """Whether its bits were those of the stock kernel; None before the first comparison."""
         return self._verdicts.get(self._key)
 
-    def prove(self, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Keep the verdict on `found` against the stock kernel's `expected`, and return the latter.
+    def prove(self, rows: Sequence[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
+        """Keep the verdict on `rows`, one after the other, against the stock kernel's `expected`, and return the latter.
 
         Rows that differ and are not all numbers (of padding, say) say nothing: what is no number differs from itself.
         """
+        found = _together(rows)
         same = found.dtype == expected.dtype and torch.equal(found, expected)
         if not same and bool(expected.isnan().any()):
             return expected
@@ -82,12 +83,31 @@ class RowKernel:
             )
         return expected
 
-    def __call__(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
-        """`hidden[P, H]` of the pairs in `selection`, in their order -> their raw rows `[P, H]`."""
+    def __call__(self, hidden: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
+        """The raw rows of few pairs, of each expert in `selection` `[P, H]`, from its `hidden[P, H]`."""
         return self.finish(self.begin(hidden, selection, rows), selection, rows)
 
+    def begin(self, hidden: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows) -> Sequence[torch.Tensor]:
+        """As far as that goes without the tensors of the second product: of each expert `[P, I]`."""
+        first = self._each(hidden, self._first_name, selection, rows)
+        begun: Sequence[torch.Tensor] = self._activate(_together(first)).to(self._row_dtype).split(selection.sizes)
+        return begun
+
+    def finish(self, begun: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
+        """What `begin` left to do."""
+        found = self._each(begun, SECOND, selection, rows)
+        return list(self._norm(_together(found)).split(selection.sizes)) if self._has_norm else found
+
+    def _each(self, x: Sequence[torch.Tensor], name: str, selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
+        """Of each expert: `x[P, in]` times its matrix, plus its bias. What is put together costs an operation each time."""
+        matrices = self._factors(name, selection, rows)
+        self._before_product()
+        found = [product(of_expert, matrix) for of_expert, matrix in zip(x, matrices, strict=True)]
+        self._add_biases(found, name, selection, rows)
+        return found
+
     def part(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows, space: PartSpace) -> torch.Tensor:
-        """The raw rows `[P, H]` of the pairs in `selection` out of `hidden[T, H]`; in `space`, and gone at its next use.
+        """The raw rows `[P, H]` of many pairs, those in `selection`, out of `hidden[T, H]`; in `space`, gone at its next use.
 
         The activation is computed for some rows at a time, which is for layers where that does not show in its bits.
         """
@@ -98,11 +118,25 @@ class RowKernel:
         at_once = max(1, ACTIVATED_BYTES // (first.shape[1] * first.itemsize))
         for some, target in zip(first.split(at_once), begun.split(at_once), strict=True):
             target.copy_(self._activate(some))
-        return self.finish(begun, selection, rows, of_hidden)
+        self._linear(begun, SECOND, selection, rows, of_hidden)
+        return self._norm(of_hidden) if self._has_norm else of_hidden
 
-    def begin(self, hidden: torch.Tensor, selection: Selection, rows: ExpertRows) -> torch.Tensor:
-        """As far as it goes without the tensors of the second product: `[P, I]`."""
-        return self._activate(self._linear(hidden, self._first_name, selection, rows))
+    def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor) -> None:
+        """`x[P, in]` times each pair's expert's matrix, plus its bias, in `out[P, out]`."""
+        matrices = self._factors(name, selection, rows)
+        self._before_product()
+        products(x, matrices, selection.sizes, out.shape[1], out)
+        self._add_biases(out.split(selection.sizes), name, selection, rows)
+
+    def _factors(self, name: str, selection: Selection, rows: ExpertRows) -> list[Row]:
+        return factors([rows[expert][name] for expert in selection.experts], not self._experts.is_transposed)
+
+    def _add_biases(self, out: Sequence[torch.Tensor], name: str, selection: Selection, rows: ExpertRows) -> None:
+        if self._experts.has_bias:
+            for expert, of_expert in zip(selection.experts, out, strict=True):
+                bias = rows[expert][f"{name}_bias"]
+                assert isinstance(bias, torch.Tensor), "only matrices are packed"
+                of_expert.add_(bias)
 
     @property
     def _first_name(self) -> str:
@@ -113,24 +147,14 @@ class RowKernel:
         activated: torch.Tensor = experts._apply_gate(first) if experts.has_gate else experts.act_fn(first)
         return activated
 
-    def finish(
-        self, begun: torch.Tensor, selection: Selection, rows: ExpertRows, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The raw rows `[P, H]` of what was begun `[P, I]`; in `out`, if given, unless a norm follows."""
-        experts = self._experts
-        out = self._linear(begun, SECOND, selection, rows, out)
-        # Transformers has this norm from 5.20 on.
-        return experts.post_expert_norm(out) if getattr(experts, "has_post_expert_norm", False) else out
+    @property
+    def _has_norm(self) -> bool:
+        return getattr(self._experts, "has_post_expert_norm", False)  # Transformers has it from 5.20 on
 
-    def _linear(
-        self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`x[P, in]` times each pair's expert's matrix, plus its bias: `[P, out]`, in `out` if given."""
-        matrices = factors([rows[expert][name] for expert in selection.experts], not self._experts.is_transposed)
-        x = x.to(self._row_dtype)
-        self._before_product()
-        out = products(x, matrices, selection.sizes, matrices[0].shape[1], out)
-        if self._experts.has_bias:
-            for expert, expert_rows in zip(selection.experts, out.split(selection.sizes), strict=True):
-                expert_rows.add_(rows[expert][f"{name}_bias"])
-        return out
+    def _norm(self, raw: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self._experts.post_expert_norm(raw)
+        return normed
+
+
+def _together(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(list(rows))

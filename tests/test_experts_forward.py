@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -300,17 +300,27 @@ def grouped_mm_inputs(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[torch.T
             found.setdefault(expert, []).append(rows.clone())
         return original(x, weight, offs, **kwargs)
 
-    linear = RowKernel._linear
+    linear, each = RowKernel._linear, RowKernel._each
 
-    def spy_on_rows(
-        kernel: RowKernel, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, *out: torch.Tensor | None
-    ) -> torch.Tensor:
-        for expert, of_expert in zip(selection.experts, x.split(selection.sizes), strict=True):
+    def keep(selection: Selection, rows: Sequence[torch.Tensor]) -> None:
+        for expert, of_expert in zip(selection.experts, rows, strict=True):
             found.setdefault(expert, []).append(of_expert.clone())
-        return linear(kernel, x, name, selection, rows, *out)
+
+    def spy_on_many(
+        kernel: RowKernel, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor
+    ) -> None:
+        keep(selection, x.split(selection.sizes))
+        linear(kernel, x, name, selection, rows, out)
+
+    def spy_on_few(
+        kernel: RowKernel, x: Sequence[torch.Tensor], name: str, selection: Selection, rows: ExpertRows
+    ) -> list[torch.Tensor]:
+        keep(selection, x)
+        return each(kernel, x, name, selection, rows)
 
     monkeypatch.setattr(bank, "_grouped_mm", spy)
-    monkeypatch.setattr(RowKernel, "_linear", spy_on_rows)
+    monkeypatch.setattr(RowKernel, "_linear", spy_on_many)
+    monkeypatch.setattr(RowKernel, "_each", spy_on_few)
     return found
 
 

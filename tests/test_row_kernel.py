@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe import experts_forward
+from promoe.bank import ExpertRows
 from promoe.combine import WeightedSum
 from promoe.moe_layers import MoELayer
-from promoe.pairs import FEW_PAIRS
+from promoe.pairs import FEW_PAIRS, Selection
 from promoe.part_space import PartSpace
 from promoe.row_kernel import RowKernel
 
@@ -31,7 +33,7 @@ class Spy:
             self.stock += 1
             return call_stock(*args, **kwargs)
 
-        def own(kernel: RowKernel, *args: Any) -> torch.Tensor:
+        def own(kernel: RowKernel, *args: Any) -> list[torch.Tensor]:
             self.own += 1
             return call_own(kernel, *args)
 
@@ -151,13 +153,13 @@ def test_a_long_prompt_is_computed_in_parts(kind: str, dtype: torch.dtype, monke
     most = 70
     monkeypatch.setattr(experts_forward, "PART_BYTES", most * 128 * dtype.itemsize)
     parts: list[int] = []
-    finish = RowKernel.finish
+    part = RowKernel.part
 
-    def spy(kernel: RowKernel, begun: torch.Tensor, *args: Any) -> torch.Tensor:
-        parts.append(len(begun))
-        return finish(kernel, begun, *args)
+    def spy(kernel: RowKernel, hidden: torch.Tensor, selection: Selection, *args: Any) -> torch.Tensor:
+        parts.append(len(selection))
+        return part(kernel, hidden, selection, *args)
 
-    monkeypatch.setattr(RowKernel, "finish", spy)
+    monkeypatch.setattr(RowKernel, "part", spy)
     with torch.no_grad():
         for run in (
             lambda: call.resident(slots, with_ids=True),
@@ -177,10 +179,10 @@ def test_what_differed_once_is_not_trusted_for_what_comes_later() -> None:
     stock = layer.stock_forward
     kernel = RowKernel(layer.experts, stock, torch.float32, torch.float32, False, lambda: None)
     ones, twos = torch.ones(3, 2), torch.full((3, 2), 2.0)
-    assert kernel.prove(ones, ones) is ones
+    assert kernel.prove([ones], ones) is ones
     assert kernel.proven is True
-    assert kernel.prove(ones, twos) is twos
-    assert kernel.prove(ones, ones) is ones
+    assert kernel.prove([ones[:1], ones[1:]], twos) is twos
+    assert kernel.prove([ones], ones) is ones
     assert kernel.proven is False
 
 
@@ -275,12 +277,22 @@ def test_what_was_begun_is_finished_with_the_same_bits(monkeypatch: pytest.Monke
     slots = Slots(layer, num_slots=8)
     check(random_call(layer, 1, 3, torch.float32, torch.float32), slots)  # proves it
     call = random_call(layer, 2, 3, torch.float32, torch.float32, seed=1)
-    spy = Spy(monkeypatch)
+    spy, begun, begin = Spy(monkeypatch), [], RowKernel.begin
+
+    def spy_on_begin(
+        kernel: RowKernel, hidden: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows
+    ) -> Sequence[torch.Tensor]:
+        begun.extend(selection.experts)
+        return begin(kernel, hidden, selection, rows)
+
+    monkeypatch.setattr(RowKernel, "begin", spy_on_begin)
     with torch.no_grad():
-        assert_same(call.begun(slots, ahead=call.needed[:1]), call.expected)
-        assert spy.counts() == (0, len(call.needed) - 1)  # the first was only finished
-        assert_same(call.begun(slots, ahead=call.needed), call.expected)
-        assert spy.counts() == (0, 0)
+        for ahead in (call.needed[:1], call.needed[-1:], call.needed):
+            begun.clear()
+            assert_same(call.begun(slots, ahead), call.expected)
+            assert sorted(begun) == call.needed, ahead  # each once
+            assert begun[: len(ahead)] == ahead
+            assert spy.counts()[0] == 0
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
