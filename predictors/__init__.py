@@ -1,7 +1,8 @@
 """Predictors: from what a gate sees now to which experts later layers will use.
 
     base       what a predictor is given and what it answers
-    gate       skip-based: a later layer's own gate on this layer's gate input (no training)
+    gate       skip-based: a later layer's own gate on this layer's gate input (no training), corrected while running
+    linear_fit what corrects it: a linear map that learns
     history    previous token's experts, popularity
     network    what is trained: gate input at one layer -> scores at later ones
     trained    a trained predictor as files: networks, calibration, and which model it is for

@@ -1,7 +1,8 @@
-"""Skip-based prediction: a later layer's own gate, applied to this layer's gate input.
+"""Skip-based prediction: a later layer's own gate, applied to this layer's gate input, and corrected while running.
 
 The residual stream changes slowly from layer to layer, so that gate sees nearly what it will see (Mixtral-offloading's
-speculative loading; ProMoE section 3 measures it at k = 1..8). Free: no training, no further weights.
+speculative loading; ProMoE section 3 measures it at k = 1..8). Part of how it changes can be learned from some tokens
+(`linear_fit`). No training: it begins as the gate.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from promoe.gate_output import gate_indices, gate_logits
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
 from .gate_call import GateCaller
+from .linear_fit import LinearFit
 
 # Slope of the logistic that turns a router logit's distance from the selection threshold, in standard deviations of
 # the layer's logits, into a probability. The run-time calibration corrects it.
@@ -28,12 +30,16 @@ MAX_LOG_ODDS = 7.0
 MIN_LOG_ODDS = math.log(0.6 / 0.4)
 # Visits of a gate in which its matrix alone must have chosen as the whole gate did, before the matrix is trusted.
 AGREEMENTS = 3
+# Tokens that a correction is learned from at once, which is much cheaper than one by one.
+BATCH_TOKENS = 8
 
 
 class GatePredictor:
     """Applies the gates of the next `lookahead` MoE layers to the present gate input.
 
-    The last layers ask the first ones' gates about the next pass: far from what those will see, yet better than chance.
+    Gates that are one matrix are corrected by what they then saw, of each layer and distance by itself, which takes
+    4 bytes per element of their weights. The last layers ask the first ones' gates about the next pass: far from what
+    those will see, yet better than chance.
     """
 
     quick = True
@@ -42,21 +48,80 @@ class GatePredictor:
         self._lookahead = min(lookahead, context.num_layers - 1)
         self._caller = GateCaller(context.gates)
         self._targets = [_TargetGate(context, layer_idx, self._caller) for layer_idx in range(context.num_layers)]
+        self._latest: dict[int, LayerVisit] = {}
+        self._followed: dict[tuple[int, int], _Followed] = {}  # (steps ahead, layer)
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """One forecast per layer i+1 .. i+lookahead whose gate can be asked, counted on across the end of the pass."""
         self._caller.saw(visit)
         forecasts = []
         with torch.inference_mode():
+            self._learn(visit)
             for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets)):
-                probabilities = self._targets[layer_idx].probabilities(visit)
+                probabilities = self._probabilities(steps_ahead, layer_idx, visit)
                 if probabilities is not None:
                     forecasts.append(Forecast(steps_ahead, layer_idx, probabilities))
         return forecasts
 
+    def _probabilities(self, steps_ahead: int, layer_idx: int, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
+        target = self._targets[layer_idx]
+        if not target.is_linear:
+            return target.probabilities(visit)
+        followed = self._followed.get((steps_ahead, layer_idx))
+        if followed is None:
+            followed = self._followed[steps_ahead, layer_idx] = _Followed(target)
+        return followed.probabilities(visit.gate_input)
+
+    def _learn(self, visit: LayerVisit) -> None:
+        """From what this visit's gate sees, and what earlier ones saw of the same tokens."""
+        for steps_ahead in range(1, self._lookahead + 1):
+            followed = self._followed.get((steps_ahead, visit.layer_idx))
+            origin = self._latest.get((visit.layer_idx - steps_ahead) % len(self._targets))
+            if followed is not None and origin is not None and _is_followed_by(origin, visit):
+                followed.learn(origin.gate_input, visit.gate_input)
+        self._latest[visit.layer_idx] = visit
+
+
+def _is_followed_by(origin: LayerVisit, visit: LayerVisit) -> bool:
+    """Whether a forecast from the one is of the other: the same tokens, or those that the sequences went on with."""
+    if len(origin.gate_input) != len(visit.gate_input):
+        return False
+    if origin.layer_idx < visit.layer_idx:
+        return origin.pass_idx == visit.pass_idx
+    return origin.pass_idx + 1 == visit.pass_idx and origin.phase == visit.phase == "decode"
+
+
+class _Followed:
+    """A linear gate as the layer so many steps before it foresees it.
+
+    Args:
+        target: the gate.
+    """
+
+    def __init__(self, target: _TargetGate) -> None:
+        self._target = target
+        self._fit = LinearFit(*target.matrix)
+        self._examples: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._lacking = BATCH_TOKENS - target.layer_idx % BATCH_TOKENS  # not all layers learn at the same token
+
+    def probabilities(self, hidden: torch.Tensor) -> npt.NDArray[np.float64]:
+        """Probability `[num_experts]` that any of the tokens `[n, hidden_dim]` uses an expert."""
+        top_k = self._target.top_k
+        return any_token(np.stack([_one_token(logits, top_k) for logits in self._fit(hidden)]))
+
+    def learn(self, before: torch.Tensor, seen: torch.Tensor) -> None:
+        """What was seen `[n, hidden_dim]` when it was foreseen, and what the gate then saw."""
+        self._examples.append((before, seen))
+        self._lacking -= len(seen)
+        if self._lacking <= 0:
+            before, seen = (torch.cat(tensors) for tensors in zip(*self._examples, strict=True))
+            self._fit.learn(before, self._target.logits(seen))
+            self._examples.clear()
+            self._lacking = BATCH_TOKENS
+
 
 class _TargetGate:
-    """A later layer's gate: asked as a whole, or, where that was seen to choose the same, only its matrix.
+    """A later layer's gate: asked as a whole, until its matrix alone was seen to choose the same.
 
     The forward waits for this, between products that leave nothing of it in the processor's caches: the whole gate and
     the general formula take 0.8 ms then, the matrix 0.2.
@@ -64,12 +129,13 @@ class _TargetGate:
 
     def __init__(self, context: PredictorContext, layer_idx: int, caller: GateCaller) -> None:
         gate = self._gate = context.gates[layer_idx]
-        self._layer_idx = layer_idx
+        self.layer_idx = layer_idx
         self._num_experts = context.num_experts[layer_idx]
         self._num_ids = context.num_ids[layer_idx] if context.num_ids else self._num_experts
         self._chosen = context.chosen[layer_idx] if context.chosen else gate_indices
         self._caller = caller
-        self._top_k = 0
+        self.top_k = 0
+        """Experts that a linear gate chooses."""
         self._agreements = 0
         # Correction biases and groups change the choice, if seldom.
         tensors = {name for name, _ in itertools.chain(gate.named_parameters(), gate.named_buffers())}
@@ -80,9 +146,7 @@ class _TargetGate:
 
     def probabilities(self, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
         """Probability `[num_experts]` that any of the visit's tokens uses an expert; None: the gate cannot be asked."""
-        if self._agreements == AGREEMENTS and len(visit.gate_input) == 1:
-            return _one_token(self._logits(visit.gate_input), self._top_k)
-        output = self._caller.ask(self._layer_idx, visit)
+        output = self._caller.ask(self.layer_idx, visit)
         if output is None:
             return None
         chosen = self._chosen(output)
@@ -95,16 +159,26 @@ class _TargetGate:
             self._compare(visit.gate_input, chosen)
         return any_token(selection_probability(output, chosen, self._num_ids))[: self._num_experts]
 
-    def _logits(self, hidden: torch.Tensor) -> list[float]:
+    @property
+    def is_linear(self) -> bool:
+        """Whether its matrix is all there is to it."""
+        return self._agreements == AGREEMENTS
+
+    @property
+    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight `[num_experts, hidden_dim]` and bias `[num_experts]` of a linear gate."""
         weight: torch.Tensor = self._gate.weight  # type: ignore[assignment]
-        logits: list[float] = nn.functional.linear(hidden, weight, getattr(self._gate, "bias", None))[0].tolist()
-        return logits
+        return weight, getattr(self._gate, "bias", None)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What a linear gate makes of `[n, hidden_dim]`: `[n, num_experts]`."""
+        return nn.functional.linear(hidden, *self.matrix)
 
     def _compare(self, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
-        self._top_k = chosen.shape[1]
-        self._may_be_linear = self._gate.weight.dtype == hidden.dtype and self._top_k < self._num_experts
+        self.top_k = chosen.shape[1]
+        self._may_be_linear = self.matrix[0].dtype == hidden.dtype and self.top_k < self._num_experts
         if self._may_be_linear:
-            probability = _one_token(self._logits(hidden), self._top_k)
+            probability = _one_token(self.logits(hidden)[0].tolist(), self.top_k)
             self._may_be_linear = np.flatnonzero(probability > 0.5).tolist() == sorted(chosen[0].tolist())
             self._agreements += 1
 

@@ -13,14 +13,11 @@ from promoe.errors import ConfigError
 from promoe.scheduler.reuse import LearnedReuse
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token
+from .linear_fit import ONE_THREAD_ELEMENTS
 from .trained import PUBLISHED, TrainedConfig, TrainedPredictor
 
 # What the published configuration says of an expert: among the top-k, or not.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
-# Of a matrix that numpy multiplies by a vector. From 460,800 on its BLAS wakes threads of its own, which take the cores from
-# the model, and take many times as long. Of several vectors torch multiplies, by the model's threads.
-ONE_THREAD_ELEMENTS = 400_000
-
 Floats32 = npt.NDArray[np.float32]
 # Up to so many, one token's probabilities are computed in plain Python.
 FEW_TARGETS = 2

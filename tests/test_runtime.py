@@ -163,7 +163,7 @@ def decode_events(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[lis
     noting("wait", EngineVisit, "_wait")
     noting("plan", experts_forward, "Pairs")
     noting("compute", experts_forward, "_call_stock")
-    noting("compute", row_kernel, "products")
+    noting("compute", row_kernel, "product")
     noting("predict", model.promoe.runtime.predictor, "visit")
     greedy(model, PROMPTS["one"])
     visits: list[list[str]] = []

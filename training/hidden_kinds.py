@@ -1,6 +1,6 @@
 """Kinds that predict from hidden states: a layer's experts from the gate input of an earlier one.
 
-    gate         the target layer's own gate, applied to the earlier gate input (skip-based; nothing is fitted)
+    gate         the target layer's own gate, applied to the earlier gate input (skip-based; nothing is fitted or learned)
     linear       ridge regression from the earlier gate input to which experts are chosen
     sklearn-mlp  a small multi-layer perceptron of scikit-learn, likewise
     trained      what `promoe-train fit` made

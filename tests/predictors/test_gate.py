@@ -17,7 +17,9 @@ import promoe
 from promoe import prediction
 from promoe.assembly import predictor_context
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
+from promoe.predictors.base import Phase
 from promoe.predictors.gate import GatePredictor, _one_token, selection_probability
+from promoe.predictors.linear_fit import LinearFit
 
 LAYERS = 4
 
@@ -242,6 +244,140 @@ def test_the_gate_gets_what_the_present_one_got_and_its_hooks_do_not_fire() -> N
     assert args == (extra,)
     assert kwargs == {"scale": 2.0}
     assert torch.equal(hidden, before)
+
+
+# -- what it learns ---------------------------------------------------------------------------------------------
+
+
+class LinearGate(nn.Module):
+    """A matrix; of bf16 or fp32."""
+
+    def __init__(self, num_experts: int, hidden: int, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(num_experts, hidden, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = nn.functional.linear(hidden, self.weight)
+        scores, index = logits.topk(2)
+        return logits, scores, index
+
+
+class Stream:
+    """Layers that turn and move the residual stream: what each one's gate sees of a token follows from the first."""
+
+    def __init__(self, num_layers: int = 3, num_experts: int = 10, hidden: int = 16) -> None:
+        self.gates = [LinearGate(num_experts, hidden, seed) for seed in range(num_layers)]
+        self.context = PredictorContext(self.gates, [num_experts] * num_layers, [2] * num_layers)
+        self._generator = torch.Generator().manual_seed(99)
+        self._turns = [torch.eye(hidden) + 0.3 * self._random(hidden, hidden) for _ in range(num_layers)]
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+    @torch.no_grad()
+    def visits(self, pass_idx: int, num_tokens: int = 1) -> list[LayerVisit]:
+        """One pass."""
+        hidden = self._random(num_tokens, len(self._turns[0]))
+        visits = []
+        for layer_idx, (gate, turn) in enumerate(zip(self.gates, self._turns, strict=True)):
+            hidden = hidden @ turn + 0.5
+            phase: Phase = "decode" if num_tokens == 1 else "prefill"
+            visits.append(LayerVisit(pass_idx, phase, layer_idx, hidden, gate(hidden)[2].tolist()))
+        return visits
+
+
+def right(forecasts: list[Forecast], visits: list[LayerVisit]) -> list[float]:
+    """Of forecasts within a pass of one token: the share of the chosen experts that were held for likely."""
+    found = []
+    for forecast in forecasts:
+        for visit in visits[1:]:
+            if visit.layer_idx == forecast.layer_idx:
+                likely = set(np.argsort(-forecast.probabilities)[:2].tolist())
+                found.append(len(likely & set(visit.chosen[0])) / 2)
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_it_learns_what_the_layers_between_do(num_tokens: int) -> None:
+    """From one token at a time or some: what it foresees of single tokens in the end is nearly always right."""
+    stream = Stream()
+    weights = [gate.weight.detach().clone() for gate in stream.gates]
+    predictor = GatePredictor(stream.context, lookahead=2)
+    scores = []
+    for pass_idx in range(400):
+        visits = stream.visits(pass_idx, num_tokens if 10 < pass_idx < 360 else 1)
+        forecasts = [forecast for visit in visits for forecast in predictor.predict(visit) if visit.layer_idx == 0]
+        scores.append(np.mean(right(forecasts, visits)))
+    assert np.mean(scores[:10]) < 0.75
+    assert np.mean(scores[-40:]) > 0.95
+    assert all(torch.equal(gate.weight, weight) for gate, weight in zip(stream.gates, weights, strict=True))
+
+
+def examples_of(predictor: GatePredictor) -> dict[tuple[int, int], int]:
+    """Tokens that each (steps ahead, layer) has seen since it last learned."""
+    return {
+        key: sum(len(seen) for _, seen in one._examples) for key, one in predictor._followed.items() if one._examples
+    }
+
+
+def predictor_of_linear(stream: Stream) -> GatePredictor:
+    """One that looks one layer ahead, knows the gates as linear, and has seen nothing else."""
+    predictor = GatePredictor(stream.context, lookahead=1)
+    for pass_idx in range(0, 20, 4):
+        for visit in stream.visits(pass_idx):
+            predictor.predict(visit)
+            predictor._latest.clear()  # as if there had been something between
+    assert predictor._followed.keys() == {(1, 0), (1, 1), (1, 2)}
+    assert examples_of(predictor) == {}
+    return predictor
+
+
+def test_it_learns_from_the_same_tokens_only() -> None:
+    """Of passes that take turns, what one saw says nothing about the other."""
+    stream = Stream()
+    predictor = predictor_of_linear(stream)
+    one, other = stream.visits(100), stream.visits(101)
+    for visit in (one[0], other[0], one[1], other[1]):
+        predictor.predict(visit)
+    assert examples_of(predictor) == {(1, 1): 1}  # of the other, which came last
+    ((before, seen),) = predictor._followed[1, 1]._examples
+    assert before is other[0].gate_input
+    assert seen is other[1].gate_input
+
+
+@pytest.mark.parametrize(
+    ("later", "num_tokens", "learned"), [(101, 1, True), (102, 1, False), (100, 1, False), (101, 2, False)]
+)
+def test_across_the_end_of_a_pass_it_learns_from_the_next_token(later: int, num_tokens: int, learned: bool) -> None:
+    stream = Stream()
+    predictor = predictor_of_linear(stream)
+    predictor.predict(stream.visits(100)[2])
+    predictor.predict(stream.visits(later, num_tokens)[0])
+    assert examples_of(predictor) == ({(1, 0): 1} if learned else {})
+
+
+def test_layers_learn_at_different_tokens() -> None:
+    """Else one token in eight would wait for all of them."""
+    stream = Stream(num_layers=8)
+    predictor = GatePredictor(stream.context, lookahead=1)
+    learned: list[list[int]] = []
+    learn = LinearFit.learn
+    now: list[int] = []
+
+    def spy(fit: LinearFit, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        now.append(len(hidden))
+        learn(fit, hidden, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LinearFit, "learn", spy)
+        for pass_idx in range(40):
+            now.clear()
+            for visit in stream.visits(pass_idx):
+                predictor.predict(visit)
+            learned.append(list(now))
+    assert max(map(len, learned)) <= 2
+    assert [sum(map(len, learned[start : start + 8])) for start in (16, 24, 32)] == [8, 8, 8]
+    assert {size for sizes in learned[16:] for size in sizes} == {8}
 
 
 # -- from a gate's output to probabilities ----------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""A later gate's logits from what an earlier gate sees: a linear map that starts as that gate and learns while running.
+
+Between the two, layers add to the residual stream. Much of what they add follows from what is there already, and what
+follows linearly is learned from a few tokens: by the affine projection algorithm (Ozeki and Umeda, 1984), each batch of
+tokens moves the map towards the nearest one that would have given the right logits for all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+# How far each batch moves the map; 1: until it is right for the batch.
+STEP = 0.7
+# Added to the Gram matrix, in mean squared lengths of the batch's inputs: what in the logits does not follow from them.
+NOISE = 0.5
+# Squared length, in the same unit, of the input that stands for the constant.
+CONSTANT = 0.2
+# Batches over which the inputs' mean is taken: in trained models it is longer than what differs from it.
+MEAN_BATCHES = 16
+# Of a matrix that numpy multiplies by a vector. From 460,800 on its BLAS wakes threads of its own, which take the cores from
+# the model, and take many times as long. What is larger torch multiplies, by the model's threads.
+ONE_THREAD_ELEMENTS = 400_000
+
+
+class LinearFit:
+    """`logits = weight x + bias`, corrected as the true logits become known.
+
+    Args:
+        weight: `[num_experts, hidden_dim]` to start from; copied, in fp32.
+        bias: `[num_experts]`; None: zeros.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        with torch.inference_mode(False):  # what is made in that mode can only be changed in it
+            self._weight = weight.detach().to(torch.float32, copy=True).contiguous()
+            self._bias = self._weight.new_zeros(len(weight))
+            self._mean = self._weight.new_zeros(weight.shape[1])
+            if bias is not None:
+                self._bias.copy_(bias.detach())
+            self._row = self._weight.new_empty(1, weight.shape[1])
+        self._batches = 0
+        by_numpy = self._weight.device.type == "cpu" and weight.numel() <= ONE_THREAD_ELEMENTS
+        self._arrays = (self._row.numpy(), self._weight.numpy().T, self._bias.numpy()) if by_numpy else None
+
+    def __call__(self, hidden: torch.Tensor) -> list[list[float]]:
+        """Logits `[n][num_experts]` for gate inputs `[n, hidden_dim]`."""
+        if self._arrays is not None and len(hidden) == 1:
+            row, transposed, bias = self._arrays
+            self._row.copy_(hidden)
+            product: npt.NDArray[np.float32] = row.dot(transposed)
+            product += bias
+            of_one: list[list[float]] = product.tolist()
+            return of_one
+        logits: list[list[float]] = torch.addmm(self._bias, hidden.to(self._weight), self._weight.t()).tolist()
+        return logits
+
+    def learn(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        """Of a batch of tokens: what the earlier gate saw `[n, hidden_dim]`, and the later one's logits `[n, num_experts]`.
+
+        What is not finite is no example.
+        """
+        x, wanted = hidden.to(self._weight), logits.to(self._weight)
+        error = wanted - torch.addmm(self._bias, x, self._weight.t())
+        if not (bool(x.isfinite().all()) and bool(error.isfinite().all())):
+            return
+        self._batches += 1
+        self._mean += (x.mean(0) - self._mean) / min(self._batches, MEAN_BATCHES)
+        x = x - self._mean
+        gram = (x @ x.t()).cpu()
+        unit = float(gram.diagonal().mean())
+        if not 0.0 < unit < float("inf"):  # one token is its own mean
+            return
+        gram += CONSTANT * unit
+        gram.diagonal().add_(NOISE * unit)
+        parts = STEP * torch.linalg.solve(gram, error.cpu()).to(self._weight)  # of each token in the correction
+        self._bias += CONSTANT * unit * parts.sum(0) - parts.t() @ (x @ self._mean)
+        self._weight.addmm_(parts.t(), x)
