@@ -53,7 +53,8 @@ class LinearFit:
             product += bias
             of_one: list[list[float]] = product.tolist()
             return of_one
-        logits: list[list[float]] = torch.addmm(self._bias, hidden.to(self._weight), self._weight.t()).tolist()
+        with self._in_fp32():
+            logits: list[list[float]] = torch.addmm(self._bias, hidden.to(self._weight), self._weight.t()).tolist()
         return logits
 
     def learn(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
@@ -61,6 +62,14 @@ class LinearFit:
 
         What is not finite is no example.
         """
+        with self._in_fp32():
+            self._learn(hidden, logits)
+
+    def _in_fp32(self) -> torch.autocast:
+        """Also in a forward under autocast, where a prediction may be made."""
+        return torch.autocast(self._weight.device.type, enabled=False)
+
+    def _learn(self, hidden: torch.Tensor, logits: torch.Tensor) -> None:
         x, wanted = hidden.to(self._weight), logits.to(self._weight)
         error = wanted - torch.addmm(self._bias, x, self._weight.t())
         if not (bool(x.isfinite().all()) and bool(error.isfinite().all())):

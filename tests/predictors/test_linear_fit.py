@@ -108,3 +108,14 @@ def test_a_huge_input_among_others_leaves_numbers() -> None:
         hidden[batch] *= 1e18
         fit.learn(hidden, linear(hidden, random(EXPERTS, HIDDEN, seed=9)))
     assert torch.tensor(fit(random(4, HIDDEN, seed=1))).isfinite().all()
+
+
+def test_autocast_makes_no_difference() -> None:
+    """In a forward under it, a quick predictor predicts."""
+    fits = [LinearFit(random(EXPERTS, HIDDEN)) for _ in range(2)]
+    found = []
+    for fit, enabled in zip(fits, (False, True), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            fit.learn(random(8, HIDDEN, seed=1), random(8, EXPERTS, seed=2))
+            found.append(fit(random(3, HIDDEN, seed=3)))
+    assert found[0] == found[1]
