@@ -180,7 +180,7 @@ class _TargetGate:
         if self._may_be_linear:
             probability = _one_token(self.logits(hidden)[0].tolist(), self.top_k)
             self._may_be_linear = np.flatnonzero(probability > 0.5).tolist() == sorted(chosen[0].tolist())
-            self._agreements += 1
+            self._agreements += self._may_be_linear
 
 
 def _one_token(logits: list[float], top_k: int) -> npt.NDArray[np.float64]:

@@ -18,7 +18,7 @@ from promoe import prediction
 from promoe.assembly import predictor_context
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.base import Phase
-from promoe.predictors.gate import GatePredictor, _one_token, selection_probability
+from promoe.predictors.gate import AGREEMENTS, GatePredictor, _one_token, selection_probability
 from promoe.predictors.linear_fit import LinearFit
 
 LAYERS = 4
@@ -311,6 +311,26 @@ def test_it_learns_what_the_layers_between_do(num_tokens: int) -> None:
     assert np.mean(scores[:10]) < 0.75
     assert np.mean(scores[-40:]) > 0.95
     assert all(torch.equal(gate.weight, weight) for gate, weight in zip(stream.gates, weights, strict=True))
+
+
+def test_a_gate_that_differs_from_its_matrix_once_is_never_taken_for_it() -> None:
+    """Also where that is the last of the comparisons that would have made it trusted."""
+    stream = Stream(num_layers=2)
+    calls = 0
+
+    class Differs(LinearGate):
+        def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            nonlocal calls
+            calls += 1
+            logits, scores, index = super().forward(hidden)
+            return logits, scores, (index + 1) % logits.shape[-1] if calls == AGREEMENTS else index
+
+    gate = Differs(10, 16, seed=1)
+    predictor = GatePredictor(PredictorContext([stream.gates[0], gate], [10, 10], [2, 2]), lookahead=1)
+    for pass_idx in range(2 * AGREEMENTS):
+        predictor.predict(stream.visits(pass_idx)[0])
+    assert calls == 2 * AGREEMENTS  # asked each time
+    assert (1, 1) not in predictor._followed
 
 
 def examples_of(predictor: GatePredictor) -> dict[tuple[int, int], int]:
