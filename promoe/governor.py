@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 # Decode passes per trial. A round is with, without, without, with prefetch (or the other way round), so that a drift hits
 # both alike.
@@ -20,15 +25,32 @@ FIRST_HOLD_PASSES = 240
 MAX_HOLD_PASSES = 4000
 # The first passes of a setting still see what the other one left behind.
 SETTLING_PASSES = 2
+# While there was nothing to win, so many of the latest passes are watched for that to change.
+WATCHED_PASSES = 12
+
+
+class Pass(NamedTuple):
+    """A pass of decode."""
+
+    duration_s: float
+    fetched_bytes: float
+    """Of experts that it used and that were not there before, whether they came on demand or ahead of need."""
+
+
+Floats = npt.NDArray[np.float64]
 
 
 class Governor:
-    """A running A/B test. Pure: told durations, answers on or off.
+    """A running A/B test. Pure: told what passes took, answers on or off.
 
-    It alternates trials with prefetch on and off until one's median pass is clearly shorter, keeps that for a while, and tests
+    It alternates trials with prefetch on and off until one's typical pass is clearly shorter, keeps that for a while, and tests
     again. A verdict that is confirmed holds twice as long, so the price of testing falls towards zero. How long a test is
     depends on what there is to lose: a large difference is clear after a round, and a small one costs little. Where next to
-    nothing is waited for without prefetch, it ends with the first trial that shows this.
+    nothing is waited for without prefetch, it ends with the first trial that shows this; from then on the waiting is watched,
+    and once there is some, the next test begins.
+
+    What a pass takes depends most of all on how many of its experts have to come, which differs from token to token by far
+    more than prefetch gains, and which prefetch does not change. So passes are compared as if all had fetched as much.
     """
 
     def __init__(self) -> None:
@@ -36,27 +58,43 @@ class Governor:
         self._hold = 0
         self._next_hold = FIRST_HOLD_PASSES
         self._verdict: bool | None = None
+        self._watched: deque[float] | None = None  # stall shares, while there was nothing to win
         self._begin_test()
 
-    def pass_ended(self, duration_s: float, stall_s: float) -> bool:
-        """A decode pass took `duration_s`, `stall_s` of it waiting, under the present setting; returns that for the next."""
+    def pass_ended(self, duration_s: float, stall_s: float, fetched_bytes: float) -> bool:
+        """A decode pass is over; returns the setting for the next.
+
+        Args:
+            duration_s: it took, under the present setting.
+            stall_s: of that, it waited.
+            fetched_bytes: of experts that it used and that were not there before (see `Pass`).
+        """
+        stall_share = stall_s / duration_s if duration_s else 0.0
         if self._hold > 0:
             self._hold -= 1
-            if self._hold == 0:
+            if self._hold == 0 or self._is_waiting_again(stall_share):
                 self._begin_test()
             return self.on
         self._position += 1
         if self._position > self._settling:
-            self._durations[self.on].append(duration_s)
+            self._passes[self.on].append(Pass(duration_s, fetched_bytes))
             if not self.on:
-                self._stall_shares.append(stall_s / duration_s if duration_s else 0.0)
+                self._stall_shares.append(stall_share)
         if self._position == TRIAL_PASSES:
             self._trial_ended()
         return self.on
 
+    def _is_waiting_again(self, stall_share: float) -> bool:
+        if self._watched is None:
+            return False
+        self._watched.append(stall_share)
+        return len(self._watched) == WATCHED_PASSES and median(self._watched) >= LEAST_STALL_SHARE
+
     def _begin_test(self) -> None:
-        self._durations: dict[bool, list[float]] = {True: [], False: []}
+        self._passes: dict[bool, list[Pass]] = {True: [], False: []}
         self._stall_shares: list[float] = []  # without prefetch
+        self._watched = None
+        self._hold = 0
         self._first = self.on
         self._trial = self._position = 0
         self._settling = SETTLING_PASSES
@@ -65,20 +103,18 @@ class Governor:
         self._trial += 1
         self._position = 0
         if not self.on and median(self._stall_shares) < LEAST_STALL_SHARE:
+            self._watched = deque(maxlen=WATCHED_PASSES)
             self._keep(False)
             return
         place = self._trial % ROUND_TRIALS
-        if place == 0 and (self._trial == MOST_ROUNDS * ROUND_TRIALS or self._is_clear()):
-            self._keep(median(self._durations[True]) < median(self._durations[False]))
-            return
+        if place == 0:
+            saved_s, error_s = saved(self._passes[True], self._passes[False])
+            if self._trial == MOST_ROUNDS * ROUND_TRIALS or abs(saved_s) > CLEAR_ERRORS * error_s:
+                self._keep(saved_s > 0.0)
+                return
         following = self._first if place in (0, ROUND_TRIALS - 1) else not self._first
         self._settling = SETTLING_PASSES if following != self.on else 0
         self.on = following
-
-    def _is_clear(self) -> bool:
-        with_s, without_s = self._durations[True], self._durations[False]
-        error_s = math.hypot(_error_of_median(with_s), _error_of_median(without_s))
-        return abs(median(with_s) - median(without_s)) > CLEAR_ERRORS * error_s
 
     def _keep(self, on: bool) -> None:
         self.on = on
@@ -87,8 +123,29 @@ class Governor:
         self._hold = self._next_hold
 
 
-def _error_of_median(values: Sequence[float]) -> float:
+def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float, float]:
+    """Seconds that prefetch saves of a typical pass, and their standard error; passes compared as if all had fetched as much."""
+    groups = [np.array(passes, dtype=np.float64).T for passes in (with_prefetch, without)]
+    slope = seconds_per_byte(groups)
+    with_s, without_s = (durations - slope * fetched for durations, fetched in groups)
+    error_s = math.hypot(_error_of_median(with_s), _error_of_median(without_s))
+    return float(np.median(without_s) - np.median(with_s)), error_s
+
+
+def seconds_per_byte(groups: Sequence[Floats]) -> float:
+    """How much longer a pass takes for each byte more that it fetches: the median over all pairs of passes of one group
+    (Theil and Sen), which a few that took much longer for other reasons do not move. `groups` are `[2, passes]`: durations, bytes.
+    """
+    slopes = []
+    for durations, fetched in groups:
+        more_bytes = fetched[:, None] - fetched
+        longer_s = durations[:, None] - durations
+        slopes.append(longer_s[more_bytes > 0] / more_bytes[more_bytes > 0])
+    found = np.concatenate(slopes)
+    return max(0.0, float(np.median(found))) if len(found) else 0.0
+
+
+def _error_of_median(values: Floats) -> float:
     """Standard error of the median of normal values, from their median absolute deviation: outliers do not widen it."""
-    middle = median(values)
-    deviation = 1.4826 * median(abs(value - middle) for value in values)
+    deviation = 1.4826 * float(np.median(np.abs(values - np.median(values))))
     return math.sqrt(math.pi / 2) * deviation / math.sqrt(len(values))

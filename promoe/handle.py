@@ -50,7 +50,7 @@ class Handle:
         self._predictor = predictor
         self._undo = undo
         self._restore = restore
-        self._stall_s = 0.0  # of all decode passes so far
+        self._stall_s, self._fetched_bytes = 0.0, 0  # of all decode passes so far
         self._governor = Governor() if predictor is not None and config.governor else None
         with runtime.engine.lock:
             runtime.engine.recorder.prefetch_switched(predictor is not None)
@@ -130,9 +130,10 @@ class Handle:
             engine = self.runtime.engine
             with engine.lock:
                 before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
-                on = self._governor.pass_ended(
-                    duration_s, max(0.0, self._stall_s - before_s)
-                )  # less: counters were reset
+                before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
+                on = self._governor.pass_ended(  # less than before: counters were reset
+                    duration_s, max(0.0, self._stall_s - before_s), max(0, self._fetched_bytes - before_bytes)
+                )
             engine.set_prefetch(on)
 
     def _check_idle(self) -> None:

@@ -128,6 +128,11 @@ class Recorder:
         """Seconds that compute has waited in passes of a phase."""
         return sum(self._tallies[phase].stall_s)
 
+    def fetched_bytes(self, phase: Phase) -> int:
+        """Bytes that passes of a phase used and that had to come: those moved on demand, and those prefetched and used."""
+        tally = self._tallies[phase]
+        return sum(tally.bytes_demand) + sum(tally.bytes_prefetch_used)
+
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
         """The link moved `nbytes` of an expert of this layer; a prefetch that became urgent on its way is demand."""
         if cause == "demand":

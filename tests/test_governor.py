@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from promoe.governor import (
@@ -13,7 +14,11 @@ from promoe.governor import (
     ROUND_TRIALS,
     SETTLING_PASSES,
     TRIAL_PASSES,
+    WATCHED_PASSES,
     Governor,
+    Pass,
+    saved,
+    seconds_per_byte,
 )
 
 # Of a test whose outcome is clear at once, and of the longest.
@@ -23,13 +28,18 @@ FAST_S, SLOW_S = 0.010, 0.013
 STALL_SHARE = 2 * LEAST_STALL_SHARE
 
 
-def drive(governor: Governor, passes: int, duration_s: Callable[[bool, int], float]) -> list[bool]:
+def drive(
+    governor: Governor,
+    passes: int,
+    duration_s: Callable[[bool, int], float],
+    fetched_bytes: Callable[[int], float] = lambda number: 1e8,
+) -> list[bool]:
     """The setting under which each of the next passes ran; `duration_s(setting, number of the pass)`."""
     settings = []
     for number in range(passes):
         settings.append(governor.on)
         spent_s = duration_s(governor.on, number)
-        assert governor.pass_ended(spent_s, STALL_SHARE * spent_s) is governor.on
+        assert governor.pass_ended(spent_s, STALL_SHARE * spent_s, fetched_bytes(number)) is governor.on
     return settings
 
 
@@ -177,8 +187,79 @@ def test_where_nothing_is_waited_for_there_is_nothing_to_win() -> None:
     settings = []
     for _ in range(3 * TRIAL_PASSES + FIRST_HOLD_PASSES):
         settings.append(governor.on)
-        governor.pass_ended(FAST_S if governor.on else SLOW_S, 0.0 if governor.on else 0.5 * LEAST_STALL_SHARE * SLOW_S)
+        spent_s = FAST_S if governor.on else SLOW_S
+        governor.pass_ended(spent_s, 0.0 if governor.on else 0.5 * LEAST_STALL_SHARE * SLOW_S, 1e8)
     assert settings == [True] * TRIAL_PASSES + [False] * (len(settings) - TRIAL_PASSES)
     # The next tests begin without prefetch, and end as soon.
     for _ in range(10 * MAX_HOLD_PASSES):
-        assert governor.pass_ended(SLOW_S, 0.0) is False
+        assert governor.pass_ended(SLOW_S, 0.0, 0.0) is False
+
+
+def pass_many(governor: Governor, passes: int, stall_share: float) -> list[bool]:
+    settings = []
+    for _ in range(passes):
+        settings.append(governor.on)
+        governor.pass_ended(FAST_S, stall_share * FAST_S, 1e8)
+    return settings
+
+
+def test_where_there_was_nothing_to_win_waiting_is_watched() -> None:
+    """A repetitive stretch of text, say, needs next to nothing; what comes after it does."""
+    governor = Governor()
+    pass_many(governor, 3 * TRIAL_PASSES, 0.0)
+    assert set(pass_many(governor, 10 * WATCHED_PASSES, 0.5 * LEAST_STALL_SHARE)) == {False}
+    until = pass_many(governor, FIRST_HOLD_PASSES, STALL_SHARE).index(True)
+    # More than half of those watched, and the trial without prefetch that the test begins with.
+    assert until == WATCHED_PASSES // 2 + TRIAL_PASSES
+
+
+def test_a_verdict_that_was_measured_is_not_broken_off_by_waiting() -> None:
+    governor = Governor()
+    drive(governor, TEST_PASSES, prefetch_costs)
+    settings = [governor.pass_ended(FAST_S, 0.5 * FAST_S, 1e8) for _ in range(FIRST_HOLD_PASSES - 1)]
+    assert set(settings) == {False}
+
+
+def uneven(seed: int) -> Callable[[int], float]:
+    """Bytes that passes fetch: nothing to 200 MB, at random."""
+    draw = random.Random(seed)
+    drawn: dict[int, float] = {}
+    return lambda number: drawn.setdefault(number, draw.uniform(0.0, 2e8))
+
+
+def test_a_small_difference_is_seen_though_passes_fetch_more_or_less() -> None:
+    """5% of a pass whose spread is 25%, nearly all of it from what tokens happen to need."""
+    right = 0
+    for seed in range(100):
+        governor, fetched, draw = Governor(), uneven(seed), random.Random(seed)
+        pays = seed % 2 == 0
+
+        def duration_s(on: bool, number: int, fetched=fetched, draw=draw, pays=pays) -> float:
+            return 0.006 + 4e-11 * fetched(number) + draw.gauss(0.0, 0.0005) - (0.0005 if on is pays else 0.0)
+
+        drive(governor, LONGEST_PASSES, duration_s, fetched)
+        right += governor.on is pays
+    assert right >= 95
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_setting_that_met_the_heavier_tokens_is_not_blamed_for_them(pays: bool) -> None:
+    def passes(count: int, base_s: float, least_bytes: float) -> list[Pass]:
+        fetched = [least_bytes + 1e7 * number for number in range(count)]
+        return [Pass(base_s + 1e-10 * nbytes, nbytes) for nbytes in fetched]
+
+    fast_s, slow_s = 0.050, 0.055
+    saved_s, error_s = saved(
+        passes(10, fast_s if pays else slow_s, 1e8 if pays else 0.0),
+        passes(10, slow_s if pays else fast_s, 0.0 if pays else 1e8),
+    )
+    assert saved_s == pytest.approx(0.005 if pays else -0.005)
+    assert error_s == pytest.approx(0.0, abs=1e-9)
+
+
+def test_seconds_per_byte() -> None:
+    durations, fetched = np.array([1.0, 2.0, 3.0, 90.0]), np.array([0.0, 1.0, 2.0, 0.5])
+    assert seconds_per_byte([np.stack([durations, fetched])]) == 1.0  # the outlier does not move it
+    assert seconds_per_byte([np.stack([durations[:3], 2 * fetched[:3]]), np.zeros((2, 5))]) == 0.5
+    assert seconds_per_byte([np.stack([-durations[:3], fetched[:3]])]) == 0.0  # more bytes take no less time
+    assert seconds_per_byte([np.zeros((2, 0)), np.ones((2, 3))]) == 0.0  # all fetched as much

@@ -340,9 +340,11 @@ class Scripted(Governor):
         self.script, self.lock = script, lock
         self.durations_s: list[float] = []
         self.stalls_s: list[float] = []
+        self.fetched_bytes: list[float] = []
 
-    def pass_ended(self, duration_s: float, stall_s: float) -> bool:
+    def pass_ended(self, duration_s: float, stall_s: float, fetched_bytes: float) -> bool:
         self.stalls_s.append(stall_s)
+        self.fetched_bytes.append(fetched_bytes)
         assert self.lock.locked(), "several threads may run passes: the governor counts under the engine's lock"
         self.durations_s.append(duration_s)
         return self.script.pop(0)
@@ -369,11 +371,14 @@ def test_the_governor_judges_decode_passes_and_switches_prefetch() -> None:
         script += [False, True] * NEW_TOKENS
         assert_unharmed(model)
         assert len(governor.durations_s) == 4 + NEW_TOKENS
-        assert sum(governor.stalls_s) == pytest.approx(handle.stats().decode.stall_s)
+        decode = handle.stats().decode
+        assert sum(governor.stalls_s) == pytest.approx(decode.stall_s)
+        assert sum(governor.fetched_bytes) == decode.bytes_demand + decode.bytes_prefetch_used > 0
         handle.reset_stats()
         script += [False, True] * NEW_TOKENS
         assert_unharmed(model)
         assert min(governor.stalls_s) >= 0.0
+        assert min(governor.fetched_bytes) >= 0
 
 
 def test_trials_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
