@@ -54,19 +54,19 @@ class GatePredictor:
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """One forecast per layer i+1 .. i+lookahead whose gate can be asked, counted on across the end of the pass."""
         self._caller.saw(visit)
+        self._learn(visit)
         forecasts = []
-        with torch.inference_mode():
-            self._learn(visit)
-            for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets)):
-                probabilities = self._probabilities(steps_ahead, layer_idx, visit)
-                if probabilities is not None:
-                    forecasts.append(Forecast(steps_ahead, layer_idx, probabilities))
+        for steps_ahead, layer_idx in horizon(visit.layer_idx, self._lookahead, len(self._targets)):
+            probabilities = self._probabilities(steps_ahead, layer_idx, visit)
+            if probabilities is not None:
+                forecasts.append(Forecast(steps_ahead, layer_idx, probabilities))
         return forecasts
 
     def _probabilities(self, steps_ahead: int, layer_idx: int, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
         target = self._targets[layer_idx]
         if not target.is_linear:
-            return target.probabilities(visit)
+            with torch.inference_mode():  # only where it is needed: cold, it takes as long as the product of a linear gate
+                return target.probabilities(visit)
         followed = self._followed.get((steps_ahead, layer_idx))
         if followed is None:
             followed = self._followed[steps_ahead, layer_idx] = _Followed(target)
@@ -106,16 +106,17 @@ class _Followed:
 
     def probabilities(self, hidden: torch.Tensor) -> npt.NDArray[np.float64]:
         """Probability `[num_experts]` that any of the tokens `[n, hidden_dim]` uses an expert."""
-        top_k = self._target.top_k
-        return any_token(np.stack([_one_token(logits, top_k) for logits in self._fit(hidden)]))
+        per_token = [_one_token(logits, self._target.top_k) for logits in self._fit(hidden)]
+        return per_token[0] if len(per_token) == 1 else any_token(np.stack(per_token))
 
     def learn(self, before: torch.Tensor, seen: torch.Tensor) -> None:
         """What was seen `[n, hidden_dim]` when it was foreseen, and what the gate then saw."""
         self._examples.append((before, seen))
         self._lacking -= len(seen)
         if self._lacking <= 0:
-            before, seen = (torch.cat(tensors) for tensors in zip(*self._examples, strict=True))
-            self._fit.learn(before, self._target.logits(seen))
+            with torch.inference_mode():
+                before, seen = (torch.cat(tensors) for tensors in zip(*self._examples, strict=True))
+                self._fit.learn(before, self._target.logits(seen))
             self._examples.clear()
             self._lacking = BATCH_TOKENS
 

@@ -33,24 +33,27 @@ class LinearFit:
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        with torch.inference_mode(False):  # what is made in that mode can only be changed in it
-            self._weight = weight.detach().to(torch.float32, copy=True).contiguous()
-            self._bias = self._weight.new_zeros(len(weight))
-            self._mean = self._weight.new_zeros(weight.shape[1])
+        num_experts, hidden_dim = weight.shape
+        with torch.inference_mode(False), torch.no_grad():  # what is made in that mode can only be changed in it
+            # The bias is one more column, which an input multiplies by 1: to add it would be one more operation.
+            affine = torch.zeros((num_experts, hidden_dim + 1), device=weight.device)
+            self._weight, self._bias = affine[:, :-1], affine[:, -1]
+            self._weight.copy_(weight)
             if bias is not None:
-                self._bias.copy_(bias.detach())
-            self._row = self._weight.new_empty(1, weight.shape[1])
+                self._bias.copy_(bias)
+            self._mean = affine.new_zeros(hidden_dim)
+            row = affine.new_ones(1, hidden_dim + 1)
+            self._row = row[:, :-1]
         self._batches = 0
-        by_numpy = self._weight.device.type == "cpu" and weight.numel() <= ONE_THREAD_ELEMENTS
-        self._arrays = (self._row.numpy(), self._weight.numpy().T, self._bias.numpy()) if by_numpy else None
+        by_numpy = affine.device.type == "cpu" and affine.numel() <= ONE_THREAD_ELEMENTS
+        self._arrays = (row.numpy(), affine.numpy().T) if by_numpy else None
 
     def __call__(self, hidden: torch.Tensor) -> list[list[float]]:
         """Logits `[n][num_experts]` for gate inputs `[n, hidden_dim]`."""
         if self._arrays is not None and len(hidden) == 1:
-            row, transposed, bias = self._arrays
+            row, transposed = self._arrays
             self._row.copy_(hidden)
             product: npt.NDArray[np.float32] = row.dot(transposed)
-            product += bias
             of_one: list[list[float]] = product.tolist()
             return of_one
         with self._in_fp32():

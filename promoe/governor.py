@@ -124,7 +124,7 @@ class Governor:
 
 
 def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float, float]:
-    """Seconds that prefetch saves of a typical pass, and their standard error; passes compared as if all had fetched as much."""
+    """Seconds that prefetch saves of a typical pass, and their standard error, as if all passes had fetched as much."""
     groups = [np.array(passes, dtype=np.float64).T for passes in (with_prefetch, without)]
     slope = seconds_per_byte(groups)
     with_s, without_s = (durations - slope * fetched for durations, fetched in groups)
@@ -134,7 +134,10 @@ def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float
 
 def seconds_per_byte(groups: Sequence[Floats]) -> float:
     """How much longer a pass takes for each byte more that it fetches: the median over all pairs of passes of one group
-    (Theil and Sen), which a few that took much longer for other reasons do not move. `groups` are `[2, passes]`: durations, bytes.
+    (Theil and Sen), which a few that took much longer for other reasons do not move.
+
+    Args:
+        groups: durations and bytes, `[2, num_passes]` each.
     """
     slopes = []
     for durations, fetched in groups:

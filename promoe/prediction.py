@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -134,8 +133,11 @@ class Forecaster:
         start_s = time.perf_counter()
         if self._queue is not None and ready is not None:
             self._queue.wait(ready)
-        with nullcontext() if self._queue is None else self._queue.running():
+        if self._queue is None:
             forecasts = self._predictor.predict(visit)
+        else:
+            with self._queue.running():
+                forecasts = self._predictor.predict(visit)
         end_s = time.perf_counter()
         for forecast in forecasts:
             self._check(forecast)

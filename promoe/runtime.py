@@ -184,16 +184,12 @@ class Runtime:
         assert self.predictor is not None
         if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
             return
-        gate_input = args[0].reshape(-1, args[0].shape[-1])
+        gate_input = args[0].detach() if args[0].requires_grad else args[0]
+        shape = tuple(gate_input.shape)
+        if len(shape) != 2:
+            gate_input = gate_input.reshape(-1, shape[-1])
         visit = LayerVisit(
-            pass_idx=state.pass_idx,
-            phase=state.phase,
-            layer_idx=layer.layer_idx,
-            gate_input=gate_input.clone(),
-            chosen=tokens,
-            gate_args=args[1:],
-            gate_kwargs=kwargs,
-            token_shape=tuple(args[0].shape[:-1]),
+            state.pass_idx, state.phase, layer.layer_idx, gate_input.clone(), tokens, args[1:], kwargs, shape[:-1]
         )
         # The hint precedes the visit that it announces, which will be the next step.
         origin_step = self.engine.scheduler.step + 1

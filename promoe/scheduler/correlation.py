@@ -27,7 +27,7 @@ class Correlation:
 
     def probability(self, chosen: Sequence[int]) -> npt.NDArray[np.float32]:
         """Of use `[num_experts]`: the mean over the experts that the earlier layer has chosen."""
-        mean: npt.NDArray[np.float32] = self._frequency.take(chosen, axis=0).sum(axis=0)
+        mean: npt.NDArray[np.float32] = np.add.reduce(self._frequency.take(chosen, axis=0), axis=0)
         mean /= len(chosen)
         return mean
 
