@@ -4,10 +4,12 @@
         [--predictor gate] [--prompts 5] [--new-tokens 40] [--out promoe-out] [--json FILE]
 
 Each argument is a setting, fields of `PromoeConfig` with commas between them; the default is always the first. The widened
-demo model is opened once per setting, its experts read past the page cache, prefetch always on. All decode the same held-out
-prompts together: each token under one setting, then under the next, in changing order, so that whatever else happens on the
-machine meets them alike. That all have the same logits is checked at every token. Printed per cache: medians, the median of
-the ratios token by token (default / setting: above 1 the setting is faster) with its 95% bootstrap interval, and bytes.
+demo model is opened once per setting, its experts read past the page cache, prefetch always on. The default is opened a second
+time, as the last, for control: how far its ratio is from 1 says how large a difference has to be to mean anything. The
+intervals do not say that: they know of tokens, not of what makes one model in memory faster than its twin. All decode the same
+held-out prompts together: each token under one setting, then under the next, in changing order, so that whatever else happens
+on the machine meets them alike. That all have the same logits is checked at every token. Printed per cache: medians, the median
+of the ratios token by token (default / setting: above 1 the setting is faster) with its 95% bootstrap interval, and bytes.
 
 What one setting prefetches may arrive while another computes; that favours all of them, and none.
 """
@@ -34,7 +36,7 @@ from promoe.measure import paired_speedup
 from promoe.units import aligned
 
 WIDTH = 128
-DEFAULT = "default"
+DEFAULT, CONTROL = "default", "default again"
 
 
 def fields_of(setting: str) -> dict[str, Any]:
@@ -51,7 +53,7 @@ def fields_of(setting: str) -> dict[str, Any]:
 
 def opened(checkpoint: Path, cache: str, predictor: str | None, setting: str) -> PreTrainedModel:
     """The model under a setting."""
-    fields = {} if setting == DEFAULT else fields_of(setting)
+    fields = {} if setting in (DEFAULT, CONTROL) else fields_of(setting)
     base = promoe.PromoeConfig(governor=False, bypass=False, read_mode="direct")
     config = dataclasses.replace(base, **fields)
     return promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor, config=config)
@@ -112,7 +114,7 @@ def show(cache: str, results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="+")
+    parser.add_argument("settings", nargs="*")
     parser.add_argument("--caches", nargs="+", default=["12.5%", "25%", "50%", "75%"])
     parser.add_argument("--predictor", default="gate", help="name or folder; none: no prefetch")
     parser.add_argument("--prompts", type=int, default=5)
@@ -126,9 +128,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(options.prompts + 1)]
     predictor = None if options.predictor == "none" else options.predictor
+    names = [DEFAULT, *options.settings, CONTROL]
     results = {}
     for cache in options.caches:
-        models = {name: opened(checkpoint, cache, predictor, name) for name in [DEFAULT, *options.settings]}
+        models = {name: opened(checkpoint, cache, predictor, name) for name in names}
         results[cache] = compare(models, prompts, options.new_tokens)
         for model in models.values():
             model.promoe.close()

@@ -54,7 +54,8 @@ class LayerVisit:
         pass_idx: counts forward passes of the model.
         phase: "prefill" or "decode".
         layer_idx: MoE layer.
-        gate_input: `[num_tokens, hidden_dim]`, a copy that the predictor may keep. Long visits are not predicted from.
+        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Long visits are not
+            predicted from.
         chosen: experts chosen by each of these tokens, `[num_tokens][top_k]`.
         gate_args: what the gate was called with after its input.
         gate_kwargs: its keyword arguments.

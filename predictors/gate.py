@@ -65,7 +65,8 @@ class GatePredictor:
     def _probabilities(self, steps_ahead: int, layer_idx: int, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
         target = self._targets[layer_idx]
         if not target.is_linear:
-            with torch.inference_mode():  # only where it is needed: cold, it takes as long as the product of a linear gate
+            # Only here, and not around everything: cold, to enter this mode takes as long as a linear gate's product.
+            with torch.inference_mode():
                 return target.probabilities(visit)
         followed = self._followed.get((steps_ahead, layer_idx))
         if followed is None:

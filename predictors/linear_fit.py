@@ -34,10 +34,12 @@ class LinearFit:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         num_experts, hidden_dim = weight.shape
+        by_numpy = weight.device.type == "cpu" and weight.numel() <= ONE_THREAD_ELEMENTS
         with torch.inference_mode(False), torch.no_grad():  # what is made in that mode can only be changed in it
-            # The bias is one more column, which an input multiplies by 1: to add it would be one more operation.
-            affine = torch.zeros((num_experts, hidden_dim + 1), device=weight.device)
-            self._weight, self._bias = affine[:, :-1], affine[:, -1]
+            # For numpy, the bias is one more column, which an input multiplies by 1: to add it would be one more operation.
+            affine = torch.zeros((num_experts, hidden_dim + by_numpy), dtype=torch.float32, device=weight.device)
+            self._weight = affine[:, :hidden_dim]
+            self._bias = affine[:, -1] if by_numpy else affine.new_zeros(num_experts)
             self._weight.copy_(weight)
             if bias is not None:
                 self._bias.copy_(bias)
@@ -45,7 +47,6 @@ class LinearFit:
             row = affine.new_ones(1, hidden_dim + 1)
             self._row = row[:, :-1]
         self._batches = 0
-        by_numpy = affine.device.type == "cpu" and affine.numel() <= ONE_THREAD_ELEMENTS
         self._arrays = (row.numpy(), affine.numpy().T) if by_numpy else None
 
     def __call__(self, hidden: torch.Tensor) -> list[list[float]]:

@@ -18,8 +18,9 @@ ROUND_TRIALS = 4
 # A test ends when the difference is clear, or after so many rounds.
 MOST_ROUNDS = 4
 CLEAR_ERRORS = 2.0
-# Prefetch can save no more than what is waited for without it, and costs something. Where that is less, there is no test.
-LEAST_STALL_SHARE = 0.08
+# Prefetch can save no more than what is waited for without it, and costs something. Where that is less, there is no test;
+# where it is more again, by so much that this is no accident, there is.
+LEAST_STALL_SHARE, RENEWED_STALL_SHARE = 0.08, 0.12
 # Passes that a first verdict holds; doubled each time it is confirmed.
 FIRST_HOLD_PASSES = 240
 MAX_HOLD_PASSES = 4000
@@ -46,11 +47,12 @@ class Governor:
     It alternates trials with prefetch on and off until one's typical pass is clearly shorter, keeps that for a while, and tests
     again. A verdict that is confirmed holds twice as long, so the price of testing falls towards zero. How long a test is
     depends on what there is to lose: a large difference is clear after a round, and a small one costs little. Where next to
-    nothing is waited for without prefetch, it ends with the first trial that shows this; from then on the waiting is watched,
-    and once there is some, the next test begins.
+    nothing is waited for without prefetch, it ends without a verdict, with the first trial that shows this: prefetch is off
+    from then on, the waiting is watched, and once there is some, the next test begins.
 
     What a pass takes depends most of all on how many of its experts have to come, which differs from token to token by far
-    more than prefetch gains, and which prefetch does not change. So passes are compared as if all had fetched as much.
+    more than prefetch gains, and which prefetch hardly changes. So passes are compared as if all had fetched as much. (What has
+    to come again because it made room for something predicted is not charged: 1% of the bytes with slots for an eighth.)
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class Governor:
         self._hold = 0
         self._next_hold = FIRST_HOLD_PASSES
         self._verdict: bool | None = None
-        self._watched: deque[float] | None = None  # stall shares, while there was nothing to win
+        self._watched: deque[float] | None = None  # stall shares of the latest passes, while there is nothing to win
         self._begin_test()
 
     def pass_ended(self, duration_s: float, stall_s: float, fetched_bytes: float) -> bool:
@@ -70,9 +72,14 @@ class Governor:
             fetched_bytes: of experts that it used and that were not there before (see `Pass`).
         """
         stall_share = stall_s / duration_s if duration_s else 0.0
+        if self._watched is not None:
+            self._watched.append(stall_share)
+            if len(self._watched) == WATCHED_PASSES and median(self._watched) >= RENEWED_STALL_SHARE:
+                self._begin_test()
+            return self.on
         if self._hold > 0:
             self._hold -= 1
-            if self._hold == 0 or self._is_waiting_again(stall_share):
+            if self._hold == 0:
                 self._begin_test()
             return self.on
         self._position += 1
@@ -84,17 +91,10 @@ class Governor:
             self._trial_ended()
         return self.on
 
-    def _is_waiting_again(self, stall_share: float) -> bool:
-        if self._watched is None:
-            return False
-        self._watched.append(stall_share)
-        return len(self._watched) == WATCHED_PASSES and median(self._watched) >= LEAST_STALL_SHARE
-
     def _begin_test(self) -> None:
         self._passes: dict[bool, list[Pass]] = {True: [], False: []}
         self._stall_shares: list[float] = []  # without prefetch
         self._watched = None
-        self._hold = 0
         self._first = self.on
         self._trial = self._position = 0
         self._settling = SETTLING_PASSES
@@ -102,16 +102,15 @@ class Governor:
     def _trial_ended(self) -> None:
         self._trial += 1
         self._position = 0
-        if not self.on and median(self._stall_shares) < LEAST_STALL_SHARE:
-            self._watched = deque(maxlen=WATCHED_PASSES)
-            self._keep(False)
-            return
         place = self._trial % ROUND_TRIALS
         if place == 0:
             saved_s, error_s = saved(self._passes[True], self._passes[False])
             if self._trial == MOST_ROUNDS * ROUND_TRIALS or abs(saved_s) > CLEAR_ERRORS * error_s:
                 self._keep(saved_s > 0.0)
                 return
+        if not self.on and median(self._stall_shares) < LEAST_STALL_SHARE:
+            self._watched = deque(maxlen=WATCHED_PASSES)
+            return
         following = self._first if place in (0, ROUND_TRIALS - 1) else not self._first
         self._settling = SETTLING_PASSES if following != self.on else 0
         self.on = following

@@ -131,8 +131,8 @@ class Handle:
             with engine.lock:
                 before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
                 before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
-                on = self._governor.pass_ended(  # less than before: counters were reset
-                    duration_s, max(0.0, self._stall_s - before_s), max(0, self._fetched_bytes - before_bytes)
+                on = self._governor.pass_ended(
+                    duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
                 )
             engine.set_prefetch(on)
 
@@ -162,3 +162,8 @@ class Handle:
         for pool in self._pools:
             pool.close()
         self._store.close()
+
+
+def _since(now: float, before: float) -> float:
+    """What a counter has counted meanwhile; less than before: it was reset."""
+    return now - before if now >= before else now

@@ -129,7 +129,7 @@ class Recorder:
         return sum(self._tallies[phase].stall_s)
 
     def fetched_bytes(self, phase: Phase) -> int:
-        """Bytes that passes of a phase used and that had to come: those moved on demand, and those prefetched and used."""
+        """Bytes that had to come for passes of a phase: those moved on demand, and the prefetched ones that were used."""
         tally = self._tallies[phase]
         return sum(tally.bytes_demand) + sum(tally.bytes_prefetch_used)
 

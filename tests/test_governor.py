@@ -11,6 +11,7 @@ from promoe.governor import (
     LEAST_STALL_SHARE,
     MAX_HOLD_PASSES,
     MOST_ROUNDS,
+    RENEWED_STALL_SHARE,
     ROUND_TRIALS,
     SETTLING_PASSES,
     TRIAL_PASSES,
@@ -190,7 +191,6 @@ def test_where_nothing_is_waited_for_there_is_nothing_to_win() -> None:
         spent_s = FAST_S if governor.on else SLOW_S
         governor.pass_ended(spent_s, 0.0 if governor.on else 0.5 * LEAST_STALL_SHARE * SLOW_S, 1e8)
     assert settings == [True] * TRIAL_PASSES + [False] * (len(settings) - TRIAL_PASSES)
-    # The next tests begin without prefetch, and end as soon.
     for _ in range(10 * MAX_HOLD_PASSES):
         assert governor.pass_ended(SLOW_S, 0.0, 0.0) is False
 
@@ -207,10 +207,34 @@ def test_where_there_was_nothing_to_win_waiting_is_watched() -> None:
     """A repetitive stretch of text, say, needs next to nothing; what comes after it does."""
     governor = Governor()
     pass_many(governor, 3 * TRIAL_PASSES, 0.0)
-    assert set(pass_many(governor, 10 * WATCHED_PASSES, 0.5 * LEAST_STALL_SHARE)) == {False}
-    until = pass_many(governor, FIRST_HOLD_PASSES, STALL_SHARE).index(True)
-    # More than half of those watched, and the trial without prefetch that the test begins with.
+    between = (LEAST_STALL_SHARE + RENEWED_STALL_SHARE) / 2
+    assert set(pass_many(governor, 10 * WATCHED_PASSES, between)) == {False}
+    until = pass_many(governor, FIRST_HOLD_PASSES, 1.5 * RENEWED_STALL_SHARE).index(True)
+    # Half of those watched, as their median is the mean of the middle two; then the test begins with a trial without.
     assert until == WATCHED_PASSES // 2 + TRIAL_PASSES
+
+
+def test_what_ended_without_a_verdict_confirms_none() -> None:
+    governor = Governor()
+    for _ in range(8):
+        pass_many(governor, 3 * TRIAL_PASSES, 0.0)  # nothing to win
+        assert governor.on is False
+        pass_many(governor, WATCHED_PASSES, 2 * RENEWED_STALL_SHARE)  # there is, says the watch
+    # The test that has just begun is the first to come to a verdict.
+    drive(governor, LONGEST_PASSES, prefetch_costs)
+    assert governor._hold <= FIRST_HOLD_PASSES
+
+
+def test_a_round_that_is_clear_is_not_thrown_away_for_want_of_waiting() -> None:
+    """From without prefetch on, a round ends without it: what it has shown counts before what its trials waited."""
+    governor = Governor()
+    pass_many(governor, 2 * TRIAL_PASSES, 0.0)
+    pass_many(governor, WATCHED_PASSES, 2 * RENEWED_STALL_SHARE)
+    shares = [1.0] * TRIAL_PASSES + [0.5] * 2 * TRIAL_PASSES + [0.0] * TRIAL_PASSES
+    for share in shares:
+        governor.pass_ended(prefetch_pays(governor.on), share * prefetch_pays(governor.on), 1e8)
+    assert governor.on is True
+    assert governor._hold == FIRST_HOLD_PASSES
 
 
 def test_a_verdict_that_was_measured_is_not_broken_off_by_waiting() -> None:

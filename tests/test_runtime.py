@@ -365,6 +365,34 @@ def test_a_gate_alone_outside_of_any_pass_is_no_error_of_the_next() -> None:
         assert_works(model)
 
 
+class Keeping(NoForecast):
+    """Keeps what it is shown, as a predictor may."""
+
+    def __init__(self) -> None:
+        self.inputs: list[torch.Tensor] = []
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        self.inputs.append(visit.gate_input)
+        return []
+
+
+@pytest.mark.parametrize("shape", [(2, 64), (1, 2, 64)])
+def test_what_a_predictor_is_shown_is_its_own_and_knows_no_gradients(shape: tuple[int, ...]) -> None:
+    predictor = Keeping()
+    with served(FAMILY, cache=2, predictor=predictor) as model:
+        layer = promoe.find_moe_layers(model)[1]
+        hidden = torch.randn(shape)
+        wanted = hidden.reshape(2, 64).clone()
+        layer.gate(hidden.requires_grad_())
+        hidden.data.zero_()
+        with torch.no_grad():  # hands the visit over
+            layer.experts(wanted, torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2))
+        model.promoe.runtime.predictor.drain()
+        (shown,) = predictor.inputs
+        assert torch.equal(shown, wanted)
+        assert not shown.requires_grad
+
+
 def test_a_closed_engine_refuses_and_a_forward_under_way_ends() -> None:
     """Closing while a forward runs: it ends with its result or with EngineClosedError, and hangs in no case."""
     with served(FAMILY, cache=1, link=delayed(4, 2e-3)) as model:

@@ -36,6 +36,19 @@ def test_it_starts_as_the_gate(
     assert LinearFit(weight, bias)(hidden) == pytest.approx(expected.numpy(), rel=1e-5, abs=1e-5)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_it_is_in_fp32_whatever_torch_makes_by_default(default: torch.dtype) -> None:
+    weight, hidden = random(EXPERTS, HIDDEN), random(1, HIDDEN, seed=2)
+    torch.set_default_dtype(default)
+    try:
+        fit = LinearFit(weight)
+        found = fit(hidden)
+        fit.learn(random(8, HIDDEN, seed=3).float(), random(8, EXPERTS, seed=4).float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == pytest.approx(linear(hidden, weight).numpy(), rel=1e-5, abs=1e-5)
+
+
 def test_the_gate_itself_stays_as_it_is() -> None:
     weight, bias = random(EXPERTS, HIDDEN), random(EXPERTS, seed=1)
     before = weight.clone(), bias.clone()
