@@ -52,7 +52,7 @@ class Governor:
 
     What a pass takes depends most of all on how many of its experts have to come, which differs from token to token by far
     more than prefetch gains, and which prefetch hardly changes. So passes are compared as if all had fetched as much. (What has
-    to come again because it made room for something predicted is not charged: 1% of the bytes with slots for an eighth.)
+    to come again because it made room for something predicted is not charged.)
     """
 
     def __init__(self) -> None:
