@@ -26,11 +26,21 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.demo.example import find_example, read_prompts
-from promoe.governor import ROUND_TRIALS, SETTLING_PASSES, TRIAL_PASSES, Pass, saved, seconds_per_byte
+from promoe.demo.example import find_example
+from promoe.governor import (
+    ROUND_TRIALS,
+    SETTLING_PASSES,
+    TRIAL_PASSES,
+    Pass,
+    is_as_first,
+    saved,
+    scatter,
+    seconds_per_byte,
+)
 from promoe.units import aligned
 
 WIDTH = 128
+MOST_PROMPT_TOKENS = 64  # the rest of a prompt is cut off
 ROUND_PASSES = ROUND_TRIALS * TRIAL_PASSES
 ROUNDS = (1, 2, 4)
 PLAIN = ("with_ms", "without_ms", "with_mb", "without_mb", "scatter_ms", "scatter_adjusted_ms")
@@ -48,8 +58,8 @@ Comparison = Callable[[Sequence[Pass], Sequence[Pass]], float]
 
 
 def setting_of(number: int) -> bool:
-    """With, without, without, with prefetch."""
-    return number // TRIAL_PASSES % ROUND_TRIALS in (0, ROUND_TRIALS - 1)
+    """Whether prefetch is on in a pass of that number, in tests that begin with it and follow each other."""
+    return is_as_first(number // TRIAL_PASSES)
 
 
 @torch.inference_mode()
@@ -94,10 +104,9 @@ def adjusted(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> float:
     return saved(with_prefetch, without)[0]
 
 
-def scatter_s(passes: Sequence[Pass], slope: float) -> float:
-    """Standard deviation, from the median absolute one, once what the bytes account for is taken away."""
-    values = np.array([one.duration_s - slope * one.fetched_bytes for one in passes])
-    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+def scatter_ms(passes: Sequence[Pass], slope: float) -> float:
+    """Once what the bytes account for is taken away."""
+    return 1e3 * scatter(np.array([one.duration_s - slope * one.fetched_bytes for one in passes]))
 
 
 def summary(rounds: Sequence[Round], resamples: int) -> dict[str, float | list[float]]:
@@ -115,8 +124,8 @@ def summary(rounds: Sequence[Round], resamples: int) -> dict[str, float | list[f
         "without_ms": 1e3 * fmean(one.duration_s for one in without),
         "with_mb": 1e-6 * fmean(one.fetched_bytes for one in with_prefetch),
         "without_mb": 1e-6 * fmean(one.fetched_bytes for one in without),
-        "scatter_ms": 1e3 * scatter_s(without, 0.0),
-        "scatter_adjusted_ms": 1e3 * scatter_s(without, slope),
+        "scatter_ms": scatter_ms(without, 0.0),
+        "scatter_adjusted_ms": scatter_ms(without, slope),
     }
     comparisons: dict[str, Comparison] = {"raw": as_they_are, "adjusted": adjusted}
     for name, compare in comparisons.items():
@@ -157,8 +166,8 @@ def main() -> None:
     example = find_example()
     checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    texts = read_prompts(example.prompts_file, options.prompts + 1, "Ask for fewer --prompts.")[: options.prompts + 1]
-    prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :64] for text in texts]
+    texts = example.prompts(options.prompts + 1)
+    prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :MOST_PROMPT_TOKENS] for text in texts]
     config = promoe.PromoeConfig(governor=False, bypass=False, read_mode="direct")
     results = {}
     for cache in options.caches:

@@ -1,6 +1,6 @@
 """Small differences between settings: the same tokens, one at a time, under each setting in turn.
 
-    python benchmarks/lockstep.py begin_early=False [lookahead=2,waste_share=0.1 ...] [--caches 12.5% 25% 50% 75%]
+    python benchmarks/lockstep.py [begin_early=False lookahead=2,waste_share=0.1 ...] [--caches 12.5% 25% 50% 75%]
         [--predictor gate] [--prompts 5] [--new-tokens 40] [--out promoe-out] [--json FILE]
 
 Each argument is a setting, fields of `PromoeConfig` with commas between them; the default is always the first. The widened

@@ -51,8 +51,7 @@ class LearnedPredictor:
         layer = self._layers[visit.layer_idx]
         if not layer.targets:
             return []
-        gate_input = visit.gate_input.detach() if visit.gate_input.requires_grad else visit.gate_input
-        probabilities = layer.probabilities(gate_input)
+        probabilities = layer.probabilities(visit.gate_input)
         return [Forecast(*target, one) for target, one in zip(layer.targets, probabilities, strict=True)]
 
 

@@ -111,7 +111,7 @@ class Governor:
         if not self.on and median(self._stall_shares) < LEAST_STALL_SHARE:
             self._watched = deque(maxlen=WATCHED_PASSES)
             return
-        following = self._first if place in (0, ROUND_TRIALS - 1) else not self._first
+        following = self._first if is_as_first(self._trial) else not self._first
         self._settling = SETTLING_PASSES if following != self.on else 0
         self.on = following
 
@@ -120,6 +120,11 @@ class Governor:
         self._next_hold = FIRST_HOLD_PASSES if self.on != self._verdict else min(2 * self._next_hold, MAX_HOLD_PASSES)
         self._verdict = self.on
         self._hold = self._next_hold
+
+
+def is_as_first(trial: int) -> bool:
+    """Whether a test's trial of that number, from 0, has the setting of the first: with, without, without, with."""
+    return trial % ROUND_TRIALS in (0, ROUND_TRIALS - 1)
 
 
 def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float, float]:
@@ -147,7 +152,11 @@ def seconds_per_byte(groups: Sequence[Floats]) -> float:
     return max(0.0, float(np.median(found))) if len(found) else 0.0
 
 
+def scatter(values: Floats) -> float:
+    """Standard deviation of normal values, from their median absolute one: outliers do not widen it."""
+    return 1.4826 * float(np.median(np.abs(values - np.median(values))))
+
+
 def _error_of_median(values: Floats) -> float:
-    """Standard error of the median of normal values, from their median absolute deviation: outliers do not widen it."""
-    deviation = 1.4826 * float(np.median(np.abs(values - np.median(values))))
-    return math.sqrt(math.pi / 2) * deviation / math.sqrt(len(values))
+    """Standard error of the median of normal values."""
+    return math.sqrt(math.pi / 2) * scatter(values) / math.sqrt(len(values))

@@ -131,11 +131,11 @@ class Forecaster:
     def _predict(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         engine = self._engine
         start_s = time.perf_counter()
-        if self._queue is not None and ready is not None:
-            self._queue.wait(ready)
         if self._queue is None:
             forecasts = self._predictor.predict(visit)
         else:
+            if ready is not None:
+                self._queue.wait(ready)
             with self._queue.running():
                 forecasts = self._predictor.predict(visit)
         end_s = time.perf_counter()

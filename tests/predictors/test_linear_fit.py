@@ -43,7 +43,10 @@ def test_it_is_in_fp32_whatever_torch_makes_by_default(default: torch.dtype) -> 
     try:
         fit = LinearFit(weight)
         found = fit(hidden)
-        fit.learn(random(8, HIDDEN, seed=3).float(), random(8, EXPERTS, seed=4).float())
+        inputs, logits = random(8, HIDDEN, seed=3).float(), random(8, EXPERTS, seed=4).float()
+        before = error_of(fit, inputs, logits)
+        fit.learn(inputs, logits)
+        assert error_of(fit, inputs, logits) < before
     finally:
         torch.set_default_dtype(torch.float32)
     assert found == pytest.approx(linear(hidden, weight).numpy(), rel=1e-5, abs=1e-5)
