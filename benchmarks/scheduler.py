@@ -129,8 +129,9 @@ def one_layer(num_slots: int, num_missing: int, repeats: int) -> dict[str, float
     num_layers = 100
     scheduler = new_scheduler(num_slots, num_layers)
     full = [ExpertKey(*divmod(idx, NUM_EXPERTS)) for idx in range(num_slots)]
-    for lease in scheduler.warm(full):
-        scheduler.chunk_done(lease)
+    scheduler.warm(full)
+    while leases := scheduler.next_chunks(1):
+        scheduler.chunk_done(leases[0])
     rng = np.random.default_rng(2)
     timings = Timings()
     for _ in range(repeats):

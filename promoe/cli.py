@@ -108,6 +108,7 @@ def serve(
     max_new_tokens: int = 1024,
     max_body: str = "1MiB",
     max_waiting: int = 32,
+    warm: str | None = None,
 ) -> int:
     """Open a checkpoint with its experts left on disk, and answer OpenAI's clients over HTTP until Ctrl-C.
 
@@ -130,6 +131,7 @@ def serve(
         max_new_tokens: longest answer, and how long one may get that does not ask for a length
         max_body: longest request
         max_waiting: requests at once: the one that is answered, and those that wait
+        warm: JSON file that `promoe run --report` wrote: the experts used most there are fetched before requests are taken
     """
     import os
 
@@ -148,6 +150,7 @@ def serve(
         max_new_tokens=max_new_tokens,
         max_body=max_body,
         max_waiting=max_waiting,
+        warm=warm,
     )
     run_serve(options, sys.stdout)
     return 0

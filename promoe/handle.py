@@ -15,6 +15,7 @@ from promoe.forwards import in_words, threads_in_forward
 from promoe.governor import Governor
 from promoe.memory import Pool
 from promoe.passes import PassState
+from promoe.popularity import Popularity, most_used, usage_rates
 from promoe.report import text_report
 from promoe.runtime import Runtime
 from promoe.stats import Stats
@@ -79,6 +80,28 @@ class Handle:
         with engine.lock:
             engine.scheduler.score_forecasts()
             engine.recorder.reset()
+
+    def warm(self, popularity: Popularity) -> int:
+        """Fetch the experts that are used most into slots that are still free, best first, and wait until they are there.
+
+        A new model's first prompt then finds them. Nothing that is in a slot is evicted. Until a layer has seen for itself what
+        is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
+
+        Args:
+            popularity: the JSON file that `promoe run --report` writes beside its page; the `stats()` of an earlier run; or how
+                often each expert is used, `[num_layers][num_experts]`, in any unit.
+
+        Returns:
+            How many of the experts that are used at all are in slots now.
+
+        Raises:
+            ConfigError: the file cannot be read, or the numbers are not of this model.
+            EngineClosedError, EngineStalledError, EngineError: nothing can be fetched any more.
+        """
+        engine, layers = self.runtime.engine, self.runtime.layers
+        num_experts = [layer.num_experts for layer in layers]
+        rates = usage_rates(popularity, num_experts, [layer.top_k or 1 for layer in layers])
+        return engine.warm(most_used(rates), rates)
 
     def report(self) -> str:
         """The counters, what they mean, and what to do about it, as text."""

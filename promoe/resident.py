@@ -10,6 +10,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.moe_layers import MoELayer
+from promoe.popularity import Popularity, most_used, usage_rates
 from promoe.recorder import Recorder
 from promoe.report import text_report
 from promoe.stats import Stats
@@ -41,6 +42,12 @@ class ResidentHandle:
 
     def reset_stats(self) -> None:
         """Nothing to reset."""
+
+    def warm(self, popularity: Popularity) -> int:
+        """Nothing to fetch: every expert is in memory. Checks the argument; returns how many experts are used at all."""
+        return len(
+            most_used(usage_rates(popularity, self._recorder.num_experts, [1] * len(self._recorder.num_experts)))
+        )
 
     def report(self) -> str:
         """The same as text."""

@@ -48,6 +48,74 @@ def promoe_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-")]
 
 
+# -- warming ----------------------------------------------------------------------------------------------------
+
+
+def used(stats: promoe.Stats) -> list[tuple[int, int]]:
+    """Experts by how often answers used them, most first."""
+    counts = {(layer, e): n for layer, row in enumerate(stats.decode.expert_counts) for e, n in enumerate(row) if n}
+    return sorted(counts, key=lambda key: (-counts[key], key))
+
+
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_what_was_used_before_is_there_when_the_first_prompt_comes(store: str, tmp_path: Path) -> None:
+    with served(FAMILY, cache="50%", store=store) as model:
+        assert_unharmed(model)
+        before = model.promoe.stats()
+    for popularity in (before, before.decode.expert_counts):
+        with served(FAMILY, cache="50%", store=store) as model:
+            found = model.promoe.warm(popularity)
+            slots = model.promoe.stats().cache_slots
+            resident = model.promoe.runtime.engine.scheduler.resident()
+            assert found == min(slots, len(used(before))) == len(resident) > 0
+            assert set(resident) == set(used(before)[:slots])
+            assert model.promoe.stats().bytes_demand == found * SLOT_BYTES
+            assert_unharmed(model)
+            assert model.promoe.stats().prefill.hits >= before.prefill.hits + 1
+
+
+def test_warming_in_the_midst_evicts_nothing() -> None:
+    with served(FAMILY, cache="50%", predictor="gate") as model:
+        assert_unharmed(model)
+        resident = model.promoe.runtime.engine.scheduler.resident()
+        evictions = model.promoe.stats().evictions
+        model.promoe.warm([[1] * EXPERTS] * LAYERS)
+        assert set(resident) <= set(model.promoe.runtime.engine.scheduler.resident())
+        assert model.promoe.stats().evictions == evictions
+        assert_unharmed(model)
+
+
+def test_a_static_cache_keeps_what_it_was_warmed_with() -> None:
+    popular = [[EXPERTS - idx if idx < EXPERTS // 2 else 0 for idx in range(EXPERTS)]] * LAYERS
+    with served(FAMILY, cache="50%", eviction="static", early_preemption=False, stream=False) as model:
+        assert model.promoe.warm(popular) == LAYERS * EXPERTS // 2
+        assert_unharmed(model)
+        resident = {key.expert_idx for key in model.promoe.runtime.engine.scheduler.resident()}
+        assert len(resident & set(range(EXPERTS // 2))) >= EXPERTS // 2 - 1
+
+
+def test_what_does_not_fit_the_model_is_refused_and_nothing_is_fetched() -> None:
+    with served(FAMILY, cache="50%") as model:
+        with pytest.raises(ConfigError, match=f"{LAYERS} layers of {EXPERTS} experts. Got 1 layers of 2 experts"):
+            model.promoe.warm([[1, 2]])
+        assert model.promoe.stats().bytes_demand == 0
+        model.promoe.close()
+        with pytest.raises(EngineClosedError):
+            model.promoe.warm([[1] * EXPERTS] * LAYERS)
+
+
+def test_a_model_that_is_there_has_nothing_to_warm() -> None:
+    model = resident(FAMILY)
+    with pytest.warns(UserWarning, match="no GPU"):
+        promoe.patch(model)
+    try:
+        assert model.promoe.warm([[1] * EXPERTS] * LAYERS) == LAYERS * EXPERTS
+        with pytest.raises(ConfigError, match="of MoE layer 0"):
+            model.promoe.warm([[-1] * EXPERTS] * LAYERS)
+    finally:
+        promoe.unpatch(model)
+
+
 # -- counters ---------------------------------------------------------------------------------------------------
 
 

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
 from promoe.engine.visit import EngineVisit
+from promoe.engine.warming import Warming
 from promoe.links import Link
 from promoe.memory import Pool, SlotPool
 from promoe.recorder import Recorder
-from promoe.scheduler import Lease, Scheduler
+from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stores import Store
 from promoe.threads import ThreadBeside, hold_in_forks, stop_at_exit
 
@@ -167,6 +168,18 @@ class Engine(Monitor):
             with Changing(self):
                 self.scheduler.stream(2, layer_idx)  # the hint precedes its visit, which will be the next step
                 self.wake_workers()
+
+    def warm(self, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> int:
+        """Fetch these experts, best first, into slots that are free; returns how many of them are there in the end.
+
+        Args:
+            keys: which.
+            rates: see `Scheduler.start_from`.
+
+        Raises:
+            EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
+        """
+        return Warming(self, keys, rates).run()
 
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""

@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from promoe.errors import EngineClosedError, EngineError, ExpertLoadError, PromoeError
+from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError, PromoeError
 from promoe.links import Link
 from promoe.memory import Pool
 from promoe.recorder import Recorder
@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 # Up to here, a chunk that lies in RAM is copied by the forward that needs it: two turns of other threads take longer.
 SHORT_CHUNK_BYTES = 64 * 1024
+# How often who waits looks up to see whether anything moved at all.
+HEARTBEAT_S = 1.0
 
 
 class Waiting(Protocol):
-    """A forward that waits for experts."""
+    """A forward that waits for experts, or who warms the cache."""
 
     def may_go_on(self) -> bool:
         """Whether its wait is over; asked with the lock held."""
@@ -47,7 +49,7 @@ class Monitor:
 
     Attributes:
         lock: guards the scheduler, the recorder and all that is here.
-        waiting_visits: forwards that wait for a chunk, or for what another forward will give back.
+        waiting_visits: forwards that wait for a chunk, or for what another forward will give back; and who warms the cache.
         progress: completions, and groups that forwards have run: what a waiting forward looks for.
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
@@ -137,6 +139,17 @@ class Monitor:
         )
         error.__cause__ = cause
         return error
+
+    def failed_experts(self, keys: Iterable[ExpertKey]) -> dict[ExpertKey, BaseException]:
+        """Those of `keys` whose latest fetch failed, and why; with the lock held."""
+        return {key: self._load_errors[key][1] for key in keys if key in self._load_errors}
+
+    def stalled(self, who: str, waited_s: float) -> EngineStalledError:
+        """What to raise where nothing has moved for too long, with the lock held."""
+        return EngineStalledError(
+            f"{who} and no chunk completed for {waited_s:.1f} s (stall_timeout_s={self.stall_timeout_s}). "
+            f"State: {self.state()}. Check the disk, or raise stall_timeout_s."
+        )
 
     def state(self) -> str:
         """The state of the engine in words, for error messages."""
@@ -234,6 +247,8 @@ class Monitor:
             self._take_order(orders, speculate)
             if speculate:
                 self.wake_workers()  # where there is one order there may be more
+            if not orders and any(visit.may_go_on() for visit in self.waiting_visits):
+                self.notify_visits()  # nothing is left to warm the cache with
         if first_failure and lease.cause == "prefetch":
             # As text: an error that a log keeps would keep the slots that its traceback knows.
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))

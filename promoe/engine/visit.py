@@ -9,15 +9,11 @@ from types import TracebackType
 
 from promoe.bank import ExpertRows, FirstRows
 from promoe.counts import Phase
-from promoe.engine.monitor import Changing, Monitor
-from promoe.errors import EngineStalledError
+from promoe.engine.monitor import HEARTBEAT_S, Changing, Monitor
 from promoe.scheduler.visit import Visit
 from promoe.tracing import STALL
 
 """Expert id -> its tensors in a slot, by parameter name."""
-
-# How often a waiting forward looks up to see whether anything moved at all.
-HEARTBEAT_S = 1.0
 
 
 class EngineVisit:
@@ -230,11 +226,7 @@ class EngineVisit:
                     if engine.progress != progress:
                         progress, last_progress_s = engine.progress, now_s
                     elif now_s - last_progress_s > engine.stall_timeout_s:
-                        raise EngineStalledError(
-                            f"MoE layer {self._layer_idx} waits for experts and no chunk completed for "
-                            f"{now_s - last_progress_s:.1f} s (stall_timeout_s={engine.stall_timeout_s}). "
-                            f"State: {engine.state()}. Check the disk, or raise stall_timeout_s."
-                        )
+                        raise engine.stalled(f"MoE layer {self._layer_idx} waits for experts", now_s - last_progress_s)
                 self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
         finally:
             with engine.lock:

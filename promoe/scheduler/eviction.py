@@ -33,6 +33,9 @@ class Eviction(Protocol):
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
         """Calibrated probabilities of use `[num_experts]` at the layer's next visit, or None to forget them."""
 
+    def popular(self, rates: Sequence[Sequence[float]]) -> None:
+        """How often experts were used before, `[num_layers][num_experts]`; the reuse prior knows it already."""
+
     def scores(self, current_layer: int) -> Floats:
         """Scores `[num_layers, num_experts]`; the largest is evicted first."""
 
@@ -63,6 +66,9 @@ class Lru:
 
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
         """Ignored: recency only."""
+
+    def popular(self, rates: Sequence[Sequence[float]]) -> None:
+        """Ignored: a use is a visit."""
 
     def scores(self, current_layer: int) -> Floats:
         """Minus the time of the last use."""
@@ -113,6 +119,13 @@ class Static:
 
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
         """Ignored: popularity only."""
+
+    def popular(self, rates: Sequence[Sequence[float]]) -> None:
+        """Use these from now on."""
+        popularity = np.zeros_like(self._popularity)
+        for row, of_layer in zip(popularity, rates, strict=True):
+            row[: len(of_layer)] = of_layer
+        self.fix(popularity)
 
     def scores(self, current_layer: int) -> Floats:
         """Minus the popularity."""
@@ -165,6 +178,9 @@ class NextUse:
             p_next[: len(probabilities)] = np.minimum(np.maximum(probabilities, P_MIN), P_MAX)
             self._forecast[layer_idx] = p_next
         self._outdated.add(layer_idx)
+
+    def popular(self, rates: Sequence[Sequence[float]]) -> None:
+        """Ignored: the reuse prior goes by it."""
 
     def scores(self, current_layer: int) -> Floats:
         """The expected numbers of steps; the layer being visited is a whole pass away."""

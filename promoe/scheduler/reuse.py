@@ -158,6 +158,16 @@ class ReusePrior:
         associations = np.stack([association.weights for association in self._associations])
         return LearnedReuse(self._weights.values.copy(), associations)
 
+    def start_from(self, layer_idx: int, rates: Sequence[float]) -> bool:
+        """Take these uses per token of a layer's experts, at most 1 each, for its past, unless it has one; says whether."""
+        visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
+        if visits.tokens:
+            return False
+        frequency[:, : len(rates)] = rates
+        self._own[layer_idx] = self._weights.values.dot(visits.write_features(frequency))
+        self._answered[layer_idx] = 0
+        return True
+
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
         self._answered[layer_idx] = 0

@@ -88,6 +88,8 @@ class Scheduler:
         self._hint_queue: deque[int] = deque()  # those of them with chunks to send
         self._speculation = Speculation()
         self._failed_speculation: set[int] = set()  # not tried again before it is demanded
+        self._warm: deque[int] = deque()  # to be put into slots that nobody has, when nothing else is to be sent
+        self._warm_sent: set[int] = set()  # of these, whose chunks have all been sent lately
         span_bytes = max(LEAST_SPAN_EXPERTS, config.num_layers) * max(config.expert_bytes)
         self._budget = WasteBudget(config.min_probability, config.waste_share, span_bytes)
         self._ledger = Ledger(self.observer, self._budget)
@@ -120,7 +122,7 @@ class Scheduler:
     @property
     def has_orders(self) -> bool:
         """Whether `next_chunks` may have something: False is certain."""
-        return bool(self._demand or self._hint_queue or self._speculation)
+        return bool(self._demand or self._hint_queue or self._speculation or self._warm)
 
     @property
     def everything_resident(self) -> bool:
@@ -285,10 +287,13 @@ class Scheduler:
     # -- what is fetched ----------------------------------------------------------------------------------------
 
     def next_chunks(self, count: int = 1, speculate: bool = True) -> list[Lease]:
-        """Up to `count` chunks to fetch now: pinned demand, then hints, then, if wanted, speculation by deadline."""
+        """Up to `count` chunks to fetch now: pinned demand, then hints, then, if wanted, speculation by deadline, and last what
+        `warm` was asked for."""
         leases: list[Lease] = []
         while len(leases) < count:
-            lease = self._next_demand() or self._next_hint() or (self._next_speculation() if speculate else None)
+            lease = self._next_demand() or self._next_hint()
+            if lease is None and speculate:
+                lease = self._next_speculation() or self._next_warm()
             if lease is None:
                 break
             leases.append(lease)
@@ -301,7 +306,7 @@ class Scheduler:
         driver that lets no visit end early and knows when each chunk will be there. It reports the lease done once, when
         the last chunk is.
         """
-        return self._next_demand(whole=True) or self._next_hint(count) or self._next_speculation()
+        return self._next_demand(whole=True) or self._next_hint(count) or self._next_speculation() or self._next_warm()
 
     def _next_demand(self, whole: bool = False) -> Lease | None:
         queue = self._demand
@@ -336,6 +341,22 @@ class Scheduler:
             ):
                 return self._issue(cache, code, "prefetch")
             self._speculation.skip()
+        return None
+
+    def _next_warm(self) -> Lease | None:
+        while self._warm:
+            code = self._warm[0]
+            cache = self._cache_of[code // self.max_experts]
+            has_slot = cache.state[code] == LOADING and not cache.loads[code].all_issued
+            # An expert that a visit has pinned is left to that visit: it is queued, or has failed for good.
+            wanted = not cache.pins[code] and not self._gave_up(code)
+            if wanted and (has_slot or (cache.state[code] == ABSENT and cache.num_free)):
+                lease = self._issue(cache, code, "demand")
+                if cache.loads[code].all_issued:
+                    self._warm.popleft()
+                    self._warm_sent = {sent for sent in (*self._warm_sent, code) if self._is_arriving(sent)}
+                return lease
+            self._warm.popleft()
         return None
 
     def _gave_up(self, code: int) -> bool:
@@ -430,18 +451,33 @@ class Scheduler:
 
     # -- other --------------------------------------------------------------------------------------------------
 
-    def warm(self, keys: Iterable[ExpertKey]) -> list[Lease]:
-        """Leases for every chunk of absent experts that fit into free slots, best first; evicts nothing.
+    def warm(self, keys: Iterable[ExpertKey]) -> None:
+        """Put these experts, best first, into slots that are free by the time nothing else is to be sent; evicts nothing.
 
-        An expert that a visit has pinned is left to that visit: it is queued, or has failed for good.
+        What was asked for before and is not there yet is forgotten.
         """
-        leases = []
-        for layer_idx, expert_idx in keys:
-            cache = self._cache_of[layer_idx]
-            code = layer_idx * self.max_experts + expert_idx
-            if cache.state[code] == ABSENT and cache.num_free and not cache.pins[code]:
-                leases += [self._issue(cache, code, "demand") for _ in range(self._num_chunks[layer_idx])]
-        return leases
+        self._warm = deque(layer_idx * self.max_experts + expert_idx for layer_idx, expert_idx in keys)
+
+    @property
+    def warming(self) -> bool:
+        """Whether something that `warm` was asked for may still be sent, or is on its way."""
+        return bool(self._warm) or any(map(self._is_arriving, self._warm_sent))
+
+    def _is_arriving(self, code: int) -> bool:
+        load = self._cache_of[code // self.max_experts].loads.get(code)
+        return load is not None and load.in_flight > 0
+
+    def start_from(self, rates: Sequence[Sequence[float]]) -> None:
+        """How often experts were used before: what eviction goes by until it has seen for itself.
+
+        Args:
+            rates: uses per token of each layer's experts, `[num_layers][num_experts]`.
+        """
+        for layer_idx, of_layer in enumerate(rates):
+            if self._prior.start_from(layer_idx, of_layer):
+                self.eviction.announced(layer_idx)
+        self.eviction.popular(rates)
+        self._invalidate()
 
     def check_integrity(self) -> None:
         """Every conservation law of the state machine; raises AssertionError with the numbers."""

@@ -23,6 +23,7 @@ from promoe.serving.requests import Limits
 from promoe.serving.turns import Turns
 from promoe.sizes import CacheSize, check_cache, fixed_bytes
 from promoe.terminal import opening_bar
+from promoe.viz import saved
 
 if TYPE_CHECKING:
     import uvicorn
@@ -53,6 +54,7 @@ class Options:
     max_new_tokens: int = 1024
     max_body: str = "1MiB"
     max_waiting: int = 32
+    warm: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_new_tokens", "max_waiting"):
@@ -90,6 +92,7 @@ def run_serve(options: Options, out: TextIO) -> None:
         PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
     """
     require_server()
+    before = None if options.warm is None else saved.read(options.warm).run.stats
     with _listening(options.host, options.port) as listener:
         transformers.logging.disable_progress_bar()  # ours shows bytes
         transformers.logging.set_verbosity_error()  # its server logs each request as a warning; ours says how it ended
@@ -105,6 +108,8 @@ def run_serve(options: Options, out: TextIO) -> None:
         handle: Any = model.promoe
         try:
             with _terminated_as_interrupted():
+                if before is not None:
+                    print(f"warmed: {handle.warm(before)} experts that were used before are in slots", file=sys.stderr)
                 serve(model, tokenizer, options, listener, lambda address: _say(address, options, out))
         except KeyboardInterrupt:
             pass  # the way to end it

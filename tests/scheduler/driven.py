@@ -104,11 +104,14 @@ class Driven:
     def issue(self, count: int = 1) -> list[Lease]:
         issued = []
         for _ in range(count):
-            may_have = self.scheduler.has_orders
+            may_have, evictions, warm = self.scheduler.has_orders, self.tally.evictions, list(self.scheduler._warm)
             leases = self.scheduler.next_chunks(1)
             assert may_have or not leases, f"no orders, and then {leases}"
             for lease in leases:
                 self._check_lease(lease)
+                if not self._is_awaited(lease):
+                    assert lease.code in warm, f"nobody asked for {lease}"
+                    assert self.tally.evictions == evictions, f"{lease} evicted an expert"
                 self._send(lease)
             issued += leases
             if not leases:
@@ -126,6 +129,12 @@ class Driven:
                 assert other.chunk_idx != lease.chunk_idx, f"{lease} sent twice"
         self.outstanding.append(lease)
         self._slot(lease)[lease.chunk_idx] = SPOILT
+
+    def _is_awaited(self, lease: Lease) -> bool:
+        """Whether it is for more than to fill a slot that nobody has."""
+        layer_idx, scheduler = lease.key.layer_idx, self.scheduler
+        hinted = lease.code in scheduler._hinted.get(layer_idx, ())
+        return lease.cause == "prefetch" or hinted or bool(scheduler.cache_of(layer_idx).pins[lease.code])
 
     def _check_lease(self, lease: Lease) -> None:
         scheduler, config = self.scheduler, self.config
@@ -161,15 +170,9 @@ class Driven:
         self.scheduler.withdraw_forecasts()
         self.check()
 
-    def warm(self, keys: Sequence[ExpertKey]) -> list[Lease]:
-        evictions = self.tally.evictions
-        leases = self.scheduler.warm(keys)
-        for lease in leases:
-            self._check_lease(lease)
-            self._send(lease)
-        assert self.tally.evictions == evictions
+    def warm(self, keys: Sequence[ExpertKey]) -> None:
+        self.scheduler.warm(keys)
         self.check()
-        return leases
 
     def report_again(self, lease: Lease, failed: bool) -> None:
         """A completion or failure of a lease that came back before: must change nothing."""

@@ -164,3 +164,10 @@ def test_policies_by_name(name: str, kind: type) -> None:
     policy = create(name, 2, 3, ReusePrior(2, 3))  # type: ignore[arg-type]
     assert type(policy) is kind
     assert policy.scores(0).shape == (2, 3)
+
+
+def test_static_keeps_what_was_popular_before() -> None:
+    policy = Static(2, 3)
+    policy.popular([[3.0, 1.0, 2.0], [5.0, 4.0]])
+    policy.visited(0, [1], [[1]], 1)
+    assert policy.scores(0).tolist() == [[-3.0, -1.0, -2.0], [-5.0, -4.0, 0.0]]

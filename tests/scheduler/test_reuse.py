@@ -203,3 +203,24 @@ def test_several_layers_are_answered_at_once_as_one_by_one(num_tokens: int) -> N
         found = together.probabilities([2, 1, 0], num_tokens)
         one_by_one = [apart.probability(layer_idx, num_tokens) for layer_idx in (2, 1, 0)]
         np.testing.assert_allclose(found, one_by_one, rtol=1e-12)
+
+
+def test_a_past_that_is_told_counts_until_a_layer_has_its_own() -> None:
+    prior = ReusePrior(2, 4)
+    unknown = prior.probability(0).copy()
+    assert prior.start_from(0, [0.9, 0.5, 0.05, 0.0])
+    told = prior.probability(0).copy()
+    assert (np.diff(told) < 0).all()
+    assert told[0] > unknown[0] > told[3]
+    assert prior.probability(1) == pytest.approx(unknown)
+    prior.observe(0, [[3]])
+    seen = prior.probability(0).copy()
+    assert not prior.start_from(0, [0.0, 0.0, 0.9, 0.9])
+    assert prior.probability(0) == pytest.approx(seen)
+
+
+def test_a_layer_with_fewer_experts_is_told_of_those_that_it_has() -> None:
+    prior = ReusePrior(1, 4)
+    before = prior.probability(0).copy()
+    assert prior.start_from(0, [0.9, 0.0])
+    assert prior.probability(0)[2:] == pytest.approx(before[2:])

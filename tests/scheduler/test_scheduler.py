@@ -554,7 +554,8 @@ def test_neither_hint_nor_forecast_retries_what_a_visit_is_told_has_failed(num_c
     run.begin(0, [2])
     run.forecast(2, 0, certain(1))
     assert run.issue(99) == []
-    assert run.warm([ExpertKey(0, 1)]) == []
+    run.warm([ExpertKey(0, 1)])
+    assert run.issue(99) == []
     assert opened.visit.failed() == [1]
 
 
@@ -643,10 +644,49 @@ def test_a_chunk_reported_twice_does_not_pass_for_another() -> None:
 def test_warm_fills_free_slots_in_order_and_evicts_nothing() -> None:
     run = driven(num_slots=3, num_chunks=2)
     fetch(run, (0, 1))
-    leases = run.warm([ExpertKey(1, 4), ExpertKey(0, 1), ExpertKey(1, 5), ExpertKey(1, 6)])
+    run.warm([ExpertKey(1, 4), ExpertKey(0, 1), ExpertKey(1, 5), ExpertKey(1, 6)])
+    assert run.scheduler.has_orders
+    leases = run.issue(99)
     assert names(leases) == [(1, 4, 0), (1, 4, 1), (1, 5, 0), (1, 5, 1)]
+    assert run.scheduler.warming
     finish(run, leases)
+    assert not run.scheduler.warming
+    assert not run.scheduler.has_orders
     assert run.scheduler.resident() == [ExpertKey(0, 1), ExpertKey(1, 4), ExpertKey(1, 5)]
+
+
+def test_what_is_needed_goes_before_what_warms() -> None:
+    run = driven(num_slots=4, num_chunks=2)
+    run.warm([ExpertKey(1, 4), ExpertKey(1, 5)])
+    first = run.issue(1)
+    run.forecast(1, 1, certain(6))
+    run.hint(0, [2])
+    assert names([*first, *run.issue(99)]) == [
+        *((1, 4, 0), (0, 2, 0), (0, 2, 1), (1, 6, 0), (1, 6, 1)),
+        *((1, 4, 1), (1, 5, 0), (1, 5, 1)),
+    ]
+
+
+def test_what_could_not_be_fetched_is_not_asked_for_again_by_warming() -> None:
+    run = driven(num_slots=4, num_chunks=2)
+    run.warm([ExpertKey(1, 4), ExpertKey(1, 5)])
+    run.fail(run.issue(1)[0])
+    leases = run.issue(99)
+    assert names(leases) == [(1, 5, 0), (1, 5, 1)]
+    finish(run, leases)
+    assert not run.scheduler.warming
+
+
+def test_another_wish_replaces_what_was_not_sent() -> None:
+    run = driven(num_slots=4, num_chunks=1)
+    run.warm([ExpertKey(1, 4), ExpertKey(1, 5)])
+    (first,) = run.issue(1)
+    run.warm([ExpertKey(0, 3)])
+    assert names(run.issue(99)) == [(0, 3, 0)]
+    assert run.scheduler.warming
+    run.warm([])
+    finish(run, [first, run.outstanding[-1]])
+    assert not run.scheduler.has_orders
 
 
 def test_without_orders_there_is_nothing_to_send() -> None:
@@ -672,7 +712,7 @@ def test_warm_leaves_queued_demand_to_its_visit() -> None:
     run = driven(num_slots=1, num_experts=1, num_chunks=1)
     opened = run.begin(0, [0])
     run.admit(opened)
-    assert run.warm([ExpertKey(0, 0)]) == []
+    run.warm([ExpertKey(0, 0)])
     (lease,) = run.issue(99)
     run.complete(lease)
     assert opened.visit.ready() == [0]

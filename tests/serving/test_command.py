@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -76,6 +78,40 @@ def test_ctrl_c_in_the_midst_of_an_answer_ends_the_command(folder: Path, capsys:
     assert ", cancelled\n" in err
     assert "6 slots for 24 experts" in err, "the report at the end"
     assert "promoe-server" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.usefixtures("_heeding_ctrl_c")
+def test_what_a_run_used_is_fetched_before_the_first_request(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", str(folder), "tell me", "--max-new-tokens", "4", "--report", str(tmp_path / "r.html")]) == 0
+    capsys.readouterr()
+    out = Told()
+    found: dict[str, Any] = {}
+    ident = threading.main_thread().ident
+    assert ident is not None
+
+    def look(line: str) -> None:
+        address = line.split()[3].removesuffix("/v1")
+        request = urllib.request.Request(f"{address}/promoe/stats", headers={"Authorization": f"Bearer {KEY}"})
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_S) as response:
+                found.update(json.load(response)["stats"])
+        finally:  # or whoever serves would serve for ever
+            signal.pthread_kill(ident, signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(lambda: look(out.line.result(WAIT_S)))
+        run_serve(Options(str(folder), cache="50%", port=0, api_key=KEY, warm=str(tmp_path / "r.json")), out)
+        done.result(WAIT_S)
+    assert found["total"]["layer_visits"] == 0
+    assert found["total"]["bytes_demand"] == 12 * found["expert_bytes"][0]
+    assert "warmed: 12 experts" in capsys.readouterr().err
+
+
+def test_a_run_that_cannot_be_read_is_told_before_the_model_is_opened(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot read 'nowhere\.json'"):
+        run_serve(Options(str(folder), port=0, warm="nowhere.json"), io.StringIO())
 
 
 @pytest.mark.slow
