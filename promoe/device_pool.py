@@ -63,7 +63,7 @@ class DeviceSlot:
 
 
 class DevicePool:
-    """A fixed pool of `num_slots` slots of one layout on a device; as `SlotPool` is in RAM.
+    """A pool of `num_slots` slots of one layout on a device; as `SlotPool` is in RAM.
 
     Args:
         layout: how one expert lies in a slot.
@@ -137,6 +137,25 @@ class DevicePool:
         """Fill every slot with NaN, for tests."""
         assert self._memory is not None, "the pool is closed"
         self._memory.fill_(POISON_BYTE)
+
+    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+        """See `Pool.resize`. Old and new slots are there at once for a moment: kernels read all of a pool as one tensor."""
+        assert self._memory is not None, "the pool is closed"
+        slot_bytes = self.layout.slot_bytes
+        memory = self._device.allocate(num_slots * slot_bytes)
+        slots = [DeviceSlot(slot) for slot in memory.split(slot_bytes)]
+        queue = self._device.current()
+        for slot in self._slots:  # also those that are not kept: their memory goes
+            slot.begin_read(queue)
+        queue.mark().wait_on_host()
+        for source, target in kept.items():
+            slots[target].memory.copy_(self._slots[source].memory)
+        queue.mark().wait_on_host()
+        for slot in self._slots:
+            slot.wait_for_reads()
+        self._memory, self._slots, self._tensors = memory, slots, {}
+        self._stacks = self._views(memory.view(num_slots, slot_bytes))
+        self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
 
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone, and no kernel reads it. Closing twice is allowed."""

@@ -10,7 +10,7 @@ from os import PathLike
 from torch import nn
 
 from promoe.config import PromoeConfig
-from promoe.errors import PatchStateError
+from promoe.errors import ConfigError, PatchStateError
 from promoe.forwards import in_words, threads_in_forward
 from promoe.governor import Governor
 from promoe.memory import Pool
@@ -18,6 +18,7 @@ from promoe.passes import PassState
 from promoe.popularity import Popularity, most_used, usage_rates
 from promoe.report import text_report
 from promoe.runtime import Runtime
+from promoe.sizes import CacheSize, plan_pools
 from promoe.stats import Stats
 from promoe.stores import Store
 from promoe.tracing import PASS, Tracer, check_writable, latest_passes
@@ -102,6 +103,33 @@ class Handle:
         num_experts = [layer.num_experts for layer in layers]
         rates = usage_rates(popularity, num_experts, [layer.top_k or 1 for layer in layers])
         return engine.warm(most_used(rates), rates)
+
+    def resize(self, cache: CacheSize) -> None:
+        """Give the cache more or less memory, when a KV cache grows, for example; between two forwards.
+
+        The experts that are needed last leave; the others stay. On a device there is memory for the old slots and the new ones
+        at once for a moment.
+
+        Args:
+            cache: "6GiB", "50%" of the routed experts, or bytes.
+
+        Raises:
+            ConfigError: it is no size, too small, or more than there is memory for.
+            PatchStateError: a forward of the model is running; nothing was changed.
+            EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
+        """
+        if cache == "auto":
+            raise ConfigError('A cache in use is resized to a size such as "6GiB" or "50%". Got \'auto\' instead.')
+        engine, layers = self.runtime.engine, self.runtime.layers
+        layouts = [engine.pool_of[layer.layer_idx].layout for layer in layers]
+        plans = plan_pools(cache, layouts, [layer.num_experts for layer in layers])
+        model = self._model()
+        if model is not None and (names := threads_in_forward(model, layers)):
+            raise PatchStateError(
+                f"The cache of this {self._model_name} cannot be resized while {in_words(names)}. Nothing was changed. Call "
+                "resize between two forwards, for example in a stopping criterion."
+            )
+        engine.resize([plan.spec.num_slots for plan in plans])
 
     def report(self) -> str:
         """The counters, what they mean, and what to do about it, as text."""

@@ -82,6 +82,14 @@ class HugePageRegion:
             flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start + offset_bytes)
             return flat.view(shape)
 
+    def give_back(self, offset_bytes: int) -> None:
+        """Let the system have the pages from `offset_bytes` on; they are zeroed when they are written again."""
+        advice = getattr(mmap, "MADV_DONTNEED", None)
+        start = -(-(self._start + offset_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = self._start + self.nbytes
+        if advice is not None and start < end:
+            self._mapping.madvise(advice, start, end - start)
+
     def fill(self, byte: int) -> None:
         """Write `byte` everywhere. Touches every page."""
         ctypes.memset(self.address, byte, self.nbytes)
@@ -114,7 +122,7 @@ def _map_private(nbytes: int) -> mmap.mmap:
 
 
 class Pool(Protocol):
-    """A fixed number of slots of one layout, wherever they are."""
+    """Slots of one layout, wherever they are."""
 
     layout: ExpertLayout
     num_slots: int
@@ -148,15 +156,28 @@ class Pool(Protocol):
         """Fill every slot with NaN, for tests."""
         ...
 
+    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+        """Have another number of slots, while nobody reads or writes any.
+
+        Args:
+            num_slots: at least 1.
+            kept: slot whose bytes stay -> the slot that they are in afterwards.
+
+        Raises:
+            ConfigError: there is no memory for that; then nothing was changed.
+        """
+        ...
+
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
         ...
 
 
 class SlotPool:
-    """A fixed pool of `num_slots` slots of one layout in fast memory.
+    """A pool of `num_slots` slots of one layout in fast memory.
 
-    Slots follow each other without gaps from a 2 MiB boundary on; a slot and each of its tensors is 64-byte aligned.
+    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot and
+    each of its tensors is 64-byte aligned.
     The pool hands out the same tensor objects for a slot each time: whoever holds one sees what is loaded there next.
 
     Args:
@@ -187,13 +208,8 @@ class SlotPool:
         self.layout = layout
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_bytes
-        try:
-            self._region: HugePageRegion | None = HugePageRegion(self.nbytes, prefault=prefault)
-        except ConfigError as error:
-            raise ConfigError(
-                f"No memory for a cache of {num_slots} slots of {format_memory(layout.slot_bytes)}, "
-                f"{format_memory(self.nbytes)} in all. Choose a smaller cache. ({error})"
-            ) from error
+        # Each has some of the slots, in order; the last one may have room for more than there are.
+        self._regions = [self._region_of(num_slots, prefault)]
         self._packings = packings
         self._tensors: dict[int, Mapping[str, torch.Tensor | PackedMatrix]] = {}
 
@@ -235,19 +251,49 @@ class SlotPool:
 
     def poison(self) -> None:
         """Fill every slot with bytes 0xFF (NaN in every float dtype), so that a read before a load is seen in tests."""
-        assert self._region is not None, "the pool is closed"
-        self._region.fill(POISON_BYTE)
+        assert self._regions, "the pool is closed"
+        for region in self._regions:
+            region.fill(POISON_BYTE)
 
     def poison_slot(self, idx: int) -> None:
         """The same for one slot; nothing where the pool is closed, as for a transfer that fails late."""
-        if self._region is None:
+        if not self._regions:
             return
         ctypes.memset(self.address(idx), POISON_BYTE, self.layout.slot_bytes)
 
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
         self._tensors = {}
-        self._region = None
+        self._regions = []
+
+    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+        """See `Pool.resize`. What is kept is copied only if its slot goes."""
+        slot_bytes = self.layout.slot_bytes
+        room = sum(self._slots_in(region) for region in self._regions)
+        if num_slots > room:
+            self._regions.append(self._region_of(num_slots - room, prefault=False))
+        self.num_slots = max(num_slots, self.num_slots)
+        for source, target in kept.items():
+            if source != target:
+                ctypes.memmove(self.address(target), self.address(source), slot_bytes)
+        self._tensors = {idx: views for idx, views in self._tensors.items() if idx < num_slots}
+        self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
+        while room - self._slots_in(self._regions[-1]) >= num_slots:
+            room -= self._slots_in(self._regions.pop())
+        self._regions[-1].give_back((num_slots - room + self._slots_in(self._regions[-1])) * slot_bytes)
+
+    def _region_of(self, num_slots: int, prefault: bool) -> HugePageRegion:
+        nbytes = num_slots * self.layout.slot_bytes
+        try:
+            return HugePageRegion(nbytes, prefault=prefault)
+        except ConfigError as error:
+            raise ConfigError(
+                f"No memory for a cache of {num_slots} slots of {format_memory(self.layout.slot_bytes)}, "
+                f"{format_memory(nbytes)} in all. Choose a smaller cache. ({error})"
+            ) from error
+
+    def _slots_in(self, region: HugePageRegion) -> int:
+        return region.nbytes // self.layout.slot_bytes
 
     def _view(self, region: HugePageRegion, slot_bytes: int, spec: TensorSpec) -> torch.Tensor | PackedMatrix:
         packing, offset_bytes = self._packings.get(spec.name), slot_bytes + spec.offset_bytes
@@ -256,6 +302,10 @@ class SlotPool:
         return region.tensor(offset_bytes, spec.shape, spec.dtype)
 
     def _locate(self, idx: int) -> tuple[HugePageRegion, int]:
-        assert self._region is not None, "the pool is closed"
+        assert self._regions, "the pool is closed"
         assert 0 <= idx < self.num_slots, (idx, self.num_slots)
-        return self._region, idx * self.layout.slot_bytes
+        for region in self._regions:
+            if idx < (slots := self._slots_in(region)):
+                return region, idx * self.layout.slot_bytes
+            idx -= slots
+        raise AssertionError("fewer slots in regions than in the pool")

@@ -9,10 +9,12 @@ from os import PathLike
 from torch import nn
 
 from promoe.config import PromoeConfig
+from promoe.errors import PatchStateError
 from promoe.moe_layers import MoELayer
 from promoe.popularity import Popularity, most_used, usage_rates
 from promoe.recorder import Recorder
 from promoe.report import text_report
+from promoe.sizes import CacheSize
 from promoe.stats import Stats
 from promoe.tracing import Tracer, check_writable
 
@@ -47,6 +49,13 @@ class ResidentHandle:
         """Nothing to fetch: every expert is in memory. Checks the argument; returns how many experts are used at all."""
         return len(
             most_used(usage_rates(popularity, self._recorder.num_experts, [1] * len(self._recorder.num_experts)))
+        )
+
+    def resize(self, cache: CacheSize) -> None:
+        """Refused: there are no slots."""
+        raise PatchStateError(
+            "Every expert of this model is in memory and used where it lies: there is no cache to resize. Open it with a "
+            "smaller cache (promoe.from_pretrained), or with PromoeConfig(bypass=False)."
         )
 
     def report(self) -> str:

@@ -104,3 +104,33 @@ def test_without_any_one_of_its_waits_it_would_be_wrong(forgotten: str, monkeypa
         machine.device.run_all(draw)
         wrong += any(expected != found for expected, found in machine.seen)
     assert wrong > 0
+
+
+@pytest.mark.parametrize("num_slots", [2, 5])
+def test_with_another_number_of_slots_what_is_kept_is_where_it_was_said_to_be(num_slots: int) -> None:
+    """Also what is still on its way by copies that come late, and nothing is freed under a kernel that reads it."""
+    device = FakeDevice(eager=False)
+    pool = DevicePool(LAYOUT, 3, device)
+    copies = device.new_queue()
+    for idx in range(3):
+        slot = pool.slot(idx)
+        slot.begin_write(copies)
+        copies.copy(slot.memory, torch.full_like(slot.memory, idx + 1))
+        slot.end_write(copies.mark())
+    kept = {0: 1, 2: 0} if num_slots == 2 else {0: 0, 1: 1, 2: 2}
+    pool.resize(num_slots, kept)
+    assert pool.nbytes == num_slots * LAYOUT.slot_bytes
+    for source, target in kept.items():
+        assert (pool.slot(target).memory == source + 1).all()
+        assert all((tensor.view(torch.uint8) == source + 1).all() for tensor in pool.tensors(target).values())
+        row = pool.rows([7], [target])[7]
+        assert (row["up"].view(torch.uint8) == source + 1).all()
+
+
+def test_without_memory_for_other_slots_the_old_ones_stay() -> None:
+    pool = DevicePool(LAYOUT, 2, FakeDevice(memory_bytes=4 * LAYOUT.slot_bytes))
+    pool.slot(1).memory.fill_(7)
+    with pytest.raises(ConfigError, match="Choose a smaller cache"):
+        pool.resize(5, {1: 1})
+    assert pool.num_slots == 2
+    assert (pool.slot(1).memory == 7).all()

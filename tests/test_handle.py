@@ -116,6 +116,74 @@ def test_a_model_that_is_there_has_nothing_to_warm() -> None:
         promoe.unpatch(model)
 
 
+# -- another number of slots ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("predictor", [None, "gate"])
+@pytest.mark.parametrize("store", ["host", "disk"])
+def test_the_cache_may_grow_and_shrink_between_forwards(store: str, predictor: str | None) -> None:
+    with served(FAMILY, cache="25%", store=store, predictor=predictor) as model:
+        for cache in ("50%", 3 * SLOT_BYTES, "100%", 1 * SLOT_BYTES, "75%", "25%"):
+            model.promoe.resize(cache)
+            for prompt in ("one", "padded"):
+                assert_unharmed(model, prompt)
+        stats = model.promoe.stats()
+        assert stats.cache_slots == LAYERS * EXPERTS // 4
+        assert stats.cache_bytes == stats.cache_slots * SLOT_BYTES
+
+
+def test_in_the_midst_of_an_answer_a_stopping_criterion_may_resize() -> None:
+    sizes = iter(["75%", "25%", "100%", "50%"] * NEW_TOKENS)
+    with served(FAMILY, cache="50%", predictor="gate") as model:
+
+        def between(ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            model.promoe.resize(next(sizes))
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+        found = model.generate(
+            **PROMPTS["one"], max_new_tokens=NEW_TOKENS + 1, do_sample=False, stopping_criteria=[between]
+        )
+    wanted = resident(FAMILY).generate(**PROMPTS["one"], max_new_tokens=NEW_TOKENS + 1, do_sample=False)
+    assert torch.equal(found, wanted)
+
+
+def test_within_a_forward_the_cache_is_not_resized() -> None:
+    refused: list[str] = []
+    with served(FAMILY, cache="50%") as model:
+
+        def hook(*args: Any) -> None:
+            with pytest.raises(PatchStateError, match="cannot be resized while 1 forward") as error:
+                model.promoe.resize("25%")
+            refused.append(str(error.value))
+
+        removed = model.promoe.runtime.layers[1].gate.register_forward_hook(hook)
+        assert_unharmed(model)
+        removed.remove()
+        assert refused
+        assert model.promoe.stats().cache_slots == LAYERS * EXPERTS // 2
+
+
+@pytest.mark.parametrize(
+    ("cache", "match"), [("auto", "Got 'auto'"), ("1KB", "at least"), ("200%", "at most 100%"), (0, "positive number")]
+)
+def test_sizes_that_cannot_be_are_refused(cache: Any, match: str) -> None:
+    with served(FAMILY, cache="50%") as model:
+        with pytest.raises(ConfigError, match=match):
+            model.promoe.resize(cache)
+        assert_unharmed(model)
+
+
+def test_where_there_is_no_cache_there_is_nothing_to_resize() -> None:
+    model = resident(FAMILY)
+    with pytest.warns(UserWarning, match="no GPU"):
+        promoe.patch(model)
+    try:
+        with pytest.raises(PatchStateError, match="no cache to resize"):
+            model.promoe.resize("25%")
+    finally:
+        promoe.unpatch(model)
+
+
 # -- counters ---------------------------------------------------------------------------------------------------
 
 

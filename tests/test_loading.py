@@ -387,7 +387,7 @@ def test_closing_lets_the_slots_go(folder: Path) -> None:
     model = promoe.from_pretrained(folder, cache="50%")
     with torch.no_grad():
         model(torch.arange(5)[None])
-    slots = [weakref.ref(pool._region._mapping) for pool in model.promoe.runtime.engine.pools]
+    slots = [weakref.ref(pool._regions[0]._mapping) for pool in model.promoe.runtime.engine.pools]
     gc.disable()  # it is not to be what does it
     try:
         model.promoe.close()

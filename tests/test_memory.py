@@ -182,8 +182,7 @@ def test_a_released_memoryview_leaves_the_tensors_alive() -> None:
     tensor = pool.tensors(0)["bias"].fill_(2.0)
     with pool.slot(0) as slot:
         slot[0] = 0
-    region = pool._region
-    assert region is not None
+    (region,) = pool._regions
     region.memory.release()
     del region
     pool.close()
@@ -193,8 +192,7 @@ def test_a_released_memoryview_leaves_the_tensors_alive() -> None:
 
 def test_memory_goes_with_the_last_view() -> None:
     pool = SlotPool(small_layout(), 2)
-    assert pool._region is not None
-    mapping = weakref.ref(pool._region._mapping)
+    mapping = weakref.ref(pool._regions[0]._mapping)
     tensor = pool.tensors(0)["bias"]
     pool.close()
     pool.poison_slot(0)  # a transfer that was left behind may fail yet
@@ -243,3 +241,80 @@ def test_poison_is_nan_in_every_float_dtype() -> None:
     pool.poison()
     for idx in range(3):
         assert all(tensor.isnan().all() for tensor in pool.tensors(idx).values())
+
+
+# -- another number of slots ----------------------------------------------------------------------------------------
+
+
+def filled(num_slots: int) -> SlotPool:
+    """Every byte of slot i is i + 1."""
+    pool = SlotPool(small_layout(), num_slots)
+    for idx in range(num_slots):
+        pool.slot(idx)[:] = bytes([idx + 1]) * pool.layout.slot_bytes
+    return pool
+
+
+def contents(pool: SlotPool) -> list[int]:
+    found = []
+    for idx in range(pool.num_slots):
+        (value,) = set(bytes(pool.slot(idx)))
+        assert all((tensor.view(torch.uint8) == value).all() for tensor in pool.tensors(idx).values())
+        found.append(value)
+    return found
+
+
+def test_more_slots_leave_the_others_where_they_are() -> None:
+    pool = filled(3)
+    tensors, addresses = pool.tensors(1), [pool.address(idx) for idx in range(3)]
+    pool.resize(5, {0: 0, 1: 1, 2: 2})
+    assert [pool.address(idx) for idx in range(3)] == addresses
+    assert pool.tensors(1) is tensors
+    assert contents(pool) == [1, 2, 3, 0, 0]
+    assert pool.nbytes == 5 * pool.layout.slot_bytes
+    pool.resize(9, {idx: idx for idx in range(5)})
+    pool.slot(8)[:] = bytes([9]) * pool.layout.slot_bytes
+    assert contents(pool) == [1, 2, 3, 0, 0, 0, 0, 0, 9]
+    assert len({pool.address(idx) for idx in range(9)}) == 9
+    pool.poison()
+    assert contents(pool) == [255] * 9
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_of_fewer_slots_what_is_kept_moves(grown: bool) -> None:
+    pool = filled(3)
+    if grown:  # of two regions
+        pool.resize(5, {0: 0, 1: 1, 2: 2})
+        pool.slot(4)[:] = bytes([5]) * pool.layout.slot_bytes
+        pool.resize(2, {4: 0, 1: 1})
+        assert contents(pool) == [5, 2]
+    else:
+        pool.resize(2, {2: 0, 1: 1})
+        assert contents(pool) == [3, 2]
+    with pytest.raises(AssertionError):
+        pool.address(2)
+    pool.resize(4, {0: 0, 1: 1})
+    assert contents(pool)[1:2] == [2]
+    assert len(pool._regions) == 1 + (4 > 3)
+    pool.close()
+    with pytest.raises(AssertionError, match="closed"):
+        pool.address(0)
+
+
+@linux_only
+def test_memory_of_slots_that_go_is_given_back() -> None:
+    layout = ExpertLayout.of({"w": (torch.Size([1024, 1024]), torch.float32)})
+    pool = SlotPool(layout, 6, prefault=True)
+    address = pool.address(0)
+    assert resident_bytes(address) >= pool.nbytes
+    pool.resize(2, {0: 0, 1: 1})
+    assert pool.nbytes <= resident_bytes(address) <= pool.nbytes + HUGE_PAGE_BYTES
+    pool.resize(3, {0: 0, 1: 1})
+    assert not pool.tensors(2)["w"].any()
+
+
+def test_more_slots_than_there_is_memory_for_change_nothing() -> None:
+    pool = filled(2)
+    with pytest.raises(ConfigError, match="Choose a smaller cache"):
+        pool.resize(2**50, {0: 0, 1: 1})
+    assert contents(pool) == [1, 2]
+    assert pool.num_slots == 2

@@ -94,6 +94,20 @@ def test_one_slot_serves_every_layer(predictor: str | None, device: FakeDevice) 
         assert_same_answers(served, expected)
 
 
+def test_slots_may_be_warmed_and_become_more_or_fewer_between_forwards(device: FakeDevice) -> None:
+    model = build("qwen2_moe")
+    expected = answer(model)
+    with on_device(model, cache="30%", predictor="gate") as served:
+        assert served.promoe.warm([[1] * 8] * 3) > 0
+        for cache in ("60%", 2, "100%", "30%"):
+            served.promoe.resize(cache if isinstance(cache, str) else cache * served.promoe.stats().expert_bytes[0])
+            assert_same_answers(served, expected)
+        device.memory_bytes = 0
+        with pytest.raises(ConfigError, match="Choose a smaller cache"):
+            served.promoe.resize("100%")
+        assert_same_answers(served, expected)
+
+
 def test_a_forgotten_wait_is_seen(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: who reads a slot without waiting for its copies reads NaN."""
     from promoe.device_pool import DevicePool

@@ -125,7 +125,7 @@ def test_nothing_keeps_the_slots_alive(model: PreTrainedModel) -> None:
     with patched(model, predictor="gate"):
         answer(model)
         left = [weakref.ref(part) for part in (model.promoe, model.promoe.runtime, model.promoe.runtime.engine)]
-        left += [weakref.ref(pool._region) for pool in model.promoe._pools]
+        left += [weakref.ref(pool._regions[0]) for pool in model.promoe._pools]
     gc.collect()
     assert [part() for part in left] == [None] * len(left)
 

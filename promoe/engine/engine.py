@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
+from promoe.engine.resizing import Resizing
 from promoe.engine.visit import EngineVisit
 from promoe.engine.warming import Warming
 from promoe.links import Link
@@ -180,6 +181,10 @@ class Engine(Monitor):
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
         return Warming(self, keys, rates).run()
+
+    def resize(self, num_slots: Sequence[int]) -> None:
+        """Have another number of slots, of each pool; what stays keeps its weights (see `Resizing.run` for errors)."""
+        Resizing(self, num_slots).run()
 
     def set_prefetch(self, on: bool) -> None:
         """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""

@@ -53,6 +53,7 @@ class Monitor:
         progress: completions, and groups that forwards have run: what a waiting forward looks for.
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
+        held: who wants nothing to be sent for now.
         torn: the scheduler's state cannot be trusted, and is not touched any more.
     """
 
@@ -85,6 +86,7 @@ class Monitor:
         self.forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
+        self.held: object | None = None
         self.torn = False
         self._work = threading.Condition(self.lock)
         self._idle_workers = 0
@@ -188,7 +190,7 @@ class Monitor:
             orders.append(lease)
 
     def _next_order(self, speculate: bool = True) -> Lease | None:
-        if self._broken is not None or self._ending or not self.scheduler.has_orders:
+        if self._broken is not None or self._ending or self.held or not self.scheduler.has_orders:
             return None
         leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None

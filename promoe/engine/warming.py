@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 
-from promoe.engine.monitor import HEARTBEAT_S, Changing, Monitor
+from promoe.engine.monitor import Changing, Monitor
+from promoe.engine.waiter import Waiter
 from promoe.scheduler import ExpertKey
 
 logger = logging.getLogger(__name__)
 
 
-class Warming:
+class Warming(Waiter):
     """Fetches experts into slots that are free, and waits for them. Forwards may run meanwhile: theirs go first.
 
     Args:
@@ -22,10 +22,9 @@ class Warming:
     """
 
     def __init__(self, engine: Monitor, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> None:
-        self._engine = engine
+        super().__init__(engine, "The cache is being warmed")
         self._keys = keys
         self._rates = rates
-        self._notified = threading.Lock()  # held while there is nothing to look at
 
     def run(self) -> int:
         """Return once nothing more will come; says how many of the experts are there.
@@ -48,8 +47,7 @@ class Warming:
                 failed = engine.failed_experts(self._keys)
         finally:
             with engine.lock:
-                if self in engine.waiting_visits:
-                    engine.waiting_visits.remove(self)
+                self._leave()
                 if not engine.torn:
                     engine.scheduler.warm(())
         for key, error in list(failed.items())[:1]:
@@ -65,24 +63,3 @@ class Warming:
     def may_go_on(self) -> bool:
         """Whether it is over, with the engine's lock held."""
         return not self._engine.scheduler.warming
-
-    def notify(self) -> None:
-        """Let it look at once, with the engine's lock held."""
-        if self._notified.locked():
-            self._notified.release()
-
-    def _wait(self) -> None:
-        engine = self._engine
-        progress, moved_s = -1, engine.clock()
-        while True:
-            with engine.lock:
-                engine.check_alive()
-                if self.may_go_on():
-                    return
-                now_s = engine.clock()
-                if engine.progress != progress:
-                    progress, moved_s = engine.progress, now_s
-                elif now_s - moved_s > engine.stall_timeout_s:
-                    raise engine.stalled("The cache is being warmed", now_s - moved_s)
-                self._notified.acquire(blocking=False)  # what came before has been looked at
-            self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))

@@ -9,7 +9,7 @@ let. A late chunk that overwrote another expert's slot would be a silent wrong w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -121,6 +121,25 @@ class ExpertCache:
         assert self.state[code] == RESIDENT, f"expert code {code} is in state {self.state[code]}"
         assert self.pins[code] == 0, f"expert code {code} has {self.pins[code]} pins"
         self._release(code, self.slot_of.pop(code))
+
+    def kept_slots(self, num_slots: int) -> dict[int, int]:
+        """Where residents would be with another number of slots: slot now -> slot then, for as many as there are of them."""
+        free = (slot for slot in range(num_slots) if slot >= self.num_slots or self.owner[slot] is None)
+        return {slot: slot if slot < num_slots else next(free) for slot in sorted(self.slot_of.values())}
+
+    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+        """Have another number of slots; what was in a slot is where `kept_slots` said."""
+        assert not self.loads, f"on their way: {self.loads}"
+        assert not self.num_pinned, f"{self.num_pinned} experts pinned"
+        assert len(self.slot_of) <= num_slots, f"{len(self.slot_of)} residents, {num_slots} slots"
+        # Never fewer: a slot that comes back must not come with a generation that it had.
+        self._generation += [0] * (num_slots - len(self._generation))
+        self.num_slots = num_slots
+        self.slot_of = {code: kept[slot] for code, slot in self.slot_of.items()}
+        self.owner = [None] * num_slots
+        for code, slot in self.slot_of.items():
+            self.owner[slot] = code
+        self._free = [slot for slot in range(num_slots - 1, -1, -1) if self.owner[slot] is None]
 
     def _release(self, code: int, slot: int) -> None:
         self.owner[slot] = None

@@ -71,6 +71,16 @@ class Room:
             self._stop_a_transfer()
         return self._cache.num_free > 0
 
+    def shrink_to(self, num_residents: int, current_layer: int) -> None:
+        """Drop all paused transfers, and the residents that are needed last, until so few are left. Nothing is pinned."""
+        while self._drop_paused(PIN):
+            pass
+        self._look(current_layer)
+        while len(self._cache.slot_of) > num_residents:
+            victim = self._most_expendable()
+            assert victim is not None, "some resident is pinned or hinted"
+            self._evict(victim)
+
     def spare_slots(self) -> int:
         """Slots that demand could have at once: neither pinned nor with a chunk on its way."""
         cache = self._cache

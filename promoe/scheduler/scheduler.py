@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -466,6 +466,34 @@ class Scheduler:
     def _is_arriving(self, code: int) -> bool:
         load = self._cache_of[code // self.max_experts].loads.get(code)
         return load is not None and load.in_flight > 0
+
+    @property
+    def is_still(self) -> bool:
+        """Whether nothing is in flight."""
+        return not any(load.in_flight for cache in self._caches for load in cache.loads.values())
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a visit has pinned something."""
+        return any(cache.num_pinned for cache in self._caches)
+
+    def prepare_resize(self, pool_idx: int, num_slots: int) -> dict[int, int]:
+        """Evict what another number of slots has no room for; to be called while it `is_still` and not `is_used`.
+
+        Returns:
+            For each slot with an expert, the slot that its bytes have to be in then.
+        """
+        for layer_idx in list(self._hinted):
+            self._forget_hint(layer_idx)
+        self.withdraw_forecasts()
+        self._rooms[pool_idx].shrink_to(num_slots, self.current_layer)
+        return self._caches[pool_idx].kept_slots(num_slots)
+
+    def resize(self, pool_idx: int, num_slots: int, kept: Mapping[int, int]) -> None:
+        """Have another number of slots in a pool, as prepared."""
+        self._caches[pool_idx].resize(num_slots, kept)
+        self._fits = sum(cache.num_slots for cache in self._caches) >= self._num_experts
+        self._rooms[pool_idx].invalidate()
 
     def start_from(self, rates: Sequence[Sequence[float]]) -> None:
         """How often experts were used before: what eviction goes by until it has seen for itself.

@@ -174,7 +174,7 @@ def parts_of(model: Any) -> dict[str, weakref.ref[Any]]:
         "runtime": handle.runtime,
         "engine": handle.runtime.engine,
         "store": handle._store,
-        "slots": handle._pools[0]._region,
+        "slots": handle._pools[0]._regions[0],
     }
     return {name: weakref.ref(part) for name, part in parts.items()}
 

@@ -79,7 +79,7 @@ def slot_memory(model: PreTrainedModel) -> list[weakref.ref[Any]]:
     """The mappings that hold the slots."""
     pools = model.promoe.runtime.engine.pools
     assert all(isinstance(pool, SlotPool) for pool in pools)
-    return [weakref.ref(pool._region._mapping) for pool in pools]
+    return [weakref.ref(pool._regions[0]._mapping) for pool in pools]
 
 
 @contextmanager

@@ -45,6 +45,7 @@ class Driven:
         self.visits: list[OpenVisit] = []
         self.causes: Counter[str] = Counter()
         self.steps = 0
+        self.num_moved = 0
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -172,6 +173,24 @@ class Driven:
 
     def warm(self, keys: Sequence[ExpertKey]) -> None:
         self.scheduler.warm(keys)
+        self.check()
+
+    def resize(self, pool_idx: int, num_slots: int) -> None:
+        """Nothing is in flight or pinned. As many residents as fit stay, with their bytes."""
+        cache = self.scheduler._caches[pool_idx]
+        before, evictions = set(cache.slot_of), self.tally.evictions
+        kept = self.scheduler.prepare_resize(pool_idx, num_slots)
+        self.check()
+        assert len(set(kept.values())) == len(kept) == len(cache.slot_of) == min(len(before), num_slots)
+        assert self.tally.evictions - evictions == len(before) - len(kept)
+        self.scheduler.resize(pool_idx, num_slots, kept)
+        old, new = self.memory[pool_idx], [dict[int, Tag | None]() for _ in range(num_slots)]
+        for source, target in kept.items():
+            tags = ((idx, tag[0]) for idx, tag in old[source].items() if tag is not SPOILT)
+            new[target] = {idx: (key, cache._generation[target]) for idx, key in tags}
+        self.memory[pool_idx] = new
+        self.num_moved += sum(source != target for source, target in kept.items())
+        assert set(cache.slot_of) <= before
         self.check()
 
     def report_again(self, lease: Lease, failed: bool) -> None:

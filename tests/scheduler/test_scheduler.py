@@ -750,3 +750,45 @@ def test_the_prior_learns_where_it_can_be_asked(fields: dict[str, object], learn
     for _ in range(3):
         fetch(run, (0, 1), (1, 2))
     assert (run.scheduler._prior._frequency != before).any() == learns
+
+
+# -- another number of slots ----------------------------------------------------------------------------------------
+
+
+def test_of_fewer_slots_those_keep_one_that_are_needed_soonest() -> None:
+    run = driven(num_slots=4, num_chunks=1, eviction="lru")
+    for layer_idx, expert_idx in ((0, 1), (1, 2), (0, 3), (1, 4)):
+        fetch(run, (layer_idx, expert_idx))
+    run.resize(0, 2)
+    assert run.scheduler.resident() == [ExpertKey(0, 3), ExpertKey(1, 4)]
+    run.resize(0, 3)
+    fetch(run, (0, 5))
+    assert run.scheduler.resident() == [ExpertKey(0, 3), ExpertKey(0, 5), ExpertKey(1, 4)]
+
+
+def test_with_more_slots_everything_stays_and_may_fit() -> None:
+    run = driven(num_slots=2, num_experts=2, num_chunks=1)
+    for layer_idx in (0, 1):
+        run.resize(0, 4)
+        fetch(run, (layer_idx, 0))
+        fetch(run, (layer_idx, 1))
+    assert run.scheduler.everything_resident
+    run.resize(0, 3)
+    assert not run.scheduler.everything_resident
+
+
+def test_what_was_half_fetched_and_what_was_announced_is_given_up() -> None:
+    run = driven(num_slots=4, num_chunks=2)
+    run.hint(0, [1, 2])
+    (first, second) = run.issue(2)
+    run.complete(first)
+    run.complete(second)
+    run.hint(0, [3])
+    (lease,) = run.issue(1)
+    run.complete(lease)
+    run.resize(0, 3)
+    assert run.scheduler.resident() == [ExpertKey(0, 1)]
+    assert not run.scheduler.has_orders
+    assert run.tally.wasted_bytes["demand"] > 0
+    run.admit(run.begin(0, [1, 2, 3]))
+    run.end_all()

@@ -196,6 +196,11 @@ class Storm(RuleBasedStateMachine):
             layer_idx = self.pick_layer(which // 4)
             self.driven.warm([ExpertKey(layer_idx, e) for e in self.pick_ids(layer_idx, which)])
 
+    @precondition(lambda self: not self.driven.outstanding and not self.driven.visits)
+    @rule(which=numbers)
+    def resize(self, which: int) -> None:
+        self.driven.resize(which % len(self.driven.memory), 1 + which // 4 % 8)
+
     # -- many at once -------------------------------------------------------------------------------------------
 
     @rule(orders=st.binary(min_size=160, max_size=480))
@@ -229,6 +234,14 @@ class Storm(RuleBasedStateMachine):
             return
         self.driven.end_all()
         self.driven.drain()
+        for pool_idx, slots in enumerate(self.driven.memory):
+            self.driven.resize(pool_idx, -(-len(slots) // 2))
+            self.driven.resize(pool_idx, len(slots) + 1)
+        for layer_idx, num_experts in enumerate(self.config.num_experts):
+            self.driven.begin(layer_idx, range(num_experts))
+        self.driven.end_all()
+        self.driven.drain()
+        self.seen["moved"] += self.driven.num_moved
         self.seen.update(self.driven.causes)
         self.seen[self.config.eviction] += 1
         self.seen["in id order"] += not self.config.reorder
@@ -254,8 +267,8 @@ def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
     )
 
     assert Storm.steps >= STEPS
-    assert set(Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order"}, Storm.seen
-    assert set(Storm.seen) >= {
+    assert set(+Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order"}, Storm.seen
+    assert set(+Storm.seen) >= {
         "demand",
         "prefetch",
         "begun",
@@ -264,5 +277,6 @@ def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
         "finished",
         "failed visit",
         "evictions",
+        "moved",
         "stale",
     }, Storm.seen

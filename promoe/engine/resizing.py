@@ -1,0 +1,74 @@
+"""Another number of slots while a model is open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from promoe.engine.monitor import Changing, Monitor
+from promoe.engine.waiter import Waiter
+from promoe.errors import PatchStateError
+
+
+class Resizing(Waiter):
+    """Lets what is in flight land, sends nothing meanwhile, and then has another number of slots.
+
+    Args:
+        engine: started.
+        num_slots: of each pool.
+    """
+
+    def __init__(self, engine: Monitor, num_slots: Sequence[int]) -> None:
+        super().__init__(engine, "The cache is being resized")
+        self._num_slots = num_slots
+
+    def run(self) -> None:
+        """Return when it is done.
+
+        Raises:
+            PatchStateError: a forward is using experts; then nothing was changed.
+            ConfigError: there is no memory for that; then no more than experts that had no room any more are gone.
+            EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
+        """
+        engine = self._engine
+        try:
+            with engine.lock:
+                engine.check_alive()
+                if engine.held:
+                    raise PatchStateError(
+                        "The cache is being resized by another thread already. Wait until it is done."
+                    )
+                engine.held = self
+                engine.waiting_visits.append(self)
+            self._wait()
+            with engine.lock:
+                self._check_unused()
+                with Changing(engine):
+                    self._resize()
+        finally:
+            with engine.lock:
+                if engine.held is self:
+                    engine.held = None
+                    self._leave()
+                    if not engine.torn:
+                        with Changing(engine):
+                            engine.wake_workers()
+
+    def may_go_on(self) -> bool:
+        """Whether nothing is in flight, with the engine's lock held."""
+        return self._engine.scheduler.is_still
+
+    def _check_unused(self) -> None:
+        engine = self._engine
+        if engine.scheduler.is_used or len(engine.waiting_visits) > 1:
+            raise PatchStateError(
+                "The cache cannot be resized while a forward of the model uses it, or while it is being warmed. Nothing was "
+                "changed. Call resize between two forwards, for example in a stopping criterion."
+            )
+
+    def _resize(self) -> None:
+        scheduler = self._engine.scheduler
+        for idx, (pool, num_slots) in enumerate(zip(self._engine.pools, self._num_slots, strict=True)):
+            if num_slots != pool.num_slots:
+                kept = scheduler.prepare_resize(idx, num_slots)
+                pool.resize(num_slots, kept)
+                scheduler.resize(idx, num_slots, kept)
