@@ -131,7 +131,7 @@ def serve(
         max_new_tokens: longest answer, and how long one may get that does not ask for a length
         max_body: longest request
         max_waiting: requests at once: the one that is answered, and those that wait
-        warm: JSON file that `promoe run --report` wrote: the experts used most there are fetched before requests are taken
+        warm: JSON file beside the page of a run's report: the experts used most there are fetched before requests are taken
     """
     import os
 

@@ -15,7 +15,7 @@ from promoe.adapters.base import is_buffer, set_tensor
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
 from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
-from promoe.errors import CheckpointError
+from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.moe_layers import MoELayer, model_type_of
 from promoe.opening import Progress, open_without_experts
 from promoe.packed_files import PackedChoice, open_packed
@@ -80,6 +80,10 @@ def from_pretrained(
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
     config = checked_config(config)
+    if not isinstance(path_or_id, str | os.PathLike):
+        raise ConfigError(f"The 'path_or_id' argument must be a folder or a hub id. Got {shown(path_or_id)} instead.")
+    if packed is not None and not isinstance(packed, str | os.PathLike):
+        raise ConfigError(f"The 'packed' argument must be a folder, \"auto\" or None. Got {shown(packed)} instead.")
     # What needs no model is checked before one is opened, which can take long.
     check_interpreter()
     target = open_device(device)

@@ -22,7 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe.adapters import Adapter, ExpertTensor, adapter_for
 from promoe.adapters.base import all_paths, get_tensor
-from promoe.errors import UnsupportedModelError
+from promoe.errors import ConfigError, UnsupportedModelError, shown
 from promoe.guard import is_guard
 from promoe.layout import ExpertLayout
 
@@ -130,6 +130,15 @@ class MoELayer:
         return forward
 
 
+def check_module(model: object) -> None:
+    """Raise ConfigError unless it is a module."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"A model of Transformers is needed, a torch.nn.Module. Got {shown(model)} instead. A folder or hub id is opened "
+            "with promoe.from_pretrained; of a pipeline, give its model."
+        )
+
+
 def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELayer]:
     """The MoE layers of `model`, in model order. Changes nothing.
 
@@ -138,9 +147,11 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
         allow_meta: accept experts on the meta device (their weights are to be read from files).
 
     Raises:
+        ConfigError: it is no module.
         UnsupportedModelError: there are no MoE layers; or one of them is kept, sharded, quantised or run in a way that
             is not supported. The message names the module, what was found and what to do.
     """
+    check_module(model)
     layers: list[MoELayer] = []
     unmet: list[tuple[str, nn.Module, str]] = []
     for name, module in model.named_modules():

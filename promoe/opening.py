@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from promoe.adapters.base import set_tensor
-from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.guard import guard_parameter
 from promoe.model_class import class_to_open
 from promoe.opening_checks import check_arguments, check_dtype, check_missing, check_shapes, prepare_config
@@ -135,6 +135,11 @@ def _open(
         if isinstance(error, ValueError) and opening.model_class is None:
             name = auto_class.__name__ if auto_class else "a model"
             raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
+        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+            raise ConfigError(
+                f"Cannot open {path_or_id}: {str(error)[:2000]}. It is an argument of neither promoe.from_pretrained nor "
+                "Transformers' own; look for a slip of the pen."
+            ) from error
         # Transformers computes with what config.json says before it is compared with anything, and so do models.
         raise CheckpointError(
             f"Cannot open {path_or_id}: {type(error).__name__}: {str(error)[:2000]}. Its config.json is damaged or of another "

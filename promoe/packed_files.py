@@ -138,8 +138,8 @@ def open_packed(
         return _open(layers, store, folder, chunk_bytes)
     except (OSError, ValueError, CheckpointError) as error:
         message = (
-            f"The packed experts in {folder} cannot be used: {error} Pack them again (promoe pack), or open the model with "
-            "packed=None."
+            f"The packed experts in {folder} cannot be used: {str(error).removesuffix('.')}. Pack them again (promoe pack), or "
+            "open the model with packed=None."
         )
         if choice != "auto":
             raise ConfigError(message) from error

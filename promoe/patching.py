@@ -15,7 +15,7 @@ from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.forwards import in_words, threads_in_forward
-from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
+from promoe.moe_layers import MoELayer, check_module, find_moe_layers, model_type_of
 from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
@@ -65,6 +65,7 @@ def patch(
     """
     config = checked_config(config)
     check_interpreter()
+    check_module(model)
     check_unpatched(model)
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto" or "host". Got {store!r} instead.')

@@ -60,6 +60,10 @@ class Request:
             raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
         if self.store == "host" and self.device != "cpu":
             raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
+        if self.store == "host" and self.cache not in (Request.cache, "100%"):
+            raise ConfigError(
+                f"--store host keeps all experts in RAM, without slots: --cache {self.cache} would do nothing. Leave one out."
+            )
         if not self.prompt.strip():
             raise ConfigError("The prompt is empty. Give the model something to answer, in quotes.")
         try:
@@ -90,6 +94,11 @@ def answer(request: Request) -> Generation:
     Raises:
         PromoeError: the model cannot be opened, or an output path not be written (checked before the model is opened).
     """
+    if request.report is not None and request.figures == Path(request.report):
+        raise ConfigError(
+            f"--report writes a page, and its numbers beside it as .json. Give it another name than '{request.report}', such "
+            f"as '{Path(request.report).with_suffix('.html')}'."
+        )
     asked = (request.trace, request.report, request.figures)
     outputs = [check_writable(path) for path in asked if path is not None]
     if len(set(outputs)) < len(outputs):
@@ -169,12 +178,18 @@ def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, 
             )
         else:
             encoded = tokenizer(prompt, return_tensors="pt")
-        return {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        found = {name: encoded[name] for name in ("input_ids", "attention_mask")}
     except Exception as error:  # a template computes, and may divide by zero
         raise CheckpointError(
             f"The model's tokenizer or chat template cannot encode the prompt: {type(error).__name__}: {str(error)[:2000]}. "
             "Mend tokenizer_config.json or chat_template.jinja."
         ) from error
+    if not found["input_ids"].numel():
+        raise CheckpointError(
+            "The model's tokenizer makes no tokens of the prompt: its own files are missing or empty, and Transformers made up "
+            "one that knows nothing. Put tokenizer.json and tokenizer_config.json beside the checkpoint."
+        )
+    return found
 
 
 class WordStreamer(TextStreamer):  # type: ignore[misc]

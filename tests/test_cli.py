@@ -13,7 +13,7 @@ from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from promoe import cli, running
-from promoe.errors import ExpertLoadError
+from promoe.errors import CheckpointError, ExpertLoadError
 from promoe.report import load_run
 
 PROMPT = "What is a lighthouse?"
@@ -268,3 +268,31 @@ def test_the_command_in_a_process_of_its_own(checkpoint: str) -> None:
     assert done.stdout.removesuffix("\n") == stock_answer(checkpoint, 4).removesuffix("\n")
     assert "12 slots for 24 experts" in done.stderr
     assert torch.get_num_threads() == 1
+
+
+def test_a_tokenizer_that_knows_nothing_is_said() -> None:
+    """As Transformers makes one where its files are missing."""
+
+    class Empty:
+        chat_template = None
+
+        def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+            return {name: torch.zeros((1, 0), dtype=torch.long) for name in ("input_ids", "attention_mask")}
+
+    with pytest.raises(CheckpointError, match="makes no tokens of the prompt"):
+        running.prompt_inputs(Empty(), PROMPT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--report", "page.json"], "--report writes a page, and its numbers beside it as .json"),
+        (["--store", "host", "--cache", "5%"], "--cache 5% would do nothing"),
+    ],
+)
+def test_options_that_do_not_go_together_are_named(
+    checkpoint: str, arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
+    assert message in capsys.readouterr().err

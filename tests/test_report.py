@@ -225,7 +225,7 @@ def test_a_time_below_its_bound_is_called_a_measuring_error(tmp_path: Path) -> N
 def test_a_run_without_counters_is_shown_with_its_times(tmp_path: Path) -> None:
     runs = [make_run("loaded", stats=resident_stats(), tpot_s=0.01), make_run("served")]
     _, page = report_of(tmp_path, runs)
-    assert "It reaches 50.0% of the speed of “loaded” with 8.0 MiB of slots." in page.text
+    assert "has 50.0% of the speed of “loaded”, whose experts are all in memory, with 8.0 MiB of slots." in page.text
     assert "nan" not in page.text
 
 

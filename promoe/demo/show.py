@@ -110,9 +110,13 @@ def words(result: Result) -> list[str]:
     sentences = []
     first, last = SYSTEMS[0].name, result.runs[-1].name
     speedup = result.speedup
+    if len(result.answers[last]) > 1:
+        interval = f" [{format_times(speedup.low)}, {format_times(speedup.high)}]"
+        basis = "median and 95% interval"
+    else:
+        interval, basis = "", "one prompt, which says little"
     sentences.append(
-        f"Paired by prompt, “{last}” is {format_times(speedup.value)} [{format_times(speedup.low)}, "
-        f"{format_times(speedup.high)}] as fast as “{first}” (median and 95% interval)."
+        f"Paired by prompt, “{last}” is {format_times(speedup.value)}{interval} as fast as “{first}” ({basis})."
     )
     baseline = next(run for run in result.runs if run.name == first)
     compute_s, transfer_s = result.compute_s, baseline.phase.bytes_per_token / result.bandwidth_bytes_per_s

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from promoe.errors import ConfigError
+from promoe.tracing import LINK_IN_FORWARD
 from promoe.units import format_seconds, format_share, ratio
 from promoe.viz.figures import GRID, HATCHED, INK, MEANING, SOFT, new_figure, plain, set_title
 from promoe.viz.lanes import Lanes
@@ -82,7 +83,7 @@ def _rows(lanes: Lanes) -> dict[str, list[tuple[str, list[Bar]]]]:
     }
     for idx, reader in enumerate(lanes.readers, start=1):
         of_reader = [transfer for transfer in lanes.transfers if transfer.reader == reader]
-        rows[f"reader {idx}"] = [
+        rows["forward's copies" if reader == LINK_IN_FORWARD else f"reader {idx}"] = [
             (colour, _bars(transfer for transfer in of_reader if transfer.cause == cause))
             for cause, colour in _COLOUR_OF_CAUSE.items()
         ]

@@ -109,8 +109,8 @@ def comparison(runs: Sequence[Run], baseline: Run) -> list[str]:
         if resident and best in caching:
             speed = resident[0].time_per_token_s / best.time_per_token_s
             sentences.append(
-                f"It reaches {format_share(speed)} of the speed of “{resident[0].name}” "
-                f"with {format_memory(best.stats.cache_bytes)} of slots."
+                f"“{best.name}” has {format_share(speed)} of the speed of “{resident[0].name}”, whose experts are all in "
+                f"memory, with {format_memory(best.stats.cache_bytes)} of slots."
             )
     return sentences + _steps(caching) + _impossible(runs)
 
@@ -159,7 +159,7 @@ def _prefill(run: Run) -> list[str]:
     if run.phase is prefill or not prefill.passes:
         return []
     return [
-        f"Prefill took {format_seconds(prefill.pass_s)} per prompt of {prefill.tokens / prefill.passes:.0f} tokens, "
+        f"Prefill took {format_seconds(prefill.pass_s)} per pass of {prefill.tokens / prefill.passes:.0f} tokens, "
         f"{format_share(prefill.stall_share)} of it waiting; it needed "
         f"{format_share(ratio(prefill.needed, _possible(run)))} of all experts and moved "
         f"{format_megabytes(ratio(prefill.bytes_total, prefill.passes))} MB{_speed(prefill)}."
@@ -201,10 +201,10 @@ def _cache_advice(run: Run) -> list[Advice]:
         found.append(Advice(text, f"policy is {stats.policy}, stall at least 5%"))
     if enough > stats.cache_slots and run.phase.hit_rate < 0.9:
         slot_bytes = ratio(stats.cache_bytes, stats.cache_slots)
-        rate = min(1.0, enough / sum(stats.num_experts))
+        percent = -(-100 * enough // sum(stats.num_experts))  # rounded up, as slots are rounded down
         text = (
             f"Give the cache more memory: 90% of the needs fell on {enough} of {sum(stats.num_experts)} experts, "
-            f'which cache="{rate:.0%}" ({format_memory(enough * slot_bytes)}) holds.'
+            f'which cache="{percent}%" ({format_memory(enough * slot_bytes)}) holds.'
         )
         found.append(Advice(text, "hit rate below 90%, stall at least 5%"))
     return found

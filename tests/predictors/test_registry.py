@@ -48,8 +48,8 @@ def test_an_unknown_kind_is_refused_with_those_that_exist(kind: str, context: Pr
         with pytest.raises(ConfigError) as caught:
             ask()
         assert str(caught.value) == (
-            "The 'predictor' argument must be None, a Predictor, one of 'gate', 'previous', 'popularity', 'random', or the "
-            f"folder or hub id of a trained one. Got {kind!r} instead."
+            "The 'predictor' argument must be None (--predictor none), a Predictor, one of 'gate', 'previous', 'popularity', "
+            f"'random', or the folder or hub id of a trained one. Got {kind!r} instead."
         )
 
 

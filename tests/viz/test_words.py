@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from synthetic_runs import make_run, make_stats, resident_stats
+from synthetic_runs import MIB, make_run, make_stats, resident_stats
 
 from promoe.counts import LayerStats, PhaseStats
 from promoe.recorder import Recorder
@@ -32,7 +32,7 @@ def test_meaning_tells_stall_hits_traffic_and_waste() -> None:
     assert "room for 25.0% of the experts; 50.0% of the needed ones" in text
     assert "16.7% of the prefetched bytes were never used" in text
     assert "Prefetch was on for 100% of the layer visits" in text
-    assert "Prefill took 100 ms per prompt of 16 tokens" in text
+    assert "Prefill took 100 ms per pass of 16 tokens" in text
     assert "it needed 100% of all experts" in text
     assert "1.25x as long" in text
 
@@ -132,7 +132,7 @@ def test_comparison_names_the_best_its_gain_and_its_price() -> None:
     ]
     text = " ".join(comparison(runs, runs[1]))
     assert "“better” is 2.00x as fast as “lru”: 20.0 ms instead of 40.0 ms per token" in text
-    assert "It reaches 50.0% of the speed of “resident” with 8.0 MiB of slots." in text
+    assert "has 50.0% of the speed of “resident”, whose experts are all in memory, with 8.0 MiB of slots." in text
     assert "“better” 2.00x; “worse” 0.80x (slower)" in text
     assert comparison(runs, runs[2])[0] == "No run is faster than “better”."
     of_two = comparison(runs[1:3], runs[2])[0]
@@ -160,3 +160,17 @@ def test_comparison_without_times_claims_nothing() -> None:
 def test_a_time_well_below_its_bound_is_reported(bound_s: float, reported: bool) -> None:
     runs = [make_run("a", bound_s=bound_s), make_run("b")]
     assert any("Measuring error" in sentence for sentence in comparison(runs, runs[0])) is reported
+
+
+def test_the_cache_that_is_advised_holds_what_is_said_of_it() -> None:
+    """205 of 384 experts are 53.4%, of which 53% would be 203 slots."""
+    recorder = Recorder([384], [MIB])
+    recorder.begin_pass("decode", 1, 1)
+    for expert_idx in range(227):
+        recorder.visit(0, [expert_idx], 0, 0, 1.0)
+    recorder.end_pass(400.0)
+    stats = Stats.of(recorder, cache_slots=96, cache_bytes=96 * MIB, link="", policy="next_use", predictor=None)
+    (text,) = [a.text for a in advice(make_run(stats=stats)) if "90% of the needs fell on" in a.text]
+    assert "on 205 of 384 experts" in text
+    assert 'cache="54%"' in text
+    assert int(0.53 * 384) < 205 <= int(0.54 * 384)
