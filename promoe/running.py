@@ -144,12 +144,19 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"There is no folder '{model[:500]}'. Give the folder of a checkpoint, or a hub id such as org/name."
         )
+    if os.path.isdir(model) and not os.path.isfile(os.path.join(model, "config.json")):
+        raise CheckpointError(f"The folder '{model}' has no config.json: it is no checkpoint of Transformers.")
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # tokenizers raises that class itself
+        remedy = (
+            "Copy its files again."
+            if os.path.isdir(model)
+            else "There is no folder of that name; is it an id of the hub?"
+        )
         raise CheckpointError(
-            f"Cannot open the tokenizer of '{model}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
+            f"Cannot open the tokenizer of '{model[:500]}': {type(error).__name__}: {str(error)[:2000]}. {remedy}"
         ) from error
     return tokenizer
 

@@ -178,7 +178,7 @@ def test_a_missing_model_and_an_empty_prompt_are_explained(
     assert r"The prompt is no text in UTF-8: 'caf\udce9'" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     assert cli.main(["run", str(tmp_path / "empty"), PROMPT]) == 2
-    assert "Cannot open the tokenizer" in capsys.readouterr().err
+    assert "has no config.json" in capsys.readouterr().err
 
 
 def test_devices_that_cannot_be_had_are_explained(checkpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,3 +296,14 @@ def test_options_that_do_not_go_together_are_named(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_name_that_is_neither_folder_nor_id_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no such id")
+
+    monkeypatch.setattr(running.AutoTokenizer, "from_pretrained", unknown)
+    assert cli.main(["run", "nothere", PROMPT]) == 2
+    assert "There is no folder of that name" in capsys.readouterr().err

@@ -407,3 +407,16 @@ def test_other_settings_than_ours(folder: Path, config: Any) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match=r"The 'config' argument must be a promoe\.PromoeConfig"):
         promoe.patch(model, config=config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ((None,), "'path_or_id' argument must be a folder"),
+        (("somewhere", {"packed": True}), "'packed' argument must be"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(arguments: tuple[Any, ...], match: str) -> None:
+    path, *options = arguments
+    with pytest.raises(ConfigError, match=match):
+        promoe.from_pretrained(path, **(options[0] if options else {}))

@@ -455,3 +455,8 @@ def test_experts_that_are_numbered_with_a_gap(tmp_path: Path) -> None:
     rewrite(shards(tmp_path)[0], lambda tensors: tensors.update({new: tensors.pop(old)}))
     with pytest.raises(CheckpointError, match=r"not numbered one after the other.*are 8"):
         open_without_experts(tmp_path)
+
+
+def test_a_slip_of_the_pen_in_an_arguments_name_is_no_damaged_checkpoint(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'cahce'.*slip of the pen"):
+        open_without_experts(folder, cahce="25%")

@@ -522,3 +522,10 @@ def test_a_folder_that_vanishes_while_a_timeline_is_recorded(model: PreTrainedMo
                 model.promoe.trace(tmp_path / "u.json").__enter__()
             answer(model).assert_equals(wanted)
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+@pytest.mark.parametrize("model", ["a folder", None, 5])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    for call in (promoe.patch, promoe.find_moe_layers):
+        with pytest.raises(ConfigError, match=r"A model of Transformers is needed.*promoe\.from_pretrained"):
+            call(model)

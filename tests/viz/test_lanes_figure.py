@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 from matplotlib.colors import to_hex
 
 from promoe.errors import ConfigError
-from promoe.tracing import link_worker
+from promoe.tracing import LINK_IN_FORWARD, link_worker
 from promoe.viz.figures import MEANING
 from promoe.viz.lanes import Lanes, Transfer, Work
 from promoe.viz.lanes_figure import draw_lanes
@@ -46,6 +47,14 @@ def test_every_lane_has_its_bars() -> None:
     assert drawn["#ffffff"] == [(2.0, 4.0)]  # computing is interrupted where it waits
     assert drawn[MEANING["demand"]] == [(1.0, 4.0)]
     assert drawn[MEANING["arrived"]] == [(4.0, 6.0)]
+
+
+def test_what_the_forward_copies_itself_is_no_reader() -> None:
+    transfer = WAITED.transfers[0]._replace(reader=LINK_IN_FORWARD)
+    copied = dataclasses.replace(WAITED, transfers=[*WAITED.transfers, transfer])
+    (axes,) = draw_lanes({"a token": copied}, "Title", "conditions").axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["computing", "waiting", "reader 1", "reader 2", "forward's copies"]
 
 
 def test_titles_say_what_is_seen() -> None:
