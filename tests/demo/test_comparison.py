@@ -11,6 +11,7 @@ from tiny_checkpoint import write_checkpoint
 
 from promoe import governor
 from promoe.demo.comparison import Reference, Result, Task, TokensDifferError, compare, record, resident_stats, verify
+from promoe.demo.show import words
 from promoe.demo.systems import RESIDENT, SYSTEMS, BehindLink, load_stock
 from promoe.links import EmulatedLink
 from promoe.measure import Generation
@@ -143,3 +144,12 @@ def test_stock_tensors_are_aligned_and_unchanged(checkpoint: Path) -> None:
     stats = resident_stats(find_moe_layers(model))
     assert stats.cache_slots == 24
     assert stats.layer_visits == 0
+
+
+def test_of_one_prompt_there_is_no_interval(measured: tuple[Result, Reference, Path]) -> None:
+    result, _, _ = measured
+    assert "] as fast as" in words(result)[0]
+    assert "(median and 95% interval)" in words(result)[0]
+    alone = result._replace(answers={name: answers[:1] for name, answers in result.answers.items()})
+    assert "[" not in words(alone)[0]
+    assert "(one prompt, which says little)" in words(alone)[0]
