@@ -30,9 +30,8 @@ def check_kind(kind: str) -> None:
         TrainedPredictor.load(kind)
         return
     raise ConfigError(
-        f"The 'predictor' argument must be None (--predictor none), a Predictor, one of "
-        f"{', '.join(map(repr, KINDS))}, or the folder or hub id "
-        f"of a trained one. Got {kind!r} instead."
+        "The 'predictor' argument must be None (--predictor none), a Predictor, one of "
+        f"{', '.join(map(repr, KINDS))}, or the folder or hub id of a trained one. Got {kind!r} instead."
     )
 
 

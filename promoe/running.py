@@ -94,7 +94,7 @@ def answer(request: Request) -> Generation:
     Raises:
         PromoeError: the model cannot be opened, or an output path not be written (checked before the model is opened).
     """
-    if request.report is not None and request.figures == Path(request.report):
+    if request.report is not None and Path(request.report).suffix == ".json":
         raise ConfigError(
             f"--report writes a page, and its numbers beside it as .json. Give it another name than '{request.report}', such "
             f"as '{Path(request.report).with_suffix('.html')}'."

@@ -16,7 +16,6 @@ import torch
 from waiting import WAIT_S, settle, until
 
 from promoe.engine import Engine
-from promoe.engine import visit as engine_visit
 from promoe.engine import waiter as waiter_module
 from promoe.errors import (
     ConfigError,
@@ -901,7 +900,7 @@ def two_tensors(workers: int = 1) -> Iterator[tuple[Engine, Any]]:
     """An engine over experts of two tensors, of which the first is enough to begin."""
     with pytest.MonkeyPatch.context() as patch:
         # A forward that nobody wakes is not to be saved by looking up every now and then.
-        patch.setattr(engine_visit, "HEARTBEAT_S", 4 * WAIT_S)
+        patch.setattr(waiter_module, "HEARTBEAT_S", 4 * WAIT_S)
         with running(
             Gated,
             slots=6,

@@ -28,12 +28,10 @@ logger = logging.getLogger(__name__)
 
 # Up to here, a chunk that lies in RAM is copied by the forward that needs it: two turns of other threads take longer.
 SHORT_CHUNK_BYTES = 64 * 1024
-# How often who waits looks up to see whether anything moved at all.
-HEARTBEAT_S = 1.0
 
 
 class Waiting(Protocol):
-    """A forward that waits for experts, or who warms the cache."""
+    """A forward that waits for experts, or who warms or resizes the cache."""
 
     def may_go_on(self) -> bool:
         """Whether its wait is over; asked with the lock held."""
@@ -49,7 +47,8 @@ class Monitor:
 
     Attributes:
         lock: guards the scheduler, the recorder and all that is here.
-        waiting_visits: forwards that wait for a chunk, or for what another forward will give back; and who warms the cache.
+        waiting_visits: forwards that wait for a chunk, or for what another forward will give back; and who warms or resizes
+            the cache.
         progress: completions, and groups that forwards have run: what a waiting forward looks for.
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
@@ -86,7 +85,7 @@ class Monitor:
         self.forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
-        self.held: object | None = None
+        self.held: Waiting | None = None
         self.torn = False
         self._work = threading.Condition(self.lock)
         self._idle_workers = 0

@@ -18,7 +18,7 @@ class Resizing(Waiter):
     """
 
     def __init__(self, engine: Monitor, num_slots: Sequence[int]) -> None:
-        super().__init__(engine, "The cache is being resized")
+        super().__init__(engine)
         self._num_slots = num_slots
 
     def run(self) -> None:
@@ -38,17 +38,11 @@ class Resizing(Waiter):
                         "The cache is being resized by another thread already. Wait until it is done."
                     )
                 engine.held = self
-                engine.waiting_visits.append(self)
-            self._wait()
-            with engine.lock:
-                self._check_unused()
-                with Changing(engine):
-                    self._resize()
+            self._wait_for(self._resized)
         finally:
             with engine.lock:
                 if engine.held is self:
                     engine.held = None
-                    self._leave()
                     if not engine.torn:
                         with Changing(engine):
                             engine.wake_workers()
@@ -57,9 +51,21 @@ class Resizing(Waiter):
         """Whether nothing is in flight, with the engine's lock held."""
         return self._engine.scheduler.is_still
 
+    def _what(self) -> str:
+        return "The cache is being resized"
+
+    def _resized(self) -> bool | None:
+        """Do it, once nothing is in flight."""
+        if not self.may_go_on():
+            return None
+        self._check_unused()
+        with Changing(self._engine):
+            self._resize()
+        return True
+
     def _check_unused(self) -> None:
         engine = self._engine
-        if engine.scheduler.is_used or len(engine.waiting_visits) > 1:
+        if engine.scheduler.is_used or any(waiting is not self for waiting in engine.waiting_visits):
             raise PatchStateError(
                 "The cache cannot be resized while a forward of the model uses it, or while it is being warmed. Nothing was "
                 "changed. Call resize between two forwards, for example in a stopping criterion."

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from promoe.bank import ExpertRows, FirstRows
 from promoe.counts import Phase
-from promoe.engine.monitor import HEARTBEAT_S, Changing, Monitor
+from promoe.engine.monitor import Changing, Monitor
+from promoe.engine.waiter import Waiter
 from promoe.scheduler.visit import Visit
 from promoe.tracing import STALL
 
 """Expert id -> its tensors in a slot, by parameter name."""
 
 
-class EngineVisit:
+class EngineVisit(Waiter):
     """A layer's visit, as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive."""
 
     def __init__(
@@ -29,7 +29,7 @@ class EngineVisit:
         hits: int | None,
         phase: Phase | None,
     ) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._layer_idx = layer_idx
         self._ids = ids
         self._tokens = tokens
@@ -46,7 +46,6 @@ class EngineVisit:
         self._hits = hits
         self._phase = phase
         self._visit: Visit | None = None  # while it lasts
-        self._notified = threading.Lock()  # held while there is nothing to look at
 
     def __enter__(self) -> EngineVisit:
         try:
@@ -97,11 +96,6 @@ class EngineVisit:
                     )
                 engine.wake_workers()
                 engine.notify_visits()
-
-    def notify(self) -> None:
-        """Let a wait look at once, with the engine's lock held."""
-        if self._notified.locked():
-            self._notified.release()
 
     @property
     def anything_ready(self) -> bool:
@@ -191,6 +185,9 @@ class EngineVisit:
         visit = self._visit
         return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed() or self._beginning()))
 
+    def _what(self) -> str:
+        return f"MoE layer {self._layer_idx} waits for experts"
+
     def _suffices(self, ready: Sequence[int]) -> bool:
         """Whether these experts are a group to run now."""
         return bool(ready) and (not self._at_once or len(ready) == self._granted.num_granted)
@@ -210,28 +207,12 @@ class EngineVisit:
         return beginning
 
     def _wait(self, there: Sequence[int], start_s: float) -> list[int]:
-        """Wait until a group may run; `there` were ready at `start_s`.
-
-        Not on a condition of the engine's lock: Ctrl-C while that is taken again would leave without it.
-        """
-        engine = self._engine
-        last_progress_s, progress = engine.clock(), -1
+        """Wait until a group may run; `there` were ready at `start_s`."""
         try:
-            while True:
-                with engine.lock:
-                    if (group := self._look()) is not None:
-                        self._late.update(set(group).difference(there))
-                        return group
-                    now_s = engine.clock()
-                    if engine.progress != progress:
-                        progress, last_progress_s = engine.progress, now_s
-                    elif now_s - last_progress_s > engine.stall_timeout_s:
-                        raise engine.stalled(f"MoE layer {self._layer_idx} waits for experts", now_s - last_progress_s)
-                self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
+            group = self._wait_for(self._look)
+            self._late.update(set(group).difference(there))
+            return group
         finally:
-            with engine.lock:
-                if self in engine.waiting_visits:
-                    engine.waiting_visits.remove(self)
             self._stalled(start_s, time.perf_counter())
 
     def _stalled(self, start_s: float, end_s: float) -> None:
@@ -243,15 +224,11 @@ class EngineVisit:
         """A group that may run, with the engine's lock held; None: wait until `notify`."""
         engine, visit = self._engine, self._granted
         while True:
-            engine.check_alive()
             if failed := visit.failed():
                 raise engine.load_error(self._layer_idx, failed)
             if group := self._runnable(visit.ready()):
                 return group
             with Changing(engine):
                 if visit.holds_grants or not visit.admit():
-                    self._notified.acquire(blocking=False)  # what came before has been looked at
-                    if self not in engine.waiting_visits:
-                        engine.waiting_visits.append(self)
                     return None
                 engine.wake_workers()

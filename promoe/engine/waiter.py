@@ -1,27 +1,36 @@
-"""Waiting for what link workers bring about."""
+"""Waiting for what link workers bring about: by forwards, and by who warms or resizes the cache."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
-from promoe.engine.monitor import HEARTBEAT_S, Monitor
+from promoe.engine.monitor import Monitor
+
+# How often who waits looks up to see whether anything moved at all.
+HEARTBEAT_S = 1.0
+
+Found = TypeVar("Found")
 
 
 class Waiter:
-    """Who waits for something of an engine that is no layer's visit.
+    """Who waits for an engine, as one of its `waiting_visits`.
 
     Args:
         engine: whose workers move chunks.
-        what: is under way, for an error.
     """
 
-    def __init__(self, engine: Monitor, what: str) -> None:
+    def __init__(self, engine: Monitor) -> None:
         self._engine = engine
-        self._what = what
         self._notified = threading.Lock()  # held while there is nothing to look at
 
     def may_go_on(self) -> bool:
-        """Whether it is over, with the engine's lock held."""
+        """Whether the wait is over, with the engine's lock held."""
+        raise NotImplementedError
+
+    def _what(self) -> str:
+        """What is waited for, for an error."""
         raise NotImplementedError
 
     def notify(self) -> None:
@@ -29,28 +38,32 @@ class Waiter:
         if self._notified.locked():
             self._notified.release()
 
-    def _wait(self) -> None:
-        """Return once it may go on; it is one of the engine's `waiting_visits`.
+    def _wait_for(self, look: Callable[[], Found | None]) -> Found:
+        """What `look`, called with the engine's lock held, finds; while that is None it waits to be notified.
+
+        Not on a condition of the engine's lock: Ctrl-C while that is taken again would leave without it.
 
         Raises:
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
         engine = self._engine
-        progress, moved_s = -1, engine.clock()
-        while True:
+        last_progress_s, progress = engine.clock(), -1
+        try:
+            while True:
+                with engine.lock:
+                    engine.check_alive()
+                    if (found := look()) is not None:
+                        return found
+                    self._notified.acquire(blocking=False)  # what came before has been looked at
+                    if self not in engine.waiting_visits:
+                        engine.waiting_visits.append(self)
+                    now_s = engine.clock()
+                    if engine.progress != progress:
+                        progress, last_progress_s = engine.progress, now_s
+                    elif now_s - last_progress_s > engine.stall_timeout_s:
+                        raise engine.stalled(self._what(), now_s - last_progress_s)
+                self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
+        finally:
             with engine.lock:
-                engine.check_alive()
-                if self.may_go_on():
-                    return
-                now_s = engine.clock()
-                if engine.progress != progress:
-                    progress, moved_s = engine.progress, now_s
-                elif now_s - moved_s > engine.stall_timeout_s:
-                    raise engine.stalled(self._what, now_s - moved_s)
-                self._notified.acquire(blocking=False)  # what came before has been looked at
-            self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
-
-    def _leave(self) -> None:
-        """It does not wait any more, with the engine's lock held."""
-        if self in self._engine.waiting_visits:
-            self._engine.waiting_visits.remove(self)
+                if self in engine.waiting_visits:
+                    engine.waiting_visits.remove(self)

@@ -22,7 +22,7 @@ class Warming(Waiter):
     """
 
     def __init__(self, engine: Monitor, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> None:
-        super().__init__(engine, "The cache is being warmed")
+        super().__init__(engine)
         self._keys = keys
         self._rates = rates
 
@@ -39,18 +39,14 @@ class Warming(Waiter):
                 with Changing(engine):
                     engine.scheduler.start_from(self._rates)
                     engine.scheduler.warm(self._keys)
-                    engine.waiting_visits.append(self)
                     engine.wake_workers()
-            self._wait()
-            with engine.lock:
-                found = sum(engine.scheduler.is_resident(*key) for key in self._keys)
-                failed = engine.failed_experts(self._keys)
+            found, failed = self._wait_for(self._look)
         finally:
             with engine.lock:
-                self._leave()
                 if not engine.torn:
                     engine.scheduler.warm(())
-        for key, error in list(failed.items())[:1]:
+        if failed:
+            key, error = next(iter(failed.items()))
             # As text: an error that a log keeps would keep the slots that its traceback knows.
             logger.warning(
                 "%d experts could not be fetched to warm the cache, and will be fetched on demand. %s: %s",
@@ -63,3 +59,14 @@ class Warming(Waiter):
     def may_go_on(self) -> bool:
         """Whether it is over, with the engine's lock held."""
         return not self._engine.scheduler.warming
+
+    def _look(self) -> tuple[int, dict[ExpertKey, BaseException]] | None:
+        """Once it is over: how many experts are there, and which failed."""
+        if not self.may_go_on():
+            return None
+        engine = self._engine
+        found = sum(engine.scheduler.is_resident(*key) for key in self._keys)
+        return found, engine.failed_experts(self._keys)
+
+    def _what(self) -> str:
+        return "The cache is being warmed"
