@@ -60,6 +60,8 @@ class Parts:
     predictor_name: str | None
     device: Device | None = None
     """Where slots and all but the experts are to be; None: where the experts are."""
+    freed_bytes: int = 0
+    """RAM that the model gives back once it is patched."""
 
 
 def resolve_predictor(
@@ -101,13 +103,13 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, o
         )
     if link == "file" and not on_disk:
         raise ConfigError(
-            'link="file" reads experts from files, but this model\'s are in RAM. Open it with '
+            'link="file" reads experts from files, but this model\'s are in RAM. Patch it with store="disk", open it with '
             'promoe.from_pretrained(path), or use link="host" or an EmulatedLink.'
         )
     if link == "host" and on_disk:
         raise ConfigError(
-            'link="host" copies experts from RAM, but this model\'s are in files. Use link="file", or load the model with '
-            "transformers and call promoe.patch."
+            'link="host" copies experts from RAM, but this model\'s are to be in files. Use link="file"; or load the model '
+            'with transformers and call promoe.patch without store="disk".'
         )
 
 
@@ -126,7 +128,8 @@ def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None)
 def open_link(choice: LinkChoice, parts: Parts) -> Link:
     """The link that a user asked for, which `check_choices` let pass."""
     if (device := parts.device) is None:
-        return _link_into_ram(choice, parts.store, parts.config, sum(plan.nbytes for plan in parts.plans))
+        planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
+        return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
     if isinstance(parts.store, HostStore):
         return DeviceLink(PinnedSource(parts.store, device), device)
     return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)

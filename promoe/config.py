@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -45,6 +46,8 @@ class PromoeConfig:
             free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit into free RAM with
             2 GiB to spare).
+        spool_folder: for `patch(store="disk")`: where experts are written that no checkpoint has; None: where the system has
+            temporary files. What is written there has no name any more once the model is patched, and goes with the process.
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
         verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
             first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.
@@ -66,6 +69,7 @@ class PromoeConfig:
     workers: int = 2
     pinned_bytes: int | None = None
     read_mode: ReadMode = "auto"
+    spool_folder: str | os.PathLike[str] | None = None
     stall_timeout_s: float = 60.0
     verify: Verify | None = None
     strict: bool = False
@@ -88,6 +92,11 @@ class PromoeConfig:
         pinned_bytes = self.pinned_bytes
         self._require(
             pinned_bytes is None or (_is_int(pinned_bytes) and pinned_bytes >= 0), "pinned_bytes", "None or bytes"
+        )
+        self._require(
+            self.spool_folder is None or isinstance(self.spool_folder, (str, os.PathLike)),
+            "spool_folder",
+            "None or a folder",
         )
         self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
         self._require(1 <= self.workers <= MAX_WORKERS, "workers", f"1 to {MAX_WORKERS} threads")

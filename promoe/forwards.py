@@ -13,6 +13,7 @@ from types import FrameType
 
 from torch import nn
 
+from promoe.errors import PatchStateError
 from promoe.moe_layers import MoELayer
 
 _CALL = nn.Module._call_impl.__code__
@@ -27,6 +28,15 @@ def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()
     return [names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)]
+
+
+def check_idle(model: nn.Module, layers: Sequence[MoELayer]) -> None:
+    """Raise PatchStateError if a forward of a model runs that is to be patched."""
+    if names := threads_in_forward(model, layers):
+        raise PatchStateError(
+            f"This {type(model).__name__} cannot be patched while {in_words(names)}. Nothing was changed. Wait until the "
+            "model has returned, also in its hooks."
+        )
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -4,36 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from promoe.adapters.base import is_buffer, set_tensor
 from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
 from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.moe_layers import MoELayer, model_type_of
+from promoe.moe_layers import model_type_of
 from promoe.opening import Progress, open_without_experts
 from promoe.packed_files import PackedChoice, open_packed
 from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
-from promoe.scheduler import ExpertKey
+from promoe.restoring import load_all_experts
 from promoe.sizes import CacheSize, check_cache, plan_pools
-from promoe.stores import Store
-from promoe.stores.base import read_expert
 from promoe.threads import check_interpreter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-# Readers that fill a model's memory when all its experts are loaded: enough to keep one disk busy.
-LOADING_THREADS = 2
 
 
 def from_pretrained(
@@ -113,53 +104,3 @@ def from_pretrained(
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. Try again.") from error
         raise
     return model
-
-
-def load_all_experts(layers: Sequence[MoELayer], store: Store, progress: Progress | None = None) -> None:
-    """Replace every guarded expert parameter by a real one, read from the store; all of them or none.
-
-    Raises:
-        CheckpointError: bytes cannot be read.
-    """
-    banks, done_bytes = [], 0
-    for layer in layers:
-        try:
-            banks.append(_read_layer(layer, store))
-        except OSError as error:
-            raise CheckpointError(
-                f"The experts of {layer.name!r} could not be read: {error}. Nothing was changed: mend the cause and try again."
-            ) from error
-        done_bytes += layer.num_experts * layer.layout.payload_bytes
-        if progress is not None:
-            progress(done_bytes, store.expert_bytes)
-    for layer, bank in zip(layers, banks, strict=True):
-        # Guards do not say whether the weights would be trained; the gate beside them does.
-        requires_grad = any(parameter.requires_grad for parameter in layer.gate.parameters())
-        for path, loaded in bank.items():
-            keep = is_buffer(layer.experts, path)
-            set_tensor(layer.experts, path, loaded if keep else nn.Parameter(loaded, requires_grad))
-
-
-def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
-    """What is to be registered at each of the layer's paths."""
-    loaded: dict[str, torch.Tensor] = {}
-    rows: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-    with torch.inference_mode(False):  # ordinary tensors, wherever we are called
-        for tensor in layer.tensors:
-            # Zeros, as a stack may have rows that belong to no expert.
-            parts = [torch.zeros(tensor.stack_shape, dtype=tensor.dtype) for _ in tensor.paths]
-            loaded |= zip(tensor.paths, parts, strict=True)
-            rows[tensor.name] = tensor.split(parts, layer.num_experts)
-
-    def load(expert_idx: int) -> None:
-        slot = memoryview(bytearray(layer.layout.slot_bytes))
-        read_expert(store, ExpertKey(layer.layer_idx, expert_idx), slot)
-        for spec in layer.layout.tensors:
-            source = torch.frombuffer(
-                slot, dtype=spec.dtype, count=spec.nbytes // spec.dtype.itemsize, offset=spec.offset_bytes
-            )
-            rows[spec.name][expert_idx].copy_(source.view(spec.shape))
-
-    with ThreadPoolExecutor(LOADING_THREADS, thread_name_prefix="promoe-load") as threads:
-        list(threads.map(load, range(layer.num_experts)))
-    return loaded

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +20,15 @@ from typing import Any, Literal
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from promoe.layout import PAGE_BYTES, ExpertLayout
+from promoe.layout import ExpertLayout
 from promoe.moe_layers import MoELayer
 from promoe.packed import Packing
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
-from promoe.stores.packed_store import SLOTS, PackedStore, Packings
+from promoe.stores.packed_store import PackedStore, Packings
 from promoe.stores.safetensors_files import SafetensorsFiles
-from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
 from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.slot_files import header_of, layer_path, write_layer
 from promoe.units import format_memory
 from promoe.untrusted import read_json
 
@@ -100,7 +100,7 @@ def write_packed(
         (folder / INDEX).unlink(missing_ok=True)
         try:
             for layer, path, done_bytes in zip(layers, paths, accumulate(sizes), strict=True):
-                _write_layer(layer, store, packings[layer.layout], path, _header(layer, digest))
+                write_layer(path, _header(layer, digest), _packed_slots(layer, store, packings[layer.layout]))
                 if progress is not None:
                     progress(done_bytes, sum(sizes))
             _write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
@@ -204,7 +204,7 @@ def _packing_entry(packings: Mapping[str, Packing]) -> dict[str, str]:
 
 
 def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
-    return [folder / f"layer-{layer.layer_idx:05}.safetensors" for layer in layers]
+    return [layer_path(folder, layer.layer_idx) for layer in layers]
 
 
 def _digest(index: Mapping[str, Any]) -> str:
@@ -215,15 +215,7 @@ def _digest(index: Mapping[str, Any]) -> str:
 
 def _header(layer: MoELayer, digest: str) -> bytes:
     """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
-    shape = [layer.num_experts, layer.layout.slot_bytes]
-    header = {
-        "__metadata__": {"layer": layer.name, "sha256": digest},
-        SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
-    }
-    content = json.dumps(header).encode()
-    # So that slots begin at a page, as O_DIRECT wants them; the format allows spaces at the end.
-    content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
-    return len(content).to_bytes(HEADER_LENGTH_BYTES, "little") + content
+    return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layer.layout)
 
 
 def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
@@ -248,19 +240,12 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
         )
 
 
-def _write_layer(
-    layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing], path: Path, header: bytes
-) -> None:
+def _packed_slots(layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing]) -> Iterator[bytearray]:
     slot = bytearray(layer.layout.slot_bytes)
-    path.unlink(missing_ok=True)  # a model that reads it keeps the one that it has
-    with path.open("wb") as file:
-        file.write(header)
-        for expert_idx in range(layer.num_experts):
-            _read(store, ExpertKey(layer.layer_idx, expert_idx), slot)
-            _pack_in_place(slot, layer.layout, packings)
-            file.write(slot)
-        file.flush()
-        os.fsync(file.fileno())
+    for expert_idx in range(layer.num_experts):
+        _read(store, ExpertKey(layer.layer_idx, expert_idx), slot)
+        _pack_in_place(slot, layer.layout, packings)
+        yield slot
 
 
 def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:

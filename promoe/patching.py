@@ -14,8 +14,9 @@ from promoe.assembly import LinkChoice, Parts, PredictorChoice, attach, check_ch
 from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
-from promoe.forwards import in_words, threads_in_forward
+from promoe.forwards import check_idle
 from promoe.moe_layers import MoELayer, check_module, find_moe_layers, model_type_of
+from promoe.offloading import Offloaded
 from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
@@ -46,9 +47,11 @@ def patch(
             (what is free, less 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
             None for no prefetch.
-        store: where experts always are: "host" (the model's own tensors) or "auto".
-        link: "auto", "host", or an `EmulatedLink`. Without a GPU, "auto" uses experts where they lie: a model that is
-            already in RAM gains nothing from slots in RAM.
+        store: where experts always are: "host" (the model's own tensors), "disk", or "auto" ("host"). With "disk" they leave
+            RAM: they are read from the checkpoint that the model was loaded from, if every expert there is the same, and else
+            from files that are written now (`PromoeConfig.spool_folder`). `unpatch` reads them back.
+        link: "auto", "host" ("file" if they are on disk), or an `EmulatedLink`. Without a GPU, "auto" uses experts in RAM where
+            they lie: they gain nothing from slots in RAM.
         device: "cuda" puts the slots and everything but the routed experts on the GPU; the experts stay in RAM, which is
             pinned where they lie. They are never all on the GPU.
         config: everything else, see `PromoeConfig`.
@@ -68,47 +71,44 @@ def patch(
     check_module(model)
     check_unpatched(model)
     if store not in ("auto", "host", "disk"):
-        raise ConfigError(f'The \'store\' argument must be "auto" or "host". Got {store!r} instead.')
-    if store == "disk":
-        raise ConfigError(
-            'store="disk" is not available for a model that is already in memory. Open it with '
-            "promoe.from_pretrained(path), which leaves the experts on disk."
-        )
+        raise ConfigError(f'The \'store\' argument must be "auto", "host" or "disk". Got {store!r} instead.')
+    on_disk = store == "disk"
     target = open_device(device)
-    check_choices(predictor, link, on_disk=False, on_device=target is not None)
-    if target is not None and config.verify:
+    check_choices(predictor, link, on_disk=on_disk, on_device=target is not None)
+    if target is not None and config.verify and not on_disk:
         raise ConfigError(
             f"verify={config.verify!r} compares experts in RAM, but a device copies them from where they lie. Leave it out, "
             "or open the model with promoe.from_pretrained."
         )
     layers = find_moe_layers(model)
     check_state(model, layers)
-    if names := threads_in_forward(model, layers):
-        raise PatchStateError(
-            f"This {type(model).__name__} cannot be patched while {in_words(names)}. Nothing was changed. Wait until the "
-            "model has returned, also in its hooks."
-        )
+    check_idle(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
     plans = plan_pools(cache, layouts, num_experts, free_bytes(model, layers, target))
     chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
-    if target is not None:
-        host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
-        attach(model, Parts(layers, host, plans, config, chosen, name, target), link, restore=lambda: None)
-        return model
-    if link == "auto":
+    if not on_disk and target is None and link == "auto":
         warnings.warn(
             "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where "
-            "they lie. To run a model with most of its experts on disk, open it with promoe.from_pretrained(path).",
+            'they lie. To run it with most of its experts on disk, patch it with store="disk", or open it with '
+            "promoe.from_pretrained(path).",
             stacklevel=2,
         )
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
     all_fit = all(plan.spec.num_slots == sum(layers[i].num_experts for i in plan.spec.layers) for plan in plans)
-    if all_fit and config.bypass:
+    if target is None and all_fit and config.bypass:
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
+    if on_disk:
+        offloaded = Offloaded(model, layers, config, packed=target is None)
+        with offloaded.guarded(model):
+            parts = Parts(
+                layers, offloaded.store, plans, config, chosen, name, target, freed_bytes=offloaded.store.expert_bytes
+            )
+            attach(model, parts, link, restore=offloaded.restore)
+        return model
     host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
-    attach(model, Parts(layers, host, plans, config, chosen, name), link, restore=lambda: None)
+    attach(model, Parts(layers, host, plans, config, chosen, name, target), link, restore=lambda: None)
     return model
 
 

@@ -22,8 +22,9 @@ _NO_LOADING = (
     "Unpatch it, load, and patch it again."
 )
 _NO_SAVING = (
-    "This model's weights cannot be saved or copied: its experts are in files, not in memory. Nothing was written. Copy its "
-    "checkpoint's folder, or call promoe.unpatch(model) first, which reads all experts into memory."
+    "This model's weights cannot be saved or copied: its experts are in files, not in memory. Nothing was written. Call "
+    "promoe.unpatch(model) first, which reads all experts into memory; of a model that promoe.from_pretrained opened, the "
+    "checkpoint's folder can be copied instead."
 )
 
 

@@ -21,6 +21,8 @@ os.environ["COLUMNS"] = "100"
 import torch
 from transformers.utils import logging as transformers_logging
 
+from promoe import spool
+
 transformers_logging.disable_progress_bar()
 
 
@@ -48,6 +50,12 @@ def _no_thread_left_behind() -> Iterator[None]:
         thread.name for thread in threading.enumerate() if thread.name.startswith("promoe-") and thread not in before
     ]
     assert not left, f"threads left running: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _temporary_files_are_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as promoe can tell, also where they are in RAM."""
+    monkeypatch.setattr(spool, "file_system", lambda folder: "ext4")
 
 
 @pytest.fixture

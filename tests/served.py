@@ -31,6 +31,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.runtime import MAX_PREDICTED_TOKENS
 from promoe.stores import Store
 
+IN_MEMORY = ("host", "offloaded", "spooled")  # stores of a model that was in memory before
 EVICTIONS = ("next_use", "lru", "lfru", "static")
 PREDICTORS = (None, "gate", "previous", "popularity", "random", "oracle", "wrong", "trained")
 PROMPTS: dict[str, dict[str, torch.Tensor]] = {
@@ -227,13 +228,16 @@ def served(
 ) -> Iterator[PreTrainedModel]:
     """A tiny model in promoe's hands for as long as the context lasts, or until it is unpatched inside.
 
-    `fields` are those of `config`.
+    `store` is "host", "offloaded" to its own checkpoint, "spooled", or what stays in files from the start. `fields` are those
+    of `config`.
     """
     link = link or LinkOver(plain_link)
     plain = resident(family, dtype)
     arguments = {"cache": slots_of(plain, cache), "predictor": predictor, "link": link, "config": config(**fields)}
-    if store == "host":
-        model = promoe.patch(plain, **arguments)
+    if store in IN_MEMORY:
+        model = (
+            promoe.patch(plain, store="host", **arguments) if store == "host" else offloaded(plain, store, arguments)
+        )
     else:
         model = promoe.from_pretrained(checkpoint(family, dtype), **arguments)
     model.set_experts_implementation(implementation)
@@ -242,10 +246,22 @@ def served(
         if hasattr(model, "promoe"):
             check_integrity(model)
     finally:
-        if hasattr(model, "promoe") and store == "host":
+        if hasattr(model, "promoe") and store in IN_MEMORY:
             promoe.unpatch(model)
         elif hasattr(model, "promoe"):
             close(model)
+
+
+def offloaded(model: PreTrainedModel, store: str, arguments: dict[str, Any]) -> PreTrainedModel:
+    """A model that was in memory, served from its checkpoint or, as if it had none, from files written for it."""
+    name = model.config._name_or_path
+    model.config._name_or_path = name if store == "offloaded" else ""
+    try:
+        promoe.patch(model, store="disk", **arguments)
+    finally:
+        model.config._name_or_path = name
+    assert model.promoe.stats().store == {"offloaded": "SafetensorsStore", "spooled": "SpooledStore"}[store]
+    return model
 
 
 DISTURBANCES = ("none", "gate called twice", "gate called alone", "exception", "interruption")

@@ -110,7 +110,7 @@ def test_links_that_cannot_work(link: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "on_disk", "message"), [("file", False, "are in RAM"), ("host", True, "are in files")]
+    ("link", "on_disk", "message"), [("file", False, "are in RAM"), ("host", True, "are to be in files")]
 )
 def test_links_that_cannot_reach_the_experts(link: Any, on_disk: bool, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ def test_defaults() -> None:
         "workers": 2,
         "pinned_bytes": None,
         "read_mode": "auto",
+        "spool_folder": None,
         "stall_timeout_s": 60.0,
         "verify": None,
         "strict": False,
@@ -49,7 +51,8 @@ def test_every_field_is_explained() -> None:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, "eviction", "pinned_bytes", "read_mode", "verify"}
+    others = {"eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
+    assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, *others}
 
 
 def test_settings_cannot_be_changed_after_patching() -> None:
@@ -74,6 +77,8 @@ def test_equal_settings_are_equal() -> None:
         {"eviction": "static"},
         {"read_mode": "page_cache"},
         {"read_mode": "direct"},
+        {"spool_folder": "/some/where"},
+        {"spool_folder": Path("some/where")},
         {"verify": "first"},
         {"verify": "always"},
         {"lookahead": 1},
@@ -107,6 +112,8 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("eviction", None, "one of"),
         ("eviction", ["lru"], "one of"),
         ("read_mode", "mmap", r"one of \('auto', 'page_cache', 'direct'\)"),
+        ("spool_folder", 7, "None or a folder"),
+        ("spool_folder", b"bytes", "None or a folder"),
         ("verify", "sometimes", r"None or one of \('first', 'always'\)"),
         ("verify", True, "None or one of"),
         ("lookahead", 0, "at least 1 layer"),

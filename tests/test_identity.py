@@ -105,7 +105,7 @@ def test_the_gate_is_really_called_twice() -> None:
         assert [len(layer.gate._forward_hooks) for layer in promoe.find_moe_layers(model)] == before
 
 
-@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize("store", ["host", "file", "offloaded", "spooled"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_generate_gives_the_same_tokens(family: str, store: str) -> None:
     prompt = PROMPTS["padded"]
@@ -116,7 +116,7 @@ def test_generate_gives_the_same_tokens(family: str, store: str) -> None:
         assert model.promoe.stats().decode.passes == 5
 
 
-@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize("store", ["host", "file", "offloaded", "spooled"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_unpatched_models_are_the_stock_model_again(family: str, store: str) -> None:
     """Weights and bits, also of a model whose experts had been left in files."""
@@ -188,7 +188,7 @@ def real_shapes(dtype: torch.dtype) -> PreTrainedModel:
 # -- several at once --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("store", "cache"), [("host", 1), ("host", 2), ("file", "25%")])
+@pytest.mark.parametrize(("store", "cache"), [("host", 1), ("host", 2), ("file", "25%"), ("spooled", 1)])
 def test_two_threads_on_one_model(store: str, cache: str | int) -> None:
     prompts = ("one", "padded")
     wanted = {prompt: expected("qwen2_moe", torch.float32, "grouped_mm", prompt) for prompt in prompts}
@@ -249,7 +249,7 @@ def last_late(store: Store) -> Link:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("store", ["host", "file"])
+@pytest.mark.parametrize("store", ["host", "file", "offloaded", "spooled"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_experts_begun_before_they_are_whole(
     family: str, store: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -262,8 +262,10 @@ def test_experts_begun_before_they_are_whole(
         begin(self, expert, rows)
 
     monkeypatch.setattr(WeightedSum, "begin", counted)
+    # What was spooled lies as in a slot, so that a chunk of the usual length has a whole expert of these.
+    fields = {"chunk_bytes": 4096} if store == "spooled" else {}
     for begin_early in (True, False):
-        with served(family, dtype, store=store, link=LinkOver(last_late), begin_early=begin_early) as model:
+        with served(family, dtype, store=store, link=LinkOver(last_late), begin_early=begin_early, **fields) as model:
             greedy(model, PROMPTS["one"]).assert_equals(expected(family, dtype, "grouped_mm", "one"))
         assert bool(begun) == begin_early
         begun.clear()

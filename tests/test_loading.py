@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from untouched import leaving_untouched, open_files, opened_since, snapshot
 
 import promoe
-from promoe import EmulatedLink, PromoeConfig, assembly, loading, seam
+from promoe import EmulatedLink, PromoeConfig, assembly, restoring, seam
 from promoe.errors import (
     CheckpointError,
     ConfigError,
@@ -373,7 +373,7 @@ def test_a_failing_read_while_everything_is_loaded(folder: Path, monkeypatch: py
     def failing(*args: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(loading, "read_expert", failing)
+    monkeypatch.setattr(restoring, "read_expert", failing)
     match = r"experts of 'model\.layers\.0\.mlp\.experts' could not be read: .*Input/output error"
     assert_refused(folder, CheckpointError, match, cache="100%", config=PromoeConfig())
 

@@ -215,7 +215,10 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"predictor": promoe.PromoeConfig}, r"'predictor' argument .*Got the class PromoeConfig"),
     ({"predictor": 7}, r"'predictor' argument .*predict\(visit\).*Got int"),
     ({"store": "cloud"}, r"'store' argument must be .*Got 'cloud'"),
-    ({"store": "disk"}, r"store=\"disk\" is not available .*promoe\.from_pretrained"),
+    (
+        {"store": "disk", "link": "host"},
+        r"link=\"host\" copies experts from RAM, but this model's are .*without store=\"disk\"",
+    ),
     ({"link": "carrier pigeon"}, r"'link' argument must be .*Got 'carrier pigeon'"),
     ({"link": "file"}, r"link=\"file\" reads experts from files, but this model's are in RAM"),
 ]
@@ -447,7 +450,9 @@ def test_a_failing_undo_step_does_not_keep_the_others_from_running(model: PreTra
 
 def test_without_a_link_experts_are_used_where_they_lie(model: PreTrainedModel) -> None:
     wanted, before = answer(model), snapshot(model)
-    with pytest.warns(UserWarning, match=r"used where they lie.*promoe\.from_pretrained\(path\)") as warned:
+    with pytest.warns(
+        UserWarning, match=r"used where they lie.*store=\"disk\".*promoe\.from_pretrained\(path\)"
+    ) as warned:
         assert promoe.patch(model) is model
     assert len(warned) == 1
     assert warned[0].filename == __file__

@@ -6,6 +6,7 @@ expert: named tensors. An adapter translates a family's own form into it and bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,6 +56,11 @@ class ExpertTensor:
         if tuple(tensors[0].shape) == (num_experts, *self.shape):
             return tensors[0]
         return tensors[0].detach().view(-1, *self.shape)[:num_experts]
+
+    def rest(self, tensors: Sequence[torch.Tensor], num_experts: int) -> torch.Tensor:
+        """Of what is registered at `paths`: the numbers, one after the other, that belong to no expert. Mostly none."""
+        own = num_experts * math.prod(self.shape) // len(tensors)
+        return tensors[0].detach().view(-1)[own:] if tensors[0].numel() > own else tensors[0].new_empty(0)
 
 
 class Adapter:

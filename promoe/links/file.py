@@ -55,7 +55,8 @@ class FileLink:
             into free RAM with 2 GiB to spare. Where the file system has no O_DIRECT, "direct" becomes "page_cache",
             with a logged warning.
         workers: threads that the engine should run.
-        planned_bytes: RAM that is spoken for but not in use yet (slots fill later), subtracted from the free RAM.
+        planned_bytes: RAM that is spoken for but not in use yet (slots fill later), subtracted from the free RAM; less than 0
+            if more will be given back.
 
     Raises:
         ConfigError: unknown mode, or fewer than one worker.

@@ -94,6 +94,25 @@ def test_the_same_bits_from_few_slots_on_a_device(name: str, monkeypatch: pytest
         promoe.unpatch(model)
 
 
+@pytest.mark.parametrize("name", names())
+def test_the_same_bits_from_disk_and_back(name: str) -> None:
+    """Experts that were in memory, served from files; the very parameters, with their values, are the model's afterwards."""
+    model = build(name, torch.float32)
+    layers, tokens = use(model, "grouped_mm"), inputs(name, model)
+    expected = outputs(model, tokens)
+    before = [[(tensor, tensor.clone(), tensor.requires_grad) for tensor in layer.parameters()] for layer in layers]
+    with served(model, SLOTS, store="disk"):
+        assert all(tensor.numel() == 0 for of_layer in before for tensor, _, _ in of_layer)
+        assert_equal(outputs(model, tokens), expected)
+        assert model.promoe.stats().bytes_demand > 0
+    for layer, of_layer in zip(layers, before, strict=True):
+        for tensor, (was, values, requires_grad) in zip(layer.parameters(), of_layer, strict=True):
+            assert tensor is was
+            assert torch.equal(tensor, values)
+            assert tensor.requires_grad == requires_grad
+    assert_equal(outputs(model, tokens), expected)
+
+
 def state_of(model: Any) -> dict[str, Any]:
     """All that patching must leave as it was."""
     return {name: state for name, state in snapshot(model).items() if not name.endswith(WRITTEN_BY_GATES)}

@@ -1,0 +1,92 @@
+"""Experts in files of their own, one per MoE layer, each as it lies in a slot: nothing is put together when it is read.
+
+A file is a safetensors file whose only tensor, `slots[E, slot_bytes]`, begins at a page, as O_DIRECT wants it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from promoe.layout import PAGE_BYTES, ExpertLayout
+from promoe.stores.checkpoint_plan import CheckpointPlan
+from promoe.stores.expert_pieces import LayerPlan, Piece, SourceRange, coalesce
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
+from promoe.stores.safetensors_store import SafetensorsStore
+
+# What the tensor of a layer's file is called.
+SLOTS = "slots"
+
+
+def layer_path(folder: Path, layer_idx: int) -> Path:
+    """The file of a MoE layer."""
+    return folder / f"layer-{layer_idx:05}.safetensors"
+
+
+def header_of(metadata: Mapping[str, str], num_experts: int, layout: ExpertLayout) -> bytes:
+    """How a layer's file begins; `metadata` is whatever its writer wants to find there."""
+    shape = [num_experts, layout.slot_bytes]
+    header = {
+        "__metadata__": dict(metadata),
+        SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
+    }
+    content = json.dumps(header).encode()
+    # The format allows spaces at the end.
+    content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
+    return len(content).to_bytes(HEADER_LENGTH_BYTES, "little") + content
+
+
+def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
+    """Write a layer's file, in place of one that is there, down to the disk; a slot is not looked at again.
+
+    Raises:
+        OSError: it cannot be written. What was written of it stays.
+    """
+    path.unlink(missing_ok=True)  # who reads it keeps the one that it has
+    with path.open("wb") as file:
+        file.write(header)
+        for slot in slots:
+            file.write(slot)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class SlotFilesStore(SafetensorsStore):
+    """Store over such files. Takes over `files`.
+
+    Args:
+        files: in the order of the layers.
+        layouts: of the layers.
+        num_experts: of the layers.
+        chunk_bytes: longest chunk.
+    """
+
+    def __init__(
+        self,
+        files: SafetensorsFiles,
+        layouts: Sequence[ExpertLayout],
+        num_experts: Sequence[int],
+        chunk_bytes: int,
+    ) -> None:
+        layers = [
+            _plan(layout, count, file.tensors[SLOTS], chunk_bytes)
+            for layout, count, file in zip(layouts, num_experts, files.files, strict=True)
+        ]
+        super().__init__(files, CheckpointPlan(tuple(layers), frozenset()))
+
+
+def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_bytes: int) -> LayerPlan:
+    starts: Sequence[int] = [slots.offset_bytes + idx * layout.slot_bytes for idx in range(num_experts)]
+    pieces = [
+        Piece(
+            spec.offset_bytes,
+            spec.nbytes,
+            spec.dtype,
+            tuple(SourceRange(slots.file_idx, start + spec.offset_bytes, spec.dtype) for start in starts),
+        )
+        for spec in layout.tensors
+    ]
+    return LayerPlan(layout, num_experts, coalesce(pieces, chunk_bytes), chunk_bytes)

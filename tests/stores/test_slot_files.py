@@ -1,0 +1,73 @@
+"""Files with one expert's slot after the other: their header, and the store over them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from promoe.layout import PAGE_BYTES, ExpertLayout
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import read_expert
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+
+LAYOUT = ExpertLayout.of(
+    {"first": ((300, 64), torch.float32), "bias": ((7,), torch.float16), "second": ((5, 3), torch.int8)}
+)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4000, 4080, 4096, 9000])
+def test_slots_begin_at_a_page_whatever_the_header_says(length: int, tmp_path: Path) -> None:
+    header = header_of({"note": "x" * length}, 2, LAYOUT)
+    assert len(header) % PAGE_BYTES == 0
+    path = tmp_path / "layer.safetensors"
+    write_layer(path, header, [bytearray([number] * LAYOUT.slot_bytes) for number in (1, 2)])
+    slots = load_file(path)["slots"]  # by others, too
+    assert slots.shape == (2, LAYOUT.slot_bytes)
+    assert slots.unique(dim=1).flatten().tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 65536, 2**20])
+def test_experts_are_read_as_they_were_written(chunk_bytes: int, tmp_path: Path) -> None:
+    generator, counts = torch.Generator().manual_seed(0), (3, 2)
+    written = {}
+    for layer_idx, count in enumerate(counts):
+        slots = []
+        for expert_idx in range(count):
+            slot = bytearray(LAYOUT.slot_bytes)
+            for spec in LAYOUT.tensors:
+                values = torch.randint(256, (spec.nbytes,), dtype=torch.uint8, generator=generator)
+                slot[spec.offset_bytes : spec.end_bytes] = values.numpy().data
+            written[ExpertKey(layer_idx, expert_idx)] = bytes(slot)
+            slots.append(slot)
+        write_layer(layer_path(tmp_path, layer_idx), header_of({}, count, LAYOUT), slots)
+    files = SafetensorsFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
+    store = SlotFilesStore(files, [LAYOUT] * len(counts), counts, chunk_bytes)
+    for key, slot in written.items():
+        found = bytearray(LAYOUT.slot_bytes)
+        read_expert(store, key, memoryview(found))
+        assert bytes(found) == slot
+        sizes = [chunk.nbytes for chunk in store.chunks(key)]
+        assert sum(sizes) == LAYOUT.payload_bytes
+        assert max(sizes) <= chunk_bytes
+        assert tuple(sizes) == store.chunk_bytes(key.layer_idx)
+    assert store.expert_bytes == LAYOUT.payload_bytes * sum(counts)
+    store.close()
+
+
+def test_who_reads_a_file_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "layer.safetensors"
+    stores = []
+    for number in (1, 2):
+        write_layer(path, header_of({}, 1, LAYOUT), [bytearray([number] * LAYOUT.slot_bytes)])
+        stores.append(SlotFilesStore(SafetensorsFiles.open([path]), [LAYOUT], [1], 4096))
+    for (number, store), again in itertools.product(enumerate(stores, 1), range(2)):
+        slot = bytearray(LAYOUT.slot_bytes)
+        read_expert(store, ExpertKey(0, 0), memoryview(slot))
+        assert slot[0] == number, again
+    for store in stores:
+        store.close()
