@@ -8,9 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from promoe.columns import bullets
 from promoe.errors import ConfigError
 from promoe.output import check_writable
 from promoe.report import Run, Saved, html_report, load_run, text_comparison, text_report
+
+# Conditions under which runs have to be alike, or their times say little about their settings.
+SAME = ("model", "prompt", "tokens", "threads", "processor", "versions")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,10 @@ def report(request: Request, out: TextIO) -> Path:
     path = html_report(runs, request.out, title, _conditions(found), baseline=request.baseline)
     alone = runs[0]
     text = text_comparison(runs, baseline=request.baseline) if len(runs) > 1 else text_report(alone.stats)
+    if differing := _differing(found):
+        text = "\n".join(
+            [text, *bullets([f"The runs are not of the same {' and '.join(differing)}: see the page's head."])]
+        )
     print(text, "", f"report    {path}", sep="\n", file=out)
     return path
 
@@ -69,6 +77,11 @@ def _check_same_model(runs: Mapping[str, Run]) -> None:
 def _sizes(run: Run) -> str:
     layers = run.stats.num_experts
     return f"{len(layers)} MoE layers with {sum(layers):,} experts"
+
+
+def _differing(found: Mapping[str, Saved]) -> list[str]:
+    """What should be the same in runs that are compared, and is not."""
+    return [key for key in SAME if len({saved.conditions.get(key) for saved in found.values()}) > 1]
 
 
 def _conditions(found: Mapping[str, Saved]) -> dict[str, str]:

@@ -30,6 +30,9 @@ class ResidentHandle:
         self._recorder = Recorder(num_experts, [layer.layout.payload_bytes for layer in layers])
         self._bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
 
+    def __repr__(self) -> str:
+        return f"<promoe handle of {type(self._model).__name__}: all experts in memory>"
+
     def stats(self) -> Stats:
         """All zero: no expert is ever fetched."""
         return Stats.of(

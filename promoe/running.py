@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
+import textwrap
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +21,7 @@ from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
 from promoe.output import check_writable
+from promoe.processor import num_cores, processor_name
 from promoe.report import Run, html_report, save_run, text_report
 from promoe.sizes import CacheSize
 from promoe.terminal import LiveText, opening_bar
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 # Below, the most likely token is certain, and logits divided by it are soon more than floats can hold.
 LEAST_TEMPERATURE = 1e-5
+PROMPT_LENGTH = 120  # characters of it in a report
 LOG_EVERY_S = 1.0  # of --live where stderr is no terminal
 
 
@@ -80,11 +85,15 @@ class Request:
         """
         return None if self.report is None else check_writable(self.report).with_suffix(".json")
 
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn; else the most likely one is taken."""
+        return self.temperature >= LEAST_TEMPERATURE
+
     def options(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         """For `model.generate`."""
         pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        samples = self.temperature >= LEAST_TEMPERATURE
-        sampling = {"do_sample": True, "temperature": self.temperature} if samples else {"do_sample": False}
+        sampling = {"do_sample": True, "temperature": self.temperature} if self.samples else {"do_sample": False}
         return {**sampling, "pad_token_id": pad}
 
 
@@ -245,17 +254,28 @@ def _times(generation: Generation) -> str:
     return f"{text}, then {format_seconds(tpot_s)} per token ({format_number(1 / tpot_s)} tokens/s)"
 
 
+def _conditions(stats: Any, generation: Generation, request: Request) -> dict[str, str]:
+    """What the numbers hold for."""
+    sampling = "greedy" if not request.samples else f"temperature {request.temperature:g}, seed {request.seed}"
+    packages = ("promoe", "torch", "transformers")
+    return {
+        "model": request.model,
+        "prompt": textwrap.shorten(request.prompt, PROMPT_LENGTH, placeholder=" ..."),
+        "tokens": f"{len(generation.tokens):,} generated, {sampling}",
+        "link": stats.link,
+        "processor": processor_name(),
+        "threads": f"{torch.get_num_threads()} on {num_cores()} cores",
+        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+    }
+
+
 def _report(stats: Any, generation: Generation, request: Request, token: Lanes | None) -> None:
     tpot_s, ttft_s = generation.tpot_s if generation.gaps_s else None, generation.ttft_s
     print(f"\n{_times(generation)}\n{text_report(stats, tpot_s=tpot_s, ttft_s=ttft_s)}", file=sys.stderr)
     if request.report is not None and request.figures is not None:
         run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, token=token)
-        conditions = {
-            "model": request.model,
-            "link": stats.link,
-            "tokens": f"{len(generation.tokens)} generated",
-            "threads": str(torch.get_num_threads()),
-        }
+        conditions = _conditions(stats, generation, request)
         page = html_report([run], request.report, f"promoe run: {request.model}", conditions)
         figures = save_run(run, request.figures, conditions)
         print(f"report    {page}; its numbers {figures}, for promoe report", file=sys.stderr)

@@ -191,6 +191,8 @@ class Stats:
         )
         link = self.link + (f"; store {self.store}" if self.store else "")
         lines = labelled("cache", cache, _LABEL) + labelled("link", link, _LABEL)
+        if self.cache_rate >= 1 and not self.total.layer_visits:  # nothing is counted where all is in memory
+            return "\n".join(lines + self._troubles())
         table = [("", "prefill", "decode", "total"), *self.rows()]
         return "\n".join(lines + aligned(table, narrowest=10) + self._troubles())
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from promoe import cli, running
 from promoe.errors import CheckpointError, ExpertLoadError
 from promoe.report import load_run
+from promoe.reporting import SAME
 
 PROMPT = "What is a lighthouse?"
 
@@ -91,6 +93,10 @@ def test_run_writes_timeline_and_report(checkpoint: str, tmp_path: Path, capsys:
     assert saved.run.token is not None
     assert [visit.layer for visit in saved.run.token.visits] == list(range(len(saved.run.stats.num_experts)))
     assert saved.conditions["model"] == checkpoint
+    assert saved.conditions["prompt"] == PROMPT
+    assert saved.conditions["tokens"] == "4 generated, greedy"
+    assert f"transformers {transformers.__version__}" in saved.conditions["versions"]
+    assert set(SAME) <= set(saved.conditions)
 
 
 def test_a_report_needs_no_timeline(checkpoint: str, tmp_path: Path) -> None:

@@ -27,12 +27,27 @@ def test_two_runs_are_set_side_by_side(saved: list[str], tmp_path: Path, capsys:
     assert cli.main(["report", *saved, "--out", str(out)]) == 0
     text = capsys.readouterr().out
     assert "“after” is 2.00x as fast as “before”" in text
+    assert "(one run each: how much of it is chance is not known)" in " ".join(text.split())
+    assert "The runs are not of the same threads: see the page's head." in text
     assert f"report    {out}" in text
     page = out.read_text()
     assert "promoe report: before and after" in page
     assert "Side by side" in page
     assert "<dt>model</dt><dd>tiny</dd>" in page
     assert "<dt>threads</dt><dd>before: 1\nafter: 2</dd>" in page
+
+
+def test_alike_is_what_was_measured_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alike = {"model": "tiny", "prompt": "a", "link": "one"}
+    others = {"b": alike | {"link": "another", "date": "later"}, "c": alike | {"prompt": "b", "versions": "promoe 2"}}
+    paths = {
+        name: str(save_run(make_run(tpot_s=0.02), tmp_path / f"{name}.json", conditions))
+        for name, conditions in {"a": alike, **others}.items()
+    }
+    for other, said in (("b", ""), ("c", "The runs are not of the same prompt and versions: see the page's head.")):
+        assert cli.main(["report", paths["a"], paths[other], "--out", str(tmp_path / "page.html")]) == 0
+        text = capsys.readouterr().out
+        assert (said in text) if said else ("not of the same" not in text)
 
 
 def test_the_baseline_may_be_chosen(saved: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,10 @@ def test_counters_stay_at_zero_and_say_why(model: PreTrainedModel) -> None:
     assert stats.link == "none: every expert is in memory and the stock forward runs"
 
 
+def test_it_says_what_it_is(model: PreTrainedModel) -> None:
+    assert repr(model.promoe) == "<promoe handle of Qwen2MoeForCausalLM: all experts in memory>"
+
+
 def test_report_and_reset(model: PreTrainedModel) -> None:
     report = model.promoe.report()
     assert "24 slots for 24 experts (100%)" in report

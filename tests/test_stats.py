@@ -63,7 +63,9 @@ def test_nothing_counted_is_nan_not_an_error() -> None:
     ):
         assert math.isnan(value)
     assert stats.stall_s == 0.0
-    assert "–" in stats.summary()
+    assert ("hit rate", "–", "–", "–") in stats.rows()
+    assert "–" not in stats.summary(), "a table of nothing"
+    assert len(stats.summary().splitlines()) == 2
 
 
 def test_a_model_without_experts_has_no_cache_rate() -> None:

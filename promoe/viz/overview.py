@@ -16,6 +16,11 @@ def overview(runs: Sequence[Run]) -> Iterator[str]:
         yield _decode_time(runs)
     if any(is_number(run.time_to_first_s) for run in runs):
         yield _time_chart(runs, "prefill", "Time to the first token", _time_rows(runs, "prefill"), "TTFT (ms)")
+    if runs := [run for run in runs if run.phase.layer_visits]:
+        yield from _traffic_and_needs(runs)
+
+
+def _traffic_and_needs(runs: Sequence[Run]) -> Iterator[str]:
     names = [run.name for run in runs]
     yield stacked_rows(
         "Bytes moved per token, by cause",

@@ -46,7 +46,8 @@ def section(number: int, run: Run, runs: Sequence[Run], with_needs: bool) -> str
         charts += f"{maps([run])}{coverage_cards([run])}"
     return (
         f'<section class="run" id="run-{number}"><h3>{escape(run.name)}</h3>{introduction(run)}{tiles(run)}'
-        f'<div class="grid two">{words_card(run)}{numbers_card(run)}</div>{charts}</section>\n'
+        f'<div class="grid two">{words_card(run)}{numbers_card(run) if run.phase.layer_visits else ""}</div>'
+        f"{charts}</section>\n"
     )
 
 
@@ -68,7 +69,7 @@ def _setup(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """The main numbers."""
+    """The main numbers, those that there are."""
     phase = run.phase
     found = [
         (format_seconds(run.time_per_token_s), "per output token"),
@@ -78,7 +79,9 @@ def tiles(run: Run) -> str:
         (format_share(phase.ready_rate), "ready rate"),
         (f"{format_megabytes(phase.bytes_per_token)} MB", "moved per token"),
     ]
-    if run.stats.predictor is not None:
+    if not phase.layer_visits:
+        found = found[:2]
+    elif run.stats.predictor is not None:
         found.append((format_share(phase.wasted_share), "prefetched in vain"))
     if is_number(run.bound_ratio):
         found.append((format_times(run.bound_ratio), "of the least time possible"))

@@ -242,6 +242,7 @@ def _switched_off(stats: Stats) -> str:
 
 
 _UNRESOLVED = " (not resolved: the intervals overlap)"
+_SINGLE = "one run each: how much of it is chance is not known"
 
 
 def _versus(run: Run, other: Run) -> str:
@@ -250,7 +251,7 @@ def _versus(run: Run, other: Run) -> str:
     moved = ""
     if is_number(bytes_run) and is_number(bytes_other):
         moved = f", moving {format_megabytes(bytes_run)} instead of {format_megabytes(bytes_other)} MB per token"
-    doubt = _UNRESOLVED if _overlap(run, other) else ""
+    doubt = _UNRESOLVED if _overlap(run, other) else f" ({_SINGLE})" if _single(run, other) else ""
     return (
         f"“{run.name}” is {format_times(gain)} as fast as “{other.name}”: {format_seconds(run.time_per_token_s)} "
         f"instead of {format_seconds(other.time_per_token_s)} per token{moved}{doubt}."
@@ -270,7 +271,12 @@ def _steps(runs: Sequence[Run]) -> list[str]:
         if _overlap(before, after):
             text += _UNRESOLVED
         steps.append(text)
-    return [f"Step by step, each against the row above it: {'; '.join(steps)}."]
+    doubt = f" ({_SINGLE})" if _single(*runs) else ""
+    return [f"Step by step, each against the row above it: {'; '.join(steps)}{doubt}."]
+
+
+def _single(*runs: Run) -> bool:
+    return any(run.tpot_interval_s is None for run in runs)
 
 
 def _overlap(a: Run, b: Run) -> bool:

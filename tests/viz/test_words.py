@@ -137,6 +137,9 @@ def test_comparison_names_the_best_its_gain_and_its_price() -> None:
     assert comparison(runs, runs[2])[0] == "No run is faster than “better”."
     of_two = comparison(runs[1:3], runs[2])[0]
     assert of_two.startswith("“better” is 2.00x as fast as “lru”"), "of two runs, whichever the baseline is"
+    single = "(one run each: how much of it is chance is not known)."
+    assert of_two.endswith(single)
+    assert comparison(runs, runs[1])[-1].endswith(single)
 
 
 def test_comparison_says_when_intervals_overlap() -> None:
@@ -147,6 +150,8 @@ def test_comparison_says_when_intervals_overlap() -> None:
     steps = comparison(runs, runs[0])[-1]  # type: ignore[arg-type]
     assert "“b” 1.03x (not resolved: the intervals overlap)" in steps
     assert steps.endswith("“c” 1.95x.")
+    resolved = comparison(runs[1:], runs[1])[0]  # type: ignore[arg-type]
+    assert resolved.endswith(" MB per token."), "neither doubt"
     pair = comparison(runs[:2], runs[0])[0]  # type: ignore[arg-type]
     assert pair.endswith("(not resolved: the intervals overlap).")
 
