@@ -233,18 +233,21 @@ def simulate(
         policy: which expert makes room. default shares all slots between the layers, as does next_use, which does not stream
             prompts; lru, lfu, lfru, static (most popular) and belady (knows the future, the least possible) give each layer its
             own
-        max_tokens: simulate the first so many tokens only
+        max_tokens: simulate the first so many tokens of the trace only, those of prompts counted
         predictor: what is prefetched: token, previous, popularity, correlation, or oracle; none by default
         lookahead: layers ahead that are predicted, 1 to this
         batch: sequences that are generated together; one that ends makes room for the trace's next
         hardware: rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd
-        model: sizes of the model, such as deepseek-v2-lite or gpt-oss-20b; auto: by the trace's layers and experts
+        model: sizes of the model: a preset such as deepseek-v2-lite or gpt-oss-20b, the folder of a checkpoint or of a
+            config.json, or a hub id; auto: the preset that has the trace's layers and experts
         bits: per weight of an expert, scales included, such as 4.25; as many as the model has by default
         fit: another trace of the model, to fit the predictor, the static popularity or the default's reuse prior on
         json: file to write the figures to
     """
+    import os
     from pathlib import Path
 
+    from promoe.planning.geometry import read_geometry
     from promoe.simulation.command import Task, run_simulation
 
     run_simulation(
@@ -257,7 +260,7 @@ def simulate(
             lookahead=lookahead,
             batch=batch,
             hardware=hardware,
-            model=model,
+            model=read_geometry(model) if os.path.isdir(model) or "/" in model else model,
             bits=bits,
             fit=fit,
             json=None if json is None else Path(json),

@@ -35,7 +35,7 @@ class Task:
     lookahead: int
     batch: int
     hardware: str
-    model: str
+    model: str | Geometry
     bits: float | None
     fit: str | None
     json: Path | None
@@ -129,9 +129,11 @@ def _lines(result: dict[str, Any], note: str | None) -> list[str]:
     if result["ttft_s"] is not None:
         rows.append(("TTFT", format_seconds(result["ttft_s"]), "median of the prompts"))
     values = aligned([(name, value) for name, value, _ in rows])
+    generated = "generated " if result["ttft_s"] is not None else ""  # else it is not known which ones were
     together = f", {result['sequences_per_pass']:.3g} sequences at a time" if result["batch"] > 1 else ""
     return [
-        f"{result['model']} on {result['hardware']}; {result['tokens']:,} tokens of {result['prompts']:,} prompts{together}",
+        f"{result['model']} on {result['hardware']}; {result['tokens']:,} {generated}tokens of {result['prompts']:,} "
+        f"prompts{together}",
         f"policy {result['policy']}{predictor}, cache {format_share(result['cache_rate'])}: {result['slots']:,} slots of "
         f"{format_megabytes(result['expert_bytes'])} MB, {shared}",
         *([note] if note else []),

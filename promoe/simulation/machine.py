@@ -15,6 +15,8 @@ MIB = 2**20
 GB = 1e9
 # A trace that uses fewer experts than a model has over this is not of that model.
 MOST_UNUSED = 1.1
+# What a trace's model is called whose sizes nobody has told.
+UNKNOWN = "an unknown model with experts of 16 MiB (assumed; see --model)"
 # Shares of the peak that are reached by real kernels.
 MEMORY_EFFICIENCY, FLOPS_EFFICIENCY = 0.8, 0.5
 
@@ -158,14 +160,31 @@ def machine_of(name: str) -> Machine:
     return MACHINES[name]
 
 
-def geometry_of(name: str, num_layers: int, num_experts: int, top_k: int) -> Geometry:
-    """The model of that name, which a trace of these sizes must be of; "auto": the first preset that has them.
+def geometry_of(model: str | Geometry, num_layers: int, num_experts: int, top_k: int) -> Geometry:
+    """The model that a trace of these sizes is of.
+
+    Args:
+        model: a preset's name, "auto" (the first preset that has these sizes), or the model's own.
+        num_layers: of the trace.
+        num_experts: that it uses at least, of each layer.
+        top_k: of the trace.
 
     Raises:
         ConfigError: no such preset, or of other sizes.
     """
+    if isinstance(model, Geometry):
+        if (model.num_layers, model.top_k) != (num_layers, top_k) or num_experts > model.num_experts:
+            raise _not_of(model, num_layers, num_experts, top_k)
+        return model
+    return _preset(model, num_layers, num_experts, top_k)
+
+
+def _preset(name: str, num_layers: int, num_experts: int, top_k: int) -> Geometry:
     if name != "auto" and name not in MODELS:
-        raise ConfigError(f"There is no model preset {name!r}. Choose from auto, {', '.join(MODELS)}.")
+        raise ConfigError(
+            f"There is no model preset {name!r}. Choose from auto, {', '.join(MODELS)}; or give a checkpoint's folder, or a "
+            "hub id such as org/name."
+        )
     # An expert that was never used leaves no trace of itself, so there may be some more.
     fitting = [
         one
@@ -177,9 +196,12 @@ def geometry_of(name: str, num_layers: int, num_experts: int, top_k: int) -> Geo
     if fitting:
         return min(fitting, key=lambda one: one.num_experts)
     if name == "auto":
-        return Geometry("unknown, with experts of 16 MiB", num_layers, num_experts, top_k, 8.0 * MIB, num_layers * 30e6)
-    one = MODELS[name]
-    raise ConfigError(
-        f"The trace is not of {name}: expected {one.num_layers} MoE layers of {one.num_experts} experts, top {one.top_k}; "
-        f"found {num_layers} of {num_experts}, top {top_k}. Leave --model out, or give the trace of that model."
+        return Geometry(UNKNOWN, num_layers, num_experts, top_k, 8.0 * MIB, num_layers * 30e6)
+    raise _not_of(MODELS[name], num_layers, num_experts, top_k)
+
+
+def _not_of(model: Geometry, num_layers: int, num_experts: int, top_k: int) -> ConfigError:
+    return ConfigError(
+        f"The trace is not of {model.name}: expected {model.num_layers} MoE layers of {model.num_experts} experts, top "
+        f"{model.top_k}; found {num_layers} of {num_experts}, top {top_k}. Leave --model out, or give the trace of that model."
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import build
 
 from promoe.cli import main
 
@@ -43,9 +44,31 @@ def test_what_is_printed_says_on_what_and_how_far_from_the_bound(
 ) -> None:
     found = simulate(trace, tmp_path, "--hardware", "laptop-ssd")
     printed = capsys.readouterr().out
-    assert "unknown, with experts of 16 MiB on laptop CPU, NVMe SSD; 480 tokens of 12 prompts" in printed
+    assert (
+        "an unknown model with experts of 16 MiB (assumed; see --model) on laptop CPU, NVMe SSD; 480 tokens of 12"
+        in printed
+    )
     assert "16 slots of 16.8 MB, shared by all layers" in printed
     assert f"{found['tpot_s'] / found['bound_s']:.2f}x that" in printed
+
+
+def test_sizes_of_a_model_of_ones_own(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From its config.json alone; one that does not fit the trace is refused."""
+    routing = topics()
+    model = build("qwen2_moe", num_experts=EXPERTS, layers=routing.num_layers, top_k=routing.top_k, intermediate=96)
+    model.config.save_pretrained(tmp_path / "model")
+    found = simulate(trace, tmp_path, "--model", str(tmp_path / "model"))
+    assert found["expert_bytes"] == 2 * 3 * 96 * 64, "bf16, as is assumed where a configuration does not say"
+    assert capsys.readouterr().out.startswith(f"{tmp_path / 'model'} on RTX 4090")
+    build("qwen2_moe", layers=2).config.save_pretrained(tmp_path / "other")
+    arguments = ["simulate", "--trace", str(trace), "--model"]
+    for name, why in (
+        (str(tmp_path / "other"), "The trace is not of"),
+        ("nothing", "There is no model preset 'nothing'"),
+        (str(tmp_path / "nothing"), "There is no folder"),
+    ):
+        assert main([*arguments, name]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_the_same_command_writes_the_same_bytes(trace: Path, tmp_path: Path) -> None:
