@@ -26,7 +26,17 @@ WRONG, NEVER = "an answer was WRONG", "no more answers, and no reason"
 STALL_TIMEOUT_S = 1.0
 # Errors after which the model is closed.
 FOR_GOOD = (EngineError, EngineClosedError)
-KINDS: tuple[FaultKind, ...] = ("slow", "failed", "short", "torn", "no_memory", "bug", "exit", "stuck")
+KINDS: dict[FaultKind, str] = {
+    "slow": "a read takes longer",
+    "failed": "a read fails",
+    "short": "a read gives half",
+    "torn": "a read gives garbage, then fails",
+    "no_memory": "no memory for a read",
+    "bug": "a read raises what nobody expects",
+    "exit": "the thread that reads ends",
+    "stuck": "a read never returns",
+}
+"""Faults, in words."""
 
 
 class Outcome(NamedTuple):

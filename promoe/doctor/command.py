@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from promoe.columns import bullets, labelled
 from promoe.doctor.advice import advice
-from promoe.doctor.chaos import Outcome, chaos
+from promoe.doctor.chaos import KINDS, Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
 from promoe.output import write_atomically
 from promoe.units import aligned, format_memory, format_number
@@ -35,7 +34,7 @@ def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO
     outcomes = chaos() if with_chaos else []
     if outcomes:
         print("\nA tiny model, its reads failing\n", file=out)
-        print(*chaos_lines(outcomes), sep="\n", file=out)
+        print(*chaos_lines(outcomes), "", *verdict(outcomes), sep="\n", file=out)
     if to_json is not None:
         whole = {
             "facts": dataclasses.asdict(facts),
@@ -75,12 +74,31 @@ def facts_lines(facts: Facts) -> list[str]:
 
 def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """A table."""
-    rows = [["fault", "injected", "errors", "answers right", "then"]]
+    rows = [["fault", "injected", "errors", "answers right"]]
     for outcome in outcomes:
         errors = ", ".join(f"{count} {name}" for name, count in outcome.errors.items()) or "none"
-        then = textwrap.shorten(outcome.end, 44, placeholder=" ...")
-        rows.append([outcome.kind, str(outcome.injected), errors, str(outcome.right), then])
+        rows.append([_what(outcome), str(outcome.injected), errors, str(outcome.right)])
     return [f"  {line}" for line in aligned(rows)]
+
+
+def verdict(outcomes: Sequence[Outcome]) -> list[str]:
+    """What the table comes to, and why some of it ended early."""
+    answers = sum(outcome.right for outcome in outcomes)
+    bad = [outcome for outcome in outcomes if not outcome.survived]
+    if bad:
+        names = "; ".join(f"{_what(outcome)}: {outcome.end}" for outcome in bad)
+        first = f"NOT all was right: {names}. Please report this, with the text above."
+    else:
+        first = (
+            f"All {answers} answers are bit by bit those of the unpatched model. Where a fault could not be borne, an error "
+            "came in place of an answer."
+        )
+    closed = [f"{_what(outcome)}: {outcome.end}" for outcome in outcomes if outcome.end and outcome.survived]
+    return bullets([first, *closed])
+
+
+def _what(outcome: Outcome) -> str:
+    return next((words for kind, words in KINDS.items() if kind == outcome.kind), outcome.kind)
 
 
 def _gigabytes(bytes_per_s: float) -> str:

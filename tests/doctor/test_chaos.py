@@ -6,8 +6,10 @@ import pytest
 
 from promoe.doctor import chaos as module
 from promoe.doctor.chaos import ANSWERS, NEVER, WRONG, Outcome, chaos
-from promoe.doctor.command import chaos_lines
+from promoe.doctor.command import chaos_lines, verdict
 from promoe.links.faults import FaultKind
+
+TORN = "a read gives garbage, then fails"
 
 
 def test_every_fault_is_survived() -> None:
@@ -25,7 +27,7 @@ def test_every_fault_is_survived() -> None:
 
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the comparison might compare nothing. Nobody else can find them: that is what `verify` is for."""
-    kinds: tuple[FaultKind, ...] = ("wrong",)
+    kinds: dict[FaultKind, str] = {"wrong": "a byte differs"}
     monkeypatch.setattr(module, "KINDS", kinds)
     monkeypatch.setattr(module, "FAULT_SHARE", 0.5)
     none, wrong = chaos()
@@ -42,7 +44,16 @@ def test_the_table() -> None:
             Outcome("torn", 1, {}, 0, NEVER),
         ]
     )
+    assert [line.split("  ")[1] for line in lines] == ["fault", "a read fails", "the thread that reads ends", TORN]
     assert "2 ExpertLoadError, 1 EngineError" in lines[1]
-    assert lines[2].endswith("...")
     assert max(map(len, lines)) <= 110
-    assert NEVER in lines[3]
+
+
+def test_the_verdict() -> None:
+    failed, ended = Outcome("failed", 3, {"ExpertLoadError": 2}, 5, ""), Outcome("exit", 1, {}, 2, "closed: a reason")
+    assert verdict([failed, ended])[0].startswith("  - All 7 answers are bit by bit those of the unpatched model.")
+    assert verdict([failed, ended])[1:] == ["  - the thread that reads ends: closed: a reason"]
+    for end in (WRONG, NEVER):
+        bad = verdict([failed, Outcome("torn", 1, {}, 0, end), ended])
+        assert bad[0].startswith(f"  - NOT all was right: {TORN}: {end}.")
+        assert bad[1:] == ["  - the thread that reads ends: closed: a reason"]

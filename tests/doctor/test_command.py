@@ -25,7 +25,7 @@ def test_a_block_to_paste_and_what_it_means(tmp_path: Path) -> None:
     _, block, rest = out.getvalue().split("```")
     assert "3.50 GB/s O_DIRECT" in block
     assert "torch computes with 4 of 8 cores" in rest
-    assert "failed" not in rest
+    assert "its reads failing" not in rest
     found = json.loads((tmp_path / "doctor.json").read_text())
     assert found["facts"]["disk"]["direct_bytes_per_s"] == 3.5e9
     assert len(found["advice"]) == 1
@@ -37,7 +37,9 @@ def test_a_wrong_answer_is_an_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", str(tmp_path), "--chaos"]) == 0
-    assert "failed" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "its reads failing" in printed
+    assert "All 5 answers are bit by bit those of the unpatched model." in printed
     monkeypatch.setattr(command, "chaos", lambda: [Outcome("torn", 3, {}, 1, WRONG)])
     assert cli.main(["doctor", str(tmp_path), "--chaos"]) == cli.EXIT_DIFFERENT_TOKENS
     assert WRONG in capsys.readouterr().out
