@@ -65,7 +65,7 @@ class Guard:
         turns: which requests take part in.
         limits: of one request.
         door: who may come in.
-        log: called with a line for each request that was let in, when it is over.
+        log: called with a line for each request, when it is over or refused.
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class Guard:
             self._log(_line(asked, time.perf_counter() - started_s))
         except Refused as refused:
             self._turns.tally["refused"] += 1
+            self._log(_refusal(path, refused))
             await _refuse(refused, send)
         except _Gone:
             pass
@@ -227,6 +228,12 @@ def _is_local(host: str) -> bool:
         return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def _refusal(path: str, refused: Refused) -> str:
+    """One line, whatever the client wrote."""
+    line = f"{path.removeprefix('/v1/')[:100]}: refused with status {refused.status}: {str(refused)[:300]}"
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _line(asked: Asked, seconds: float) -> str:

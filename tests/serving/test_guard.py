@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from promoe.serving.guard import Door
+from promoe.serving.guard import Door, _refusal
 from promoe.serving.requests import CHAT, Refused
 
 from .support import KEY, MESSAGES, Served, serving
@@ -60,7 +60,7 @@ def test_other_names_lead_nowhere_unless_others_are_wanted(host: str) -> None:
     Door(local_names_only=False).check(CHAT, {b"host": host.encode()})
 
 
-def test_who_is_refused_gets_openais_form_of_it(served: Served) -> None:
+def test_who_is_refused_gets_openais_form_of_it(served: Served, capfd: pytest.CaptureFixture[str]) -> None:
     question = json.dumps({"messages": MESSAGES, "max_tokens": 1})
     cases = [
         (served.post(question, key="wrong"), 401, "API key is missing or wrong"),
@@ -76,8 +76,20 @@ def test_who_is_refused_gets_openais_form_of_it(served: Served) -> None:
         assert status == expected
         assert match in error["message"]
         assert error.keys() == {"message", "type", "param", "code"}
+    log = capfd.readouterr().err
+    assert log.count("chat/completions: refused with status 401: The API key is missing or wrong.") == 2
+    assert "/promoe/report: refused with status 401" in log
+    assert "models: refused with status 403: This server answers to localhost alone. It was addressed as" in log
+    assert "chat/completions: refused with status 400: The body is no JSON" in log
     assert served.post(question)[0] == 200
     assert served.asked[0].outcome == "answered"
+
+
+def test_a_line_of_the_log_is_one_line() -> None:
+    found = _refusal("/v1/a\nb\x1b[2J" + "c" * 1000, Refused("no\r\n" + "d" * 1000, 400))
+    assert found.startswith("a?b?[2Jccc")
+    assert ": refused with status 400: no??ddd" in found
+    assert len(found) < 500
 
 
 def test_a_long_body_is_refused_before_it_has_come(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
