@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -221,8 +222,14 @@ class _Plan:
         python = ", ".join(
             [json.dumps(model), f'cache="{cache}"', *(f"{name}={text}" for name, text in arguments.items())]
         )
-        shell = [] if set(arguments) - {"device"} else [f'promoe run {shlex.quote(model)} "PROMPT" --cache {cache}']
-        return [*shell, f"model = promoe.from_pretrained({python})"]
+        on_device = f" --device {shlex.quote(self.task.device)}" if "device" in arguments else ""
+        shell = f'promoe run {shlex.quote(model)} "PROMPT" --cache {cache}{on_device}'
+        later = ["once its weights are in that folder, beside config.json:"]
+        return [
+            *(later if self.read.store is None and os.path.isdir(model) else []),
+            *([] if set(arguments) - {"device"} else [shell]),
+            f"model = promoe.from_pretrained({python})",
+        ]
 
 
 def _room(task: Task, sizes: ModelSizes, device: Device | None) -> Room:

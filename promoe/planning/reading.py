@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers import CONFIG_NAME, AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.layout import ExpertLayout
@@ -96,6 +96,11 @@ def _read(
 def _local_folder(path_or_id: str) -> Path | None:
     """Where the checkpoint lies; None: it is a hub id, of which nothing is here."""
     if os.path.isdir(path_or_id):
+        if not os.path.isfile(os.path.join(path_or_id, CONFIG_NAME)):
+            raise CheckpointError(
+                f"The folder '{path_or_id[:500]}' has no config.json: it is no checkpoint of Transformers. Give a folder that "
+                "has one."
+            )
         return Path(path_or_id)
     path = Path(path_or_id)
     if path.exists() or path.is_absolute() or path_or_id.startswith(".") or path_or_id.count("/") > 1:
@@ -139,8 +144,8 @@ def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, l
         ) from error
     except Exception as error:  # Transformers computes with what config.json says, and so do models
         raise UnsupportedModelError(
-            f"No model can be made from the config.json of {path_or_id}: {type(error).__name__}: {str(error)[:300]}. It is "
-            "damaged, or of a model that Transformers does not have."
+            f"No model can be made from the config.json of {path_or_id}: {type(error).__name__}: "
+            f"{str(error)[:300].removesuffix('.')}. It is damaged, or of a model that Transformers does not have."
         ) from error
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,16 @@ def test_will_it_run_and_how_fast(folder: Path, tmp_path: Path) -> None:
     assert len(written["predictions"]) == len(result.predictions)
     assert written["predictions"][0]["speeds"][0]["tpot_s"] == result.predictions[0].slowest.tpot_s
     assert written["choice"]["prediction"]["rate"] == result.choice.prediction.rate  # type: ignore[union-attr]
+
+
+def test_what_to_copy_where_there_is_only_a_configuration(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    _, text = planned(tmp_path)
+    last = text.rstrip().splitlines()[-3:]
+    assert last[0] == "  once its weights are in that folder, beside config.json:"
+    assert last[1].startswith(f'  promoe run {tmp_path} "PROMPT" --cache ')
+    _, text = planned(folder)
+    assert "once its weights" not in text
 
 
 def test_a_wanted_speed_and_caches_of_ones_own(folder: Path) -> None:

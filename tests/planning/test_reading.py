@@ -159,7 +159,7 @@ def test_a_dtype_that_is_asked_for(tmp_path: Path) -> None:
 def test_where_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no folder"):
         read_model(str(tmp_path / "missing"))
-    with pytest.raises(PromoeError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json: it is no checkpoint"):
         read_model(str(tmp_path))
     with pytest.raises(PromoeError, match="Cannot read the configuration of no-such-organisation/model"):
         read_model("no-such-organisation/model")
