@@ -23,6 +23,7 @@ def run(
     predictor: str = "gate",
     store: Literal["auto", "disk", "host"] = "auto",
     device: str = "cpu",
+    packed: str = "auto",
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     seed: int = 0,
@@ -46,6 +47,8 @@ def run(
         store: where experts stay: "disk" (the checkpoint's files), "host" (all of them in RAM, the stock model), or "auto"
             (disk)
         device: "cuda" puts the slots and everything but the experts on the GPU
+        packed: experts that `promoe pack MODEL` packed: "auto" (beside the checkpoint, if they are there), the folder of
+            --out, or "none" to read the checkpoint's own
         max_new_tokens: longest answer, in tokens
         temperature: of sampling; 0 takes the most likely token each time
         seed: of sampling
@@ -61,9 +64,10 @@ def run(
             model=model,
             prompt=prompt,
             cache=_cache_size(cache),
-            predictor=_predictor_choice(predictor),
+            predictor=_unless_none(predictor),
             store=store,
             device=device,
+            packed=_unless_none(packed),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             seed=seed,
@@ -100,6 +104,7 @@ def serve(
     cache: str = "50%",
     predictor: str = "gate",
     device: str = "cpu",
+    packed: str = "auto",
     host: str = "127.0.0.1",
     port: int = 8000,
     name: str | None = None,
@@ -123,6 +128,7 @@ def serve(
             or "auto" (what is free, less 2 GiB)
         predictor: what prefetch goes by, as for run
         device: "cuda" puts the slots and everything but the experts on the GPU
+        packed: experts that `promoe pack MODEL` packed, as for run
         host: address to listen at; others than this machine's own can be reached by others
         port: to listen at; 0 takes one that is free, and says which
         name: by which clients call the model; by default MODEL as it was given
@@ -140,8 +146,9 @@ def serve(
     options = Options(
         model=model,
         cache=_cache_size(cache),
-        predictor=_predictor_choice(predictor),
+        predictor=_unless_none(predictor),
         device=device,
+        packed=_unless_none(packed),
         host=host,
         port=port,
         name=name,
@@ -156,7 +163,7 @@ def serve(
     return 0
 
 
-def _predictor_choice(text: str) -> str | None:
+def _unless_none(text: str) -> str | None:
     return None if text.lower() == "none" else text
 
 

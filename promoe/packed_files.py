@@ -86,9 +86,9 @@ def write_packed(
     packings = packings_of(layers)
     if not any(packings.values()):
         raise UnsupportedModelError(
-            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, experts "
-            "that run with experts_implementation='grouped_mm', and a processor and a build of torch for whose oneDNN matrices "
-            "have a layout of their own. Run the model as it is."
+            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
+            "sizes multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and a build of "
+            f"torch for whose oneDNN matrices have a layout of their own. Found {_found(layers)}. Run the model as it is."
         )
     _check_stored(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
@@ -216,6 +216,18 @@ def _digest(index: Mapping[str, Any]) -> str:
 def _header(layer: MoELayer, digest: str) -> bytes:
     """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
     return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layer.layout)
+
+
+def _found(layers: Sequence[MoELayer]) -> str:
+    """What packing goes by, in words."""
+    matrices = {
+        f"{spec.name} {' x '.join(map(str, spec.shape))} in {str(spec.dtype).removeprefix('torch.')}": None
+        for layer in layers
+        for spec in layer.layout.tensors
+        if len(spec.shape) == 2
+    }
+    how = sorted({layer.implementation for layer in layers})
+    return f"{', '.join(matrices)}; {' and '.join(how)}; torch with {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:

@@ -32,5 +32,9 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
         folder = packed_folder(store) if out is None else out
         nbytes = write_packed(opened.layers, store, folder, progress)
     took = format_seconds(time.perf_counter() - start_s)
-    how = "It is used from now on." if out is None else f"Open the model with packed={str(folder)!r}."
+    how = (
+        "It is used from now on."
+        if out is None
+        else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
+    )
     print(f"{format_memory(nbytes)} of experts packed into {folder} in {took}. {how}", file=stdout)

@@ -51,6 +51,7 @@ class Request:
     predictor: str | None = "gate"
     store: Literal["auto", "disk", "host"] = "auto"
     device: str = "cpu"
+    packed: str | None = "auto"
     max_new_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
@@ -65,6 +66,8 @@ class Request:
             raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
         if self.store == "host" and self.device != "cpu":
             raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
+        if self.store == "host" and self.packed not in ("auto", None):
+            raise ConfigError("--store host runs the stock model, which reads no packed experts. Leave --packed out.")
         if self.store == "host" and self.cache not in (Request.cache, "100%"):
             raise ConfigError(
                 f"--store host keeps all experts in RAM, without slots: --cache {self.cache} would do nothing. Leave one out."
@@ -123,6 +126,7 @@ def answer(request: Request) -> Generation:
             cache="100%" if request.store == "host" else request.cache,
             predictor=request.predictor,
             device=request.device,
+            packed=None if request.store == "host" else request.packed,  # whose stock model reads the checkpoint
             progress=progress,
         )
     handle: Any = model.promoe

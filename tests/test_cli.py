@@ -294,6 +294,7 @@ def test_a_tokenizer_that_knows_nothing_is_said() -> None:
     [
         (["--report", "page.json"], "--report writes a page, and its numbers beside it as .json"),
         (["--store", "host", "--cache", "5%"], "--cache 5% would do nothing"),
+        (["--store", "host", "--packed", "folder"], "which reads no packed experts"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(
@@ -302,6 +303,29 @@ def test_options_that_do_not_go_together_are_named(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "packed"),
+    [
+        ([], "auto"),
+        (["--packed", "folder"], "folder"),
+        (["--packed", "none"], None),
+        (["--store", "host"], None),
+    ],
+)
+def test_which_copy_of_the_experts_is_read(
+    checkpoint: str, arguments: list[str], packed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {}
+
+    def opened(path: str, **options: Any) -> None:
+        asked.update(options)
+        raise CheckpointError("enough")
+
+    monkeypatch.setattr(running, "from_pretrained", opened)
+    assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
+    assert asked["packed"] == packed
 
 
 def test_a_name_that_is_neither_folder_nor_id_is_said(

@@ -46,6 +46,7 @@ class Options:
     cache: CacheSize = "50%"
     predictor: str | None = "gate"
     device: str = "cpu"
+    packed: str | None = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
     name: str | None = None
@@ -103,6 +104,7 @@ def run_serve(options: Options, out: TextIO) -> None:
                 cache=options.cache,
                 predictor=options.predictor,
                 device=options.device,
+                packed=options.packed,
                 progress=progress,
             )
         handle: Any = model.promoe
