@@ -95,7 +95,7 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, o
         )
     if not isinstance(link, (EmulatedLink, Faults)) and link not in LINK_NAMES:
         raise ConfigError(
-            f'The \'link\' argument must be "auto", "file", "host" or an EmulatedLink. Got {link!r} instead.'
+            f'The \'link\' argument must be "auto", "{"file" if on_disk else "host"}" or an EmulatedLink. Got {link!r} instead.'
         )
     if on_device and not isinstance(link, str):
         raise ConfigError(

@@ -75,6 +75,8 @@ def from_pretrained(
         raise ConfigError(f"The 'path_or_id' argument must be a folder or a hub id. Got {shown(path_or_id)} instead.")
     if packed is not None and not isinstance(packed, str | os.PathLike):
         raise ConfigError(f"The 'packed' argument must be a folder, \"auto\" or None. Got {shown(packed)} instead.")
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"The 'progress' argument must be a function of two numbers. Got {shown(progress)} instead.")
     # What needs no model is checked before one is opened, which can take long.
     check_interpreter()
     target = open_device(device)

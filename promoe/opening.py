@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from promoe.adapters.base import set_tensor
-from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
+from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.guard import guard_parameter
 from promoe.model_class import class_to_open
 from promoe.opening_checks import check_arguments, check_dtype, check_missing, check_shapes, prepare_config
@@ -104,6 +104,28 @@ def open_headers(
     return _open(opening, path_or_id, dtype, auto_class, from_pretrained_kwargs)
 
 
+def _of_arguments(
+    error: Exception, path_or_id: str | os.PathLike[str], kwargs: Mapping[str, Any]
+) -> ConfigError | None:
+    """What to raise where it was an argument that Transformers did not take; None: it was not, as far as can be told."""
+    text = str(error)[:2000].rstrip(". ")
+    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
+        return ConfigError(
+            f"Cannot open {path_or_id}: {text}. It is an argument of neither promoe.from_pretrained nor Transformers' own; "
+            "look for a slip of the pen."
+        )
+    given = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
+    if isinstance(error, ImportError) and given:
+        return ConfigError(
+            f"Cannot open {path_or_id} with {given}: {text}. Install what it names, or ask for something else."
+        )
+    named = [name for name in kwargs if any(form in text for form in (f"{name}=", f"`{name}`", f"'{name}'"))]
+    if isinstance(error, (TypeError, ValueError)) and named:
+        arguments = ", ".join(f"{name}={shown(kwargs[name])}" for name in named)
+        return ConfigError(f"Cannot open {path_or_id} with {arguments}: {text}. Change it, or leave it out.")
+    return None
+
+
 class _HeadersReadError(BaseException):
     """Ends a load where nothing but headers was wanted. No Exception: nobody is to take it for a failure."""
 
@@ -132,14 +154,11 @@ def _open(
             raise
         if isinstance(error, OSError):
             raise CheckpointError(f"Cannot open {path_or_id}: {error}") from error
+        if (ours := _of_arguments(error, path_or_id, kwargs)) is not None:
+            raise ours from error
         if isinstance(error, ValueError) and opening.model_class is None:
             name = auto_class.__name__ if auto_class else "a model"
             raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
-        if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-            raise ConfigError(
-                f"Cannot open {path_or_id}: {str(error)[:2000]}. It is an argument of neither promoe.from_pretrained nor "
-                "Transformers' own; look for a slip of the pen."
-            ) from error
         # Transformers computes with what config.json says before it is compared with anything, and so do models.
         raise CheckpointError(
             f"Cannot open {path_or_id}: {type(error).__name__}: {str(error)[:2000]}. Its config.json is damaged or of another "

@@ -21,6 +21,8 @@ MAX_LAYERS = 4096
 _REFUSED: dict[str, str] = {
     "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
     "quantization_config": "Experts are served as the checkpoint has them, dequantised on arrival; leave it out.",
+    "load_in_4bit": "Experts are served as the checkpoint has them, dequantised on arrival; leave it out.",
+    "load_in_8bit": "Experts are served as the checkpoint has them, dequantised on arrival; leave it out.",
     "gguf_file": "Only safetensors checkpoints are supported; convert it with model.save_pretrained(...) first.",
     "device_map": "Open the model on the CPU; leave it out.",
     "max_memory": "It belongs to device_map; leave it out and set the cache size instead.",

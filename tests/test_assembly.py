@@ -105,8 +105,9 @@ def test_predictors_that_cannot_work(predictor: Any) -> None:
 
 @pytest.mark.parametrize("link", ["", "cuda", "AUTO", None, 3, EmulatedLink], ids=repr)
 def test_links_that_cannot_work(link: Any) -> None:
-    with pytest.raises(ConfigError, match=r"'link' argument must be \"auto\", \"file\", \"host\" or an EmulatedLink"):
-        check_choices(None, link, on_disk=True)
+    for on_disk, name in ((True, "file"), (False, "host")):
+        with pytest.raises(ConfigError, match=rf"'link' argument must be \"auto\", \"{name}\" or an EmulatedLink"):
+            check_choices(None, link, on_disk=on_disk)
 
 
 @pytest.mark.parametrize(

@@ -414,6 +414,7 @@ def test_other_settings_than_ours(folder: Path, config: Any) -> None:
     [
         ((None,), "'path_or_id' argument must be a folder"),
         (("somewhere", {"packed": True}), "'packed' argument must be"),
+        (("somewhere", {"progress": 3}), "'progress' argument must be a function of two numbers. Got 3"),
     ],
 )
 def test_arguments_of_other_types_are_refused(arguments: tuple[Any, ...], match: str) -> None:

@@ -460,3 +460,31 @@ def test_experts_that_are_numbered_with_a_gap(tmp_path: Path) -> None:
 def test_a_slip_of_the_pen_in_an_arguments_name_is_no_damaged_checkpoint(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"unexpected keyword argument 'cahce'.*slip of the pen"):
         open_without_experts(folder, cahce="25%")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"experts_implementation": "abacus"}, r"with experts_implementation='abacus': .*not supported.*leave it out"),
+        ({"attn_implementation": "abacus"}, r"with attn_implementation='abacus': .*not supported.*leave it out"),
+        ({"load_in_4bit": True}, r"'load_in_4bit' argument cannot be used .*dequantised on arrival"),
+    ],
+)
+def test_an_argument_that_transformers_does_not_take_is_named(
+    folder: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_without_experts(folder, **arguments)
+
+
+def test_what_an_argument_needs_and_is_not_installed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **kwargs: Any) -> None:
+        raise ImportError("the package flash_attn is not installed.")
+
+    monkeypatch.setattr(Qwen2MoeForCausalLM, "__init__", missing)
+    with pytest.raises(
+        ConfigError, match=r"with attn_implementation='flash_attention_2': the package .*\. Install what"
+    ):
+        open_without_experts(folder, attn_implementation="flash_attention_2")
+    with pytest.raises(CheckpointError, match="ImportError: the package"):
+        open_without_experts(folder)
