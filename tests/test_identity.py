@@ -249,7 +249,7 @@ def last_late(store: Store) -> Link:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("store", ["host", "file", "offloaded", "spooled"])
+@pytest.mark.parametrize("store", ["host", "file", "spooled"])
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_experts_begun_before_they_are_whole(
     family: str, store: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
