@@ -47,7 +47,8 @@ class PromoeConfig:
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit into free RAM with
             2 GiB to spare).
         spool_folder: for `patch(store="disk")`: where experts are written that no checkpoint has; None: where the system has
-            temporary files. What is written there has no name any more once the model is patched, and goes with the process.
+            temporary files. What is written there has no name any more once the model is patched, and goes with the process;
+            only a process that is killed while it writes leaves a folder promoe-spool-*.
         stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
         verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
             first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.
@@ -94,7 +95,8 @@ class PromoeConfig:
             pinned_bytes is None or (_is_int(pinned_bytes) and pinned_bytes >= 0), "pinned_bytes", "None or bytes"
         )
         self._require(
-            self.spool_folder is None or isinstance(self.spool_folder, (str, os.PathLike)),
+            self.spool_folder is None
+            or (isinstance(self.spool_folder, (str, os.PathLike)) and self.spool_folder != ""),
             "spool_folder",
             "None or a folder",
         )

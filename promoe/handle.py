@@ -209,10 +209,16 @@ class Handle:
         """
         with self.runtime.passes.ending(self._check_idle):
             self._restore()
-        self._undo.close()
-        for pool in self._pools:
-            pool.close()
-        self._store.close()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """The same without giving the model its experts back: somebody else has."""
+        try:
+            self._undo.close()
+            for pool in self._pools:
+                pool.close()
+        finally:
+            self._store.close()
 
 
 def _since(now: float, before: float) -> float:

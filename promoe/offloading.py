@@ -8,25 +8,25 @@ back when the model is patched, and not before; until then everything can be tak
 from __future__ import annotations
 
 import logging
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import PreTrainedModel
 
-from promoe.adapters.base import get_tensor, set_tensor
+from promoe.adapters.base import get_tensor, owner_of, set_tensor
 from promoe.config import PromoeConfig
-from promoe.errors import CheckpointError, UnsupportedModelError
+from promoe.errors import CheckpointError, PatchStateError, UnsupportedModelError
 from promoe.forwards import check_idle
-from promoe.guard import guard_parameter
+from promoe.guard import guard_parameter, is_guard
 from promoe.moe_layers import MoELayer
 from promoe.opening import bank_specs
-from promoe.packed_files import open_packed
 from promoe.restoring import LOADING_THREADS, read_all_experts
 from promoe.scheduler import ExpertKey
 from promoe.spool import spool
@@ -36,6 +36,47 @@ from promoe.stores.base import read_expert
 logger = logging.getLogger(__name__)
 
 
+class _Expert(NamedTuple):
+    """A parameter or buffer of an experts module, and what it was when it was looked at."""
+
+    layer: MoELayer
+    path: str
+    tensor: torch.Tensor
+    version: int | None
+    """Counts changes in place; None: an inference tensor, which does not count them."""
+    address: int
+    is_inference: bool
+
+    @classmethod
+    def of(cls, layer: MoELayer, path: str) -> _Expert:
+        tensor = get_tensor(layer.experts, path)
+        is_inference = tensor.is_inference()
+        return cls(layer, path, tensor, None if is_inference else tensor._version, tensor.data_ptr(), is_inference)
+
+    @property
+    def name(self) -> str:
+        """In the model."""
+        return f"{self.layer.name}.{self.path}"
+
+    def hold(self, values: torch.Tensor) -> None:
+        """Let the model's own parameter, wherever else it is held, have these values."""
+        with torch.inference_mode(self.is_inference):  # or they could not be used where it was used before
+            self.tensor.data = values.clone() if self.is_inference else values
+
+    def guard(self) -> None:
+        """A guard in its place."""
+        with torch.inference_mode(False):
+            guard = guard_parameter(self.name, self.tensor.shape, self.tensor.dtype)
+            set_tensor(self.layer.experts, self.path, guard.requires_grad_(self.tensor.requires_grad))
+
+    def put_back(self) -> None:
+        """In place of the guard, and as trainable as that is by now. What somebody put there meanwhile stays."""
+        if is_guard(guard := get_tensor(self.layer.experts, self.path)):
+            with torch.inference_mode(self.is_inference):
+                self.tensor.requires_grad_(guard.requires_grad)
+            set_tensor(self.layer.experts, self.path, self.tensor)
+
+
 class Offloaded:
     """A model's experts on disk, beside those that it has.
 
@@ -43,63 +84,58 @@ class Offloaded:
         model: in RAM; nothing of it is changed before `guarded`.
         layers: its MoE layers.
         config: its settings.
-        packed: whether experts that `promoe pack` packed may be read, where they lie beside the checkpoint.
 
     Raises:
         ConfigError: they have to be written, and cannot be.
-        UnsupportedModelError: they are no plain tensors in RAM.
+        UnsupportedModelError: they are no plain tensors in RAM, or also another module's.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig, packed: bool) -> None:
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig) -> None:
         self._layers = layers
-        self._tensors = [{path: get_tensor(layer.experts, path) for path in layer.paths} for layer in layers]
-        self._spooled: Path | None = None
+        self._experts = [_Expert.of(layer, path) for layer in layers for path in layer.paths]
+        _check_nobody_else_computes_with(self._experts, model)
+        self._spooled: TemporaryDirectory[str] | None = None
         live = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
-        # What a stack has besides experts is in no store. It stays in RAM.
-        self._rests = [
-            {
-                tensor.paths[0]: tensor.rest([of_layer[path] for path in tensor.paths], layer.num_experts).clone()
-                for tensor in layer.tensors
-            }
-            for layer, of_layer in zip(layers, self._tensors, strict=True)
-        ]
+        self._rests = [_rests(layer) for layer in layers]
         try:
             store = _checkpoint(model, layers, live, config.chunk_bytes)
             if store is None:
                 store, self._spooled = spool(layers, live, config.spool_folder, config.chunk_bytes)
         finally:
             live.close()
-        self._plain: SafetensorsStore = store
-        try:
-            self.store = open_packed(
-                layers, store, "auto" if packed and self._spooled is None else None, config.chunk_bytes
-            )
-        except BaseException:
-            store.close()
-            raise
+        self.store: SafetensorsStore = store
 
     @contextmanager
     def guarded(self, model: nn.Module) -> Iterator[None]:
         """Guards in place of the experts. If what happens inside succeeds, that stays, and their RAM is given back; else the
-        model gets them back, and the store is closed.
+        model gets them back, whatever was done to it inside is undone, and the store is closed.
 
         Raises:
-            PatchStateError: a forward of the model began meanwhile.
+            PatchStateError: a forward of the model began meanwhile, or its experts were changed.
+            CheckpointError: a file was replaced meanwhile.
         """
+        held = [expert.tensor.detach() for expert in self._experts]
         try:
             check_idle(model, self._layers)
-            for layer, tensors in zip(self._layers, self._tensors, strict=True):
-                for path, tensor in tensors.items():
-                    set_tensor(layer.experts, path, guard_parameter(f"{layer.name}.{path}", tensor.shape, tensor.dtype))
+            _check_unchanged(self._experts)
+            for expert in self._experts:
+                expert.guard()
             yield
-        except BaseException:
-            self._put_back()
-            self.store.close()
+            for expert in self._experts:
+                expert.hold(torch.empty(0, dtype=expert.tensor.dtype))
+        except BaseException as error:
+            for expert, values in zip(self._experts, held, strict=True):
+                if expert.tensor.numel() != values.numel():
+                    expert.hold(values)
+            self._take_back(model)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"The model's experts cannot be read: {error}. Nothing was changed: try again."
+                ) from error
             raise
         finally:
             if self._spooled is not None:  # who reads the files has them open; what nobody finds, nobody changes
-                shutil.rmtree(self._spooled, ignore_errors=True)
-        self._fill([{path: torch.empty(0, dtype=t.dtype) for path, t in tensors.items()} for tensors in self._tensors])
+                self._spooled.cleanup()
 
     def restore(self) -> None:
         """Read everything back into the model's own parameters; all or nothing.
@@ -107,24 +143,60 @@ class Offloaded:
         Raises:
             CheckpointError: the files cannot be read.
         """
-        banks = read_all_experts(self._layers, self._plain)
+        banks = read_all_experts(self._layers, self.store)
+        of_layer = {layer.name: bank for layer, bank in zip(self._layers, banks, strict=True)}
         for bank, rests in zip(banks, self._rests, strict=True):
             for path, rest in rests.items():
                 bank[path].view(-1)[bank[path].numel() - rest.numel() :] = rest
-        self._fill(banks)
+        for expert in self._experts:
+            expert.hold(of_layer[expert.layer.name][expert.path])
         self._put_back()
 
-    def _put_back(self) -> None:
-        for layer, tensors in zip(self._layers, self._tensors, strict=True):
-            for path, tensor in tensors.items():
-                set_tensor(layer.experts, path, tensor)
+    def _take_back(self, model: nn.Module) -> None:
+        self._put_back()
+        handle: Any = getattr(model, "promoe", None)
+        if handle is None:
+            self.store.close()
+        else:  # Ctrl-C came when all was done
+            handle.abandon()
 
-    def _fill(self, banks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Let the model's own parameters, wherever else they are held, have these values."""
-        for tensors, bank in zip(self._tensors, banks, strict=True):
-            for path, tensor in tensors.items():
-                with torch.inference_mode(tensor.is_inference()):  # or its values could not be used
-                    tensor.data = bank[path].clone() if tensor.is_inference() else bank[path]
+    def _put_back(self) -> None:
+        for expert in self._experts:
+            expert.put_back()
+
+
+def _rests(layer: MoELayer) -> dict[str, torch.Tensor]:
+    """What stacks have besides experts, which is in no store: it stays in RAM."""
+    return {
+        tensor.paths[0]: tensor.rest(
+            [get_tensor(layer.experts, path) for path in tensor.paths], layer.num_experts
+        ).clone()
+        for tensor in layer.tensors
+    }
+
+
+def _check_nobody_else_computes_with(experts: Sequence[_Expert], model: nn.Module) -> None:
+    """A parameter that another module of the model holds, too, would be empty there."""
+    tensors = {id(expert.tensor): expert.name for expert in experts}
+    places = {(id(registry), name) for registry, name in (owner_of(one.layer.experts, one.path) for one in experts)}
+    for name, module in model.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for own, tensor in registry.items():
+                if id(tensor) in tensors and (id(registry), own) not in places:
+                    raise UnsupportedModelError(
+                        f"{tensors[id(tensor)]} is also {name}.{own}, which would be empty. Nothing was changed. Leave out "
+                        'store="disk", or give that module a copy.'
+                    )
+
+
+def _check_unchanged(experts: Sequence[_Expert]) -> None:
+    for expert in experts:
+        now = _Expert.of(expert.layer, expert.path)
+        if now.tensor is not expert.tensor or (now.version, now.address) != (expert.version, expert.address):
+            raise PatchStateError(
+                f"{expert.name} was changed while the model's experts were compared and written. Nothing else was changed: "
+                "patch the model again."
+            )
 
 
 def _checkpoint(
@@ -133,11 +205,11 @@ def _checkpoint(
     """The checkpoint that the model was loaded from, if it is there and has the same experts."""
     folder = checkpoint_folder(model)
     if folder is None or not isinstance(model, PreTrainedModel):
-        logger.info("The model was not loaded from a checkpoint that is on this disk: its experts are written to one.")
+        logger.info("No checkpoint is known that has this model's experts: they are written to files.")
         return None
     try:
         store = SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in layers], chunk_bytes)
-    except (CheckpointError, UnsupportedModelError) as error:
+    except (CheckpointError, UnsupportedModelError, OSError) as error:
         logger.info("The experts are not read from %s: %s", folder, error)
         return None
     try:
@@ -167,11 +239,11 @@ def checkpoint_folder(model: nn.Module) -> Path | None:
     name = getattr(config, "_name_or_path", None)
     if not isinstance(name, str) or not name:
         return None
-    if Path(name).is_dir():
-        return Path(name)
     try:
+        if Path(name).is_dir():
+            return Path(name)
         found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
-    except ValueError:  # no name of a repository
+    except (ValueError, OSError):  # no name of a repository, or a path that cannot be looked at
         return None
     return Path(found).parent if isinstance(found, str) else None
 

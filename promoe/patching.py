@@ -49,7 +49,8 @@ def patch(
             None for no prefetch.
         store: where experts always are: "host" (the model's own tensors), "disk", or "auto" ("host"). With "disk" they leave
             RAM: they are read from the checkpoint that the model was loaded from, if every expert there is the same, and else
-            from files that are written now (`PromoeConfig.spool_folder`). `unpatch` reads them back.
+            from files that are written now (`PromoeConfig.spool_folder`). `unpatch` reads them back. A checkpoint that is
+            written to meanwhile is not read any more. With room for all experts in the cache they stay in RAM.
         link: "auto", "host" ("file" if they are on disk), or an `EmulatedLink`. Without a GPU, "auto" uses experts in RAM where
             they lie: they gain nothing from slots in RAM.
         device: "cuda" puts the slots and everything but the routed experts on the GPU; the experts stay in RAM, which is
@@ -62,7 +63,8 @@ def patch(
     Raises:
         ConfigError: an argument cannot work.
         UnsupportedModelError: the model has no MoE layers that promoe can serve, or is not in a state to.
-        PatchStateError: it is patched already, or a forward of it is running.
+        PatchStateError: it is patched already, a forward of it is running, or its experts change meanwhile.
+        CheckpointError: with `store="disk"`: a file is replaced meanwhile.
 
     Nothing is changed when an error is raised.
     """
@@ -97,10 +99,16 @@ def patch(
         return model
     all_fit = all(plan.spec.num_slots == sum(layers[i].num_experts for i in plan.spec.layers) for plan in plans)
     if target is None and all_fit and config.bypass:
+        if on_disk:
+            warnings.warn(
+                f"The cache {cache!r} has slots for all experts: they stay in RAM, and are used where they lie. To take them "
+                "out of it, choose a smaller cache.",
+                stacklevel=2,
+            )
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
     if on_disk:
-        offloaded = Offloaded(model, layers, config, packed=target is None)
+        offloaded = Offloaded(model, layers, config)
         with offloaded.guarded(model):
             parts = Parts(
                 layers, offloaded.store, plans, config, chosen, name, target, freed_bytes=offloaded.store.expert_bytes
@@ -113,8 +121,8 @@ def patch(
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: classes, hooks, attributes and threads are as before. A model opened by `from_pretrained` gets
-    all its experts into RAM.
+    """Undo `patch`: classes, hooks, attributes and threads are as before. A model whose experts are on disk, opened by
+    `from_pretrained` or patched with `store="disk"`, gets all of them into RAM.
 
     Raises:
         PatchStateError: the model is not patched, or a forward of it is running; then nothing was changed.

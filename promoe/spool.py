@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from promoe.control_groups import PROC
 from promoe.errors import ConfigError
@@ -28,7 +29,7 @@ class SpooledStore(SlotFilesStore):
 
 def spool(
     layers: Sequence[MoELayer], live: HostStore, parent: str | os.PathLike[str] | None, chunk_bytes: int
-) -> tuple[SpooledStore, Path]:
+) -> tuple[SpooledStore, TemporaryDirectory[str]]:
     """Write all experts to a new folder.
 
     Args:
@@ -38,18 +39,19 @@ def spool(
         chunk_bytes: longest chunk of the store.
 
     Returns:
-        A store over the files, and their folder. Who has them open reads on when that is removed.
+        A store over the files, and their folder, which is removed at the latest when nobody holds it any more. Who has the
+        files open reads on.
 
     Raises:
         ConfigError: there is too little room, the place is in RAM, or it cannot be written. Nothing is left of it then.
     """
     place = Path(tempfile.gettempdir() if parent is None else parent)
     nbytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
-    folder: Path | None = None
+    folder: TemporaryDirectory[str] | None = None
     try:
         _check_place(place, nbytes)
-        folder = Path(tempfile.mkdtemp(prefix="promoe-spool-", dir=place))
-        paths = [layer_path(folder, layer.layer_idx) for layer in layers]
+        folder = TemporaryDirectory(prefix="promoe-spool-", dir=place, ignore_cleanup_errors=True)
+        paths = [layer_path(Path(folder.name), layer.layer_idx) for layer in layers]
         for layer, path in zip(layers, paths, strict=True):
             write_layer(path, header_of({"layer": layer.name}, layer.num_experts, layer.layout), _slots(layer, live))
         drop_files(paths)  # what was just written would take as much RAM as the experts do
@@ -57,7 +59,7 @@ def spool(
         return SpooledStore(files, live.layouts, live.num_experts, chunk_bytes), folder
     except BaseException as error:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.cleanup()
         if isinstance(error, OSError):
             raise ConfigError(
                 f"The model's experts ({format_memory(nbytes)}) could not be written to '{place}': {error.strerror or error}. "

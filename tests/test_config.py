@@ -112,6 +112,7 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("eviction", None, "one of"),
         ("eviction", ["lru"], "one of"),
         ("read_mode", "mmap", r"one of \('auto', 'page_cache', 'direct'\)"),
+        ("spool_folder", "", "None or a folder"),
         ("spool_folder", 7, "None or a folder"),
         ("spool_folder", b"bytes", "None or a folder"),
         ("verify", "sometimes", r"None or one of \('first', 'always'\)"),

@@ -25,7 +25,7 @@ from waiting import until
 
 import promoe
 from promoe import assembly, offloading, patching, seam
-from promoe.errors import CheckpointError, ConfigError, PatchStateError, PromoeError
+from promoe.errors import CheckpointError, ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.guard import is_guard
 from promoe.offloading import checkpoint_folder, first_difference
 from promoe.scheduler import ExpertKey
@@ -187,6 +187,7 @@ def test_folders_of_models(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
         (str(folder), folder),
         (str(tmp_path / "gone"), None),
         ("no/such/repository", None),
+        ("x" * 5000, None),
     ):
         model.config._name_or_path = name
         assert checkpoint_folder(model) == found
@@ -292,6 +293,78 @@ def test_gradients_and_gaps_between_rows(model: PreTrainedModel, place: Path) ->
     assert all(torch.equal(parameter.grad, gradients[name]) for name, parameter in model.named_parameters())
 
 
+def in_place(experts: Any) -> None:
+    with torch.no_grad():
+        experts.down_proj.mul_(2)
+
+
+def other_values(experts: Any) -> None:
+    experts.down_proj.data = experts.down_proj.data * 2
+
+
+def another(experts: Any) -> None:
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 2)
+
+
+@pytest.mark.parametrize("change_it", [in_place, other_values, another])
+def test_experts_that_change_while_they_are_compared(
+    model: PreTrainedModel, change_it: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is what was compared served, nor is the change lost."""
+    compare, files = offloading.first_difference, open_files()
+
+    def changed_meanwhile(*stores: Any) -> Any:
+        found = compare(*stores)
+        change_it(promoe.find_moe_layers(model)[1].experts)
+        return found
+
+    monkeypatch.setattr(offloading, "first_difference", changed_meanwhile)
+    experts = promoe.find_moe_layers(model)[1].experts
+    wanted = experts.down_proj.detach() * 2
+    with pytest.raises(PatchStateError, match=r"layers\.1\.mlp\.experts\.down_proj was changed while"):
+        offload(model)
+    assert torch.equal(experts.down_proj, wanted)
+    assert not any(map(is_guard, model.parameters()))
+    assert not opened_since(files)
+
+
+def test_a_parameter_that_another_module_has_too(model: PreTrainedModel) -> None:
+    model.extra = torch.nn.Module()
+    model.extra.w = promoe.find_moe_layers(model)[0].experts.down_proj
+    with (
+        leaving_untouched(model),
+        pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp\.experts\.down_proj is also extra\.w"),
+    ):
+        offload(model)
+
+
+def test_what_was_put_there_meanwhile_stays(model: PreTrainedModel) -> None:
+    experts = promoe.find_moe_layers(model)[0].experts
+    offload(model)
+    mine = experts.down_proj = torch.nn.Parameter(torch.ones(8, 64, 32))
+    promoe.unpatch(model)
+    assert experts.down_proj is mine
+    assert not is_guard(experts.gate_up_proj)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_what_is_to_be_trained_is_decided_meanwhile(model: PreTrainedModel, trained: bool) -> None:
+    count = len([parameter for parameter in model.parameters() if parameter.requires_grad])
+    offload(model)
+    assert len([parameter for parameter in model.parameters() if parameter.requires_grad]) == count
+    model.requires_grad_(trained)
+    promoe.unpatch(model)
+    assert {parameter.requires_grad for parameter in model.parameters()} == {trained}
+
+
+def test_patched_in_inference_mode_and_trained_afterwards(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        offload(model)
+    promoe.unpatch(model)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    model(**PROMPTS["short"]).logits.sum().backward()
+
+
 def test_saving_is_refused_and_possible_afterwards(model: PreTrainedModel, tmp_path: Path) -> None:
     wanted = answer(model)
     offload(model)
@@ -326,7 +399,8 @@ def test_a_checkpoint_that_changes_while_it_serves(model: PreTrainedModel, folde
 
 def test_a_cache_of_everything_leaves_the_model_as_it_is(model: PreTrainedModel) -> None:
     with leaving_untouched(model):
-        promoe.patch(model, store="disk", cache="100%")
+        with pytest.warns(UserWarning, match="has slots for all experts: they stay in RAM"):
+            promoe.patch(model, store="disk", cache="100%")
         assert not any(seam.is_patched(module) for module in model.modules())
         assert not any(map(is_guard, model.parameters()))
         promoe.unpatch(model)
@@ -371,6 +445,44 @@ def test_a_failure_leaves_the_model_and_the_disk_as_they_were(
                 offload(either, config=config(spool_folder=place))
         assert list(place.iterdir()) == []
         answer(either)
+
+
+@pytest.mark.parametrize("moment", ["patched", "giving back", "given back"])
+def test_interrupted_when_all_was_done(
+    either: PreTrainedModel, place: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes after the model was patched: then everything is undone, too."""
+    wanted, files, hold, held = answer(either), open_files(), offloading._Expert.hold, []
+
+    def attached(*args: Any, **kwargs: Any) -> None:
+        assembly.attach(*args, **kwargs)
+        if moment == "patched":
+            raise KeyboardInterrupt
+
+    def interrupted(expert: Any, values: torch.Tensor) -> None:
+        hold(expert, values)
+        held.append(expert)
+        if len(held) == {"patched": 0, "giving back": 3, "given back": 6}[moment]:
+            raise KeyboardInterrupt
+
+    with leaving_untouched(either):
+        with monkeypatch.context() as patching_:
+            patching_.setattr(patching, "attach", attached)
+            patching_.setattr(offloading._Expert, "hold", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                offload(either, config=config(spool_folder=place))
+        assert list(place.iterdir()) == []
+        assert not opened_since(files)
+        answer(either).assert_equals(wanted)
+
+
+def test_a_file_that_is_replaced_meanwhile(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stale(*args: Any, **kwargs: Any) -> None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(assembly, "FileLink", stale)
+    with leaving_untouched(model), pytest.raises(CheckpointError, match=r"Stale file handle\. Nothing was changed"):
+        offload(model)
 
 
 def test_a_forward_that_began_meanwhile(either: PreTrainedModel, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

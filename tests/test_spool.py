@@ -42,7 +42,8 @@ def slot_of(store: Any, key: ExpertKey) -> bytes:
 
 
 def test_every_expert_is_there_as_it_was(layers: list[MoELayer], live: HostStore, tmp_path: Path) -> None:
-    store, folder = spool(layers, live, tmp_path, CHUNK_BYTES)
+    store, made = spool(layers, live, tmp_path, CHUNK_BYTES)
+    folder = Path(made.name)
     assert folder.parent == tmp_path
     assert folder.stat().st_mode & 0o077 == 0, "weights that others may read"
     assert [file.path.parent for file in store.files] == [folder] * len(layers)
@@ -52,12 +53,15 @@ def test_every_expert_is_there_as_it_was(layers: list[MoELayer], live: HostStore
             key = ExpertKey(layer.layer_idx, expert_idx)
             assert slot_of(store, key) == slot_of(live, key)
             assert all(chunk.nbytes <= CHUNK_BYTES for chunk in store.chunks(key))
+    made.cleanup()
+    assert slot_of(store, ExpertKey(1, 3)) == slot_of(live, ExpertKey(1, 3)), "open files are read on"
     store.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_slots_lie_as_direct_reads_want_them(layers: list[MoELayer], live: HostStore, tmp_path: Path) -> None:
     """The first slot begins at a page, and reads past the page cache give the same bytes."""
-    store, _ = spool(layers, live, tmp_path, CHUNK_BYTES)
+    store, made = spool(layers, live, tmp_path, CHUNK_BYTES)
     assert all(file.tensors["slots"].offset_bytes % PAGE_BYTES == 0 for file in store.files)
     link = FileLink(store, "direct", 1)
     key = ExpertKey(1, 3)
@@ -67,6 +71,7 @@ def test_slots_lie_as_direct_reads_want_them(layers: list[MoELayer], live: HostS
     assert bytes(slot.numpy().data) == slot_of(live, key)
     link.close()
     store.close()
+    made.cleanup()
 
 
 def test_a_disk_that_is_too_small(
