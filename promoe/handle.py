@@ -52,7 +52,7 @@ class Handle:
         self._predictor = predictor
         self._undo = undo
         self._restore = restore
-        self._stall_s, self._fetched_bytes = 0.0, 0  # of all decode passes so far
+        self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
         self._governor = Governor() if predictor is not None and config.governor else None
         with runtime.engine.lock:
             runtime.engine.recorder.prefetch_switched(predictor is not None)
@@ -182,6 +182,9 @@ class Handle:
             with engine.lock:
                 before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
                 before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
+                before_aborted, self._aborted = self._aborted, engine.recorder.passes_aborted("decode")
+                if self._aborted > before_aborted:  # what they fetched and waited for is not this pass's
+                    return
                 on = self._governor.pass_ended(
                     duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
                 )

@@ -133,6 +133,10 @@ class Recorder:
         tally = self._tallies[phase]
         return sum(tally.bytes_demand) + sum(tally.bytes_prefetch_used)
 
+    def passes_aborted(self, phase: Phase) -> int:
+        """Passes of a phase that ended with an exception."""
+        return self._tallies[phase].passes_aborted
+
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
         """The link moved `nbytes` of an expert of this layer; a prefetch that became urgent on its way is demand."""
         if cause == "demand":

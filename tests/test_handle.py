@@ -518,6 +518,34 @@ def test_the_governor_judges_decode_passes_and_switches_prefetch() -> None:
         assert sum(governor.fetched_bytes[-NEW_TOKENS:]) == decode.bytes_demand + decode.bytes_prefetch_used
 
 
+def test_a_pass_after_one_that_failed_is_not_judged() -> None:
+    """What the other fetched, and waited for, is not its own."""
+    with served(FAMILY, cache="50%", predictor="gate", governor=True) as model:
+        handle = model.promoe
+        governor = handle._governor = Scripted([True] * 3 * NEW_TOKENS, handle.runtime.engine.lock)
+        ids = PROMPTS["short"]["input_ids"][:, :1]
+        layer = promoe.find_moe_layers(model)[2]
+
+        def failing(*args: Any) -> None:
+            raise RuntimeError("injected")
+
+        with torch.inference_mode():
+            hook = layer.gate.register_forward_pre_hook(failing)
+            with pytest.raises(RuntimeError, match="injected"):
+                model(ids)
+            hook.remove()
+            before = handle.stats().decode
+            assert before.passes_aborted == 1
+            assert before.bytes_demand > 0
+            model(ids)
+            assert governor.fetched_bytes == []
+            again = handle.stats().decode
+            model(ids + 1)
+            decode = handle.stats().decode
+        fetched = [stats.bytes_demand + stats.bytes_prefetch_used for stats in (again, decode)]
+        assert governor.fetched_bytes == [fetched[1] - fetched[0]]
+
+
 def test_trials_run_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         governor_module, "LEAST_STALL_SHARE", 0.0
