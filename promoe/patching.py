@@ -15,6 +15,7 @@ from promoe.config import PromoeConfig, checked_config
 from promoe.devices import open_device
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError
 from promoe.forwards import check_idle
+from promoe.links.free_ram import own_ram_bytes
 from promoe.moe_layers import MoELayer, check_module, find_moe_layers, model_type_of
 from promoe.offloading import Offloaded
 from promoe.placement import free_bytes
@@ -86,7 +87,11 @@ def patch(
     check_state(model, layers)
     check_idle(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
-    plans = plan_pools(cache, layouts, num_experts, free_bytes(model, layers, target))
+    freed_bytes = _freed_bytes(layers) if on_disk else 0
+    free = free_bytes(model, layers, target)
+    if free is not None and target is None:
+        free += freed_bytes
+    plans = plan_pools(cache, layouts, num_experts, free)
     chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
     if not on_disk and target is None and link == "auto":
         warnings.warn(
@@ -110,14 +115,17 @@ def patch(
     if on_disk:
         offloaded = Offloaded(model, layers, config)
         with offloaded.guarded(model):
-            parts = Parts(
-                layers, offloaded.store, plans, config, chosen, name, target, freed_bytes=offloaded.store.expert_bytes
-            )
+            parts = Parts(layers, offloaded.store, plans, config, chosen, name, target, freed_bytes)
             attach(model, parts, link, restore=offloaded.restore)
         return model
     host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
     attach(model, Parts(layers, host, plans, config, chosen, name, target), link, restore=lambda: None)
     return model
+
+
+def _freed_bytes(layers: list[MoELayer]) -> int:
+    """RAM that is free once these layers' experts have left it: none of a checkpoint that is mapped, which is free already."""
+    return min(sum(layer.num_experts * layer.layout.payload_bytes for layer in layers), own_ram_bytes() or 0)
 
 
 def unpatch(model: Model) -> Model:

@@ -24,7 +24,7 @@ from untouched import leaving_untouched, open_files, opened_since, snapshot
 from waiting import until
 
 import promoe
-from promoe import assembly, offloading, patching, seam
+from promoe import assembly, offloading, patching, seam, sizes
 from promoe.errors import CheckpointError, ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.guard import is_guard
 from promoe.offloading import checkpoint_folder, first_difference
@@ -404,6 +404,23 @@ def test_a_cache_of_everything_leaves_the_model_as_it_is(model: PreTrainedModel)
         assert not any(seam.is_patched(module) for module in model.modules())
         assert not any(map(is_guard, model.parameters()))
         promoe.unpatch(model)
+
+
+@pytest.mark.parametrize(("own_bytes", "slots"), [(2**40, 12), (0, 6), (None, 6)])
+def test_ram_that_will_be_free_is_slots_to_be(
+    model: PreTrainedModel, own_bytes: int | None, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far as the experts take any: a checkpoint that is mapped is counted as free already."""
+    experts_bytes = 24 * EXPERT_BYTES
+    free = {
+        6: sizes.AUTO_RESERVE_BYTES + 6 * EXPERT_BYTES,
+        12: sizes.AUTO_RESERVE_BYTES + 12 * EXPERT_BYTES - experts_bytes,
+    }
+    monkeypatch.setattr(patching, "own_ram_bytes", lambda: own_bytes)
+    monkeypatch.setattr(patching, "free_bytes", lambda *args: free[slots])
+    offload(model, cache="auto")
+    assert model.promoe.stats().cache_slots == slots
+    promoe.unpatch(model)
 
 
 def test_slots_on_a_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

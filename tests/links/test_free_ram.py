@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from promoe.links.free_ram import free_ram_bytes
+from promoe.links.free_ram import free_ram_bytes, own_ram_bytes
 
 GIB = 1024**3
 
@@ -71,3 +71,23 @@ def test_this_machine_tells() -> None:
     free_bytes = free_ram_bytes()
     assert free_bytes is not None
     assert 0 < free_bytes < 1 << 50
+
+
+def test_what_this_process_has_for_itself(system: tuple[Path, Path]) -> None:
+    proc = system[0]
+    assert own_ram_bytes(proc) is None
+    status = proc / "self" / "status"
+    status.write_text("Name:\tpython\nRssAnon:\t  100 kB\nRssFile:\t 5000 kB\nRssShmem:\t   20 kB\n")
+    assert own_ram_bytes(proc) == 120 * 1024
+    status.write_text("Name:\tpython\nRssAnon:\t  100 kB\n")
+    assert own_ram_bytes(proc) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it")
+def test_what_is_taken_is_counted() -> None:
+    before = own_ram_bytes()
+    taken = bytearray(b"x") * (64 << 20)
+    after = own_ram_bytes()
+    assert before is not None
+    assert after is not None
+    assert after - before > len(taken) // 2
