@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
@@ -28,6 +29,9 @@ class SafetensorsFile:
         self.fd = fd
         self.fingerprint = fingerprint
         self.tensors = tensors
+        # Nobody closes what Ctrl-C ended in the midst of being opened.
+        self._closing = weakref.finalize(self, os.close, fd)
+        self._closing.atexit = False
 
     @property
     def size_bytes(self) -> int:
@@ -94,9 +98,8 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Close the descriptor; no thread may be reading. Closing twice is allowed."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closing()
 
 
 class SafetensorsFiles:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from untouched import open_files, opened_since
 
 from promoe.errors import CheckpointError
 from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
@@ -27,6 +28,20 @@ def open_error(path: Path) -> str:
         SafetensorsFile.open(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
+
+
+def test_what_nobody_closed_is_closed_when_it_is_gone(file: Path) -> None:
+    files = open_files()
+    opened = SafetensorsFile.open(file)
+    assert opened_since(files)
+    del opened
+    assert not opened_since(files)
+    opened = SafetensorsFile.open(file)
+    opened.close()
+    opened.close()
+    with file.open("rb") as other:  # which may have got the same number
+        del opened
+        assert other.read(1)
 
 
 def test_tensors_are_where_the_header_says(file: Path) -> None:
