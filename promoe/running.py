@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
+import platform
 import sys
 import textwrap
 from contextlib import ExitStack
@@ -16,6 +16,7 @@ import torch
 import transformers
 from transformers import AutoTokenizer, TextStreamer
 
+import promoe
 from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
@@ -261,7 +262,6 @@ def _times(generation: Generation) -> str:
 def _conditions(stats: Any, generation: Generation, request: Request) -> dict[str, str]:
     """What the numbers hold for."""
     sampling = "greedy" if not request.samples else f"temperature {request.temperature:g}, seed {request.seed}"
-    packages = ("promoe", "torch", "transformers")
     return {
         "model": request.model,
         "prompt": textwrap.shorten(request.prompt, PROMPT_LENGTH, placeholder=" ..."),
@@ -269,7 +269,14 @@ def _conditions(stats: Any, generation: Generation, request: Request) -> dict[st
         "link": stats.link,
         "processor": processor_name(),
         "threads": f"{torch.get_num_threads()} on {num_cores()} cores",
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
+    } | with_what_and_when()
+
+
+def with_what_and_when() -> dict[str, str]:
+    """What the numbers of a report hold for, of whatever was run."""
+    return {
+        "versions": f"promoe {promoe.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
+        f"Python {platform.python_version()}",
         "date": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
     }
 

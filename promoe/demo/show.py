@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import textwrap
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
-import transformers
 
-import promoe
 from promoe.counts import PhaseStats
 from promoe.demo.comparison import REPETITION_PENALTY, Reference, Result, Task
 from promoe.demo.options import Options
@@ -20,6 +16,7 @@ from promoe.demo.systems import RESIDENT, SYSTEMS
 from promoe.moe_layers import MoELayer
 from promoe.processor import processor_name
 from promoe.report import text_comparison
+from promoe.running import with_what_and_when
 from promoe.units import format_megabytes, format_number, format_seconds, format_times, is_number
 
 WIDTH = 100
@@ -52,10 +49,7 @@ def machine() -> dict[str, str]:
     """What the numbers hold for, apart from the model."""
     return {
         "machine": f"{processor_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} for compute",
-        "versions": f"promoe {promoe.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-    }
+    } | with_what_and_when()
 
 
 def conditions(
