@@ -72,6 +72,14 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         SafetensorsFiles.open(*locate_files(folder)).close()
 
 
+def check_is_checkpoint(folder: str) -> None:
+    """Raise CheckpointError where a folder has no configuration."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise CheckpointError(
+            f"The folder '{folder[:500]}' has no config.json: it is no checkpoint of Transformers. Give a folder that has one."
+        )
+
+
 def check_dtype(dtype: Any) -> None:
     """Before anything is read.
 

@@ -21,6 +21,7 @@ from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
+from promoe.opening_checks import check_is_checkpoint
 from promoe.output import check_writable
 from promoe.processor import num_cores, processor_name
 from promoe.report import Run, html_report, save_run, text_report
@@ -158,8 +159,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise CheckpointError(
             f"There is no folder '{model[:500]}'. Give the folder of a checkpoint, or a hub id such as org/name."
         )
-    if os.path.isdir(model) and not os.path.isfile(os.path.join(model, "config.json")):
-        raise CheckpointError(f"The folder '{model}' has no config.json: it is no checkpoint of Transformers.")
+    if os.path.isdir(model):
+        check_is_checkpoint(model)
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)

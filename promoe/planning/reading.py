@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import CONFIG_NAME, AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.layout import ExpertLayout
 from promoe.model_class import class_to_open
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.opening import as_loaded, open_headers
-from promoe.opening_checks import prepare_config
+from promoe.opening_checks import check_is_checkpoint, prepare_config
 from promoe.placement import other_bytes
 from promoe.planning.kv_cache import find_kv_cache
 from promoe.planning.sizes import ExpertsOfLayer, ModelSizes
@@ -96,11 +96,7 @@ def _read(
 def _local_folder(path_or_id: str) -> Path | None:
     """Where the checkpoint lies; None: it is a hub id, of which nothing is here."""
     if os.path.isdir(path_or_id):
-        if not os.path.isfile(os.path.join(path_or_id, CONFIG_NAME)):
-            raise CheckpointError(
-                f"The folder '{path_or_id[:500]}' has no config.json: it is no checkpoint of Transformers. Give a folder that "
-                "has one."
-            )
+        check_is_checkpoint(path_or_id)
         return Path(path_or_id)
     path = Path(path_or_id)
     if path.exists() or path.is_absolute() or path_or_id.startswith(".") or path_or_id.count("/") > 1:
