@@ -14,6 +14,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # Also of the processes that tests start: teams of threads on the same cores wait for each other most of the time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests with several threads run beside other tests: threads that spin while they wait keep the others' from their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 # Also of the processes that tests start: texts are compared, and wrap at the width of whatever terminal is there.
 os.environ["COLUMNS"] = "100"

@@ -33,6 +33,7 @@ from promoe.output import check_writable
 from promoe.report import html_report
 from promoe.running import load_tokenizer, prompt_inputs
 from promoe.sizes import plan_pools
+from promoe.taken_cores import CoreWatch, taken_now
 from promoe.units import format_memory, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ class Demo:
         self.task = self._make_task()
         learned = self.example.predictor
         self.systems = SYSTEMS if learned is None else (*SYSTEMS, learned_prefetch(learned))
+        _warn_of_others()
         say("What each idea buys, step by step; every row adds one to the row above it.")
         for system in self.systems:
             say(f"  {system.name.ljust(20)}{system.meaning}")
@@ -85,6 +87,7 @@ class Demo:
     def behind_link(self, setup: RealSetup) -> None:
         """Part 1: the demo model in RAM, its experts behind a link as slow, for it, as `setup`'s is."""
         heading(f"1. The demo model behind a link with the balance of {setup.name}")
+        watch = CoreWatch()
         source = BehindLink(self.example.checkpoint, DTYPE)
         model = source.resident()
         reference = record(model, self.task)
@@ -98,15 +101,21 @@ class Demo:
         self._sample(reference)
         timeline = self._path("emulated-link-timeline.json")
         result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
+        assert result.compute_s is not None, "this part has the unmodified model"
+        transfer_s = reference.token_bytes / source.link.bandwidth_bytes_per_s
         setting = {
-            "imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached"
+            "imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached; in this "
+            f"table it is {format_number(transfer_s / result.compute_s)}"
         }
-        self._present(result, reference, self.example.checkpoint, setting, "emulated-link", "behind an emulated link")
+        self._present(
+            result, reference, self.example.checkpoint, setting, watch, "emulated-link", "behind an emulated link"
+        )
 
     def on_disk(self) -> None:
         """Part 2: experts of real size, read from this machine's disk past the page cache."""
         heading(f"2. The same function with experts {self.options.repeat} times as wide, on this machine's disk")
         checkpoint = self.example.widened(self.out, self.options.repeat, DTYPE)
+        watch = CoreWatch()
         source = OnDisk(checkpoint, DTYPE)
         probe: Any = source.patched(SYSTEMS[0], self.options.cache)
         with closing(probe.promoe):
@@ -121,7 +130,7 @@ class Demo:
         )
         timeline = self._path("real-disk-timeline.json")
         result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
-        self._present(result, reference, checkpoint, {}, "real-disk", "on the real disk")
+        self._present(result, reference, checkpoint, {}, watch, "real-disk", "on the real disk")
 
     def say_where(self) -> None:
         """Print what was written."""
@@ -131,9 +140,19 @@ class Demo:
             say(f"  {str(path).ljust(width)}  {what}")
 
     def _present(
-        self, result: Result, reference: Reference, checkpoint: Path, setting: Mapping[str, str], name: str, where: str
+        self,
+        result: Result,
+        reference: Reference,
+        checkpoint: Path,
+        setting: Mapping[str, str],
+        watch: CoreWatch,
+        name: str,
+        where: str,
     ) -> None:
+        taken = watch.taken()
         found = conditions(checkpoint, DTYPE, reference.layers, result, self.task, self.options) | dict(setting)
+        if taken is not None:
+            found["cores"] = taken.describe()
         show_result(result, reference)
         say()
         show_conditions(found)
@@ -187,6 +206,17 @@ class Demo:
 
     def _path(self, name: str) -> Path:
         return check_writable(self.out / name)
+
+
+def _warn_of_others() -> None:
+    """Say so where other programs compute on the same cores: all is slower then, the emulated link with it."""
+    taken = taken_now()
+    if taken is not None and taken.much_by_others:
+        paragraph(
+            f"Note: other processes keep {format_number(taken.by_others)} of this machine's {taken.cores} cores busy. The demo "
+            "takes longer beside them, and its figures are not what the machine can do. Stop them, or go on all the same."
+        )
+        say()
 
 
 def _folder(path: str) -> Path:

@@ -67,6 +67,12 @@ def _computing(facts: Facts) -> Iterator[str]:
             f"torch computes with {facts.threads} threads on {facts.cores} cores: they wait for each other. Set "
             f"OMP_NUM_THREADS={facts.cores}."
         )
+    if facts.taken is not None and facts.taken.much_by_others:
+        yield (
+            f"Other processes keep {format_number(facts.taken.by_others)} of the {facts.taken.cores} cores busy. Threads that "
+            "share a core with them make all others wait, several times as long as the core is missing: stop them before "
+            "anything is measured, or leave them their cores (OMP_NUM_THREADS)."
+        )
     if not facts.bfloat16:
         yield (
             "The processor has no bf16 products: torch emulates them. Decoding is bound by memory and hardly slower; prompts "

@@ -23,6 +23,7 @@ from promoe.links.file import drop_files
 from promoe.links.free_ram import free_ram_bytes
 from promoe.links.probe import probe_file
 from promoe.processor import multiplies_bfloat16, num_cores, processor_name
+from promoe.taken_cores import Taken, taken_now
 
 MIB = 1024 * 1024
 PACKAGES = ("promoe", "torch", "transformers", "safetensors", "numpy")
@@ -66,6 +67,8 @@ class Facts:
     """That this process may use."""
     threads: int
     """That torch computes with."""
+    taken: Taken | None
+    """What others took of the cores in half a second, in which this process slept; None where the system does not say."""
     kernels: str
     """The best instructions that torch's kernels use: "AVX512"."""
     bfloat16: bool
@@ -104,6 +107,7 @@ def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Fact
         processor=processor_name(proc),
         cores=num_cores(),
         threads=torch.get_num_threads(),
+        taken=taken_now(),
         kernels=torch.backends.cpu.get_cpu_capability(),
         bfloat16=multiplies_bfloat16(proc),
         total_ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

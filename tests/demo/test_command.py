@@ -12,6 +12,7 @@ from promoe import bound, cli
 from promoe.demo import Options, command
 from promoe.demo.systems import RESIDENT, SYSTEMS, BehindLink
 from promoe.errors import ConfigError
+from promoe.taken_cores import Taken
 
 QUICK = ["demo", "--prompts", "2", "--max-new-tokens", "4", "--repeat", "8", "--cache", "40%"]
 LEARNED = "+ learned prefetch"
@@ -41,6 +42,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
     for column in ("TTFT", "TPOT", "hit", "ready", "stall", "MB/token", "bound", "ratio"):
         assert column in text
     assert "12.2 to 1" in text
+    assert text.count("other processes took ") == 2
     assert "O_DIRECT" in text
     assert max(len(line) for line in text.splitlines()) <= 110 + len(str(checkout))
     for part in ("emulated-link", "real-disk"):
@@ -140,3 +142,12 @@ def test_mistakes_are_told(arguments: list[str], message: str, capsys: pytest.Ca
 def test_options_say_the_name_of_the_option() -> None:
     with pytest.raises(ConfigError, match=r"--repeat must be at least 1\. Got 0 instead"):
         Options(repeat=0)
+
+
+@pytest.mark.parametrize(("by_others", "said"), [(1.25, True), (0.1, False), (None, False)])
+def test_what_keeps_the_cores_busy_is_said_before_anything_is_measured(
+    by_others: float | None, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "taken_now", lambda: None if by_others is None else Taken(2, by_others, 0.0))
+    command._warn_of_others()
+    assert ("other processes keep 1.25 of this machine's 2 cores busy" in capsys.readouterr().out) == said

@@ -153,3 +153,12 @@ def test_of_one_prompt_there_is_no_interval(measured: tuple[Result, Reference, P
     alone = result._replace(answers={name: answers[:1] for name, answers in result.answers.items()})
     assert "[" not in words(alone)[0]
     assert "(one prompt, which says little)" in words(alone)[0]
+
+
+def test_tokens_beside_which_something_else_ran_do_not_set_the_pace() -> None:
+    quick, slow = 0.010, 0.050
+    answers = [Generation((1, 2), 1.0, (9.0,))]  # the warm-up does not count
+    answers += [
+        Generation((1, 2, 3, 4, 5), 1.0, gaps_s) for gaps_s in ((quick, slow, slow, quick), (slow, quick, slow, slow))
+    ]
+    assert Reference(answers, [], []).compute_s == pytest.approx(quick)

@@ -9,6 +9,7 @@ import pytest
 from promoe.doctor.advice import TESTED, advice
 from promoe.doctor.command import facts_lines
 from promoe.doctor.facts import Disk, Facts, Gpu
+from promoe.taken_cores import Taken
 
 GIB = 1024**3
 WELL = Facts(
@@ -17,6 +18,7 @@ WELL = Facts(
     processor="a processor",
     cores=8,
     threads=8,
+    taken=Taken(8, 0.1, 0.0),
     kernels="AVX512",
     bfloat16=True,
     total_ram_bytes=64 * GIB,
@@ -38,6 +40,7 @@ def facts(**fields: Any) -> Facts:
 def test_where_all_is_well_nothing_is_said() -> None:
     assert advice(WELL) == []
     assert advice(facts(gpus=[GPU])) == []
+    assert advice(facts(taken=None)) == []  # no Linux
     assert advice(facts(locked_limit_bytes=8)) == []  # nothing is pinned without a GPU
 
 
@@ -52,6 +55,7 @@ def test_where_all_is_well_nothing_is_said() -> None:
         ({"cores": 1, "threads": 1}, "There is one core"),
         ({"threads": 4}, "torch computes with 4 of 8 cores"),
         ({"threads": 16}, "16 threads on 8 cores.*OMP_NUM_THREADS=8"),
+        ({"taken": Taken(8, 2.25, 0.0)}, "Other processes keep 2.25 of the 8 cores busy"),
         ({"bfloat16": False}, "no bf16 products"),
         ({"gpus": [GPU], "locked_limit_bytes": 8 * 2**20}, r"may lock 8.0 MiB of memory \(ulimit -l\)"),
         ({"versions": {"transformers": "5.99.1"}}, "transformers 5.99.1 is not among"),
