@@ -23,9 +23,14 @@ def multiplies_bfloat16(proc: Path = PROC) -> bool:
     return not BFLOAT16_FLAGS.isdisjoint(f"{fields.get('flags', '')} {fields.get('Features', '')}".split())
 
 
+def usable_cores() -> frozenset[int]:
+    """The numbers of those that this process may use."""
+    return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+
+
 def num_cores() -> int:
     """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(usable_cores())
 
 
 def _fields(proc: Path) -> dict[str, str]:

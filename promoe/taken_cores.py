@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from promoe.processor import PROC
+from promoe.processor import PROC, usable_cores
 
-# From when on figures are not what the machine can do: shares of the cores that this process may use.
-MUCH_TAKEN, MUCH_WITHHELD = 0.15, 0.10
+# From when on figures are not what the machine can do: a share of the cores that this process may use.
+MUCH_TAKEN = 0.15
 SAMPLE_S = 0.5
 # Of a core's line in /proc/stat.
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
@@ -39,11 +39,6 @@ class Taken:
     def much_by_others(self) -> bool:
         """Whether figures would be better without the other processes."""
         return self.by_others >= MUCH_TAKEN * self.cores
-
-    @property
-    def much_withheld(self) -> bool:
-        """Whether figures would be better on a machine of one's own."""
-        return self.withheld >= MUCH_WITHHELD * self.cores
 
     def describe(self) -> str:
         """In words: "other processes took 0.02 of 2 cores, the host withheld 0.30"."""
@@ -79,7 +74,7 @@ class CoreWatch:
     ) -> None:
         self._proc, self._clock = proc, clock
         self._own_s = own_s or (lambda: _own_s(proc))
-        self._cores = _usable_cores() if cores is None else frozenset(cores)
+        self._cores = usable_cores() if cores is None else frozenset(cores)
         self._begun = self._read()
 
     def taken(self) -> Taken | None:
@@ -115,12 +110,6 @@ def taken_now(seconds: float = SAMPLE_S) -> Taken | None:
     watch = CoreWatch()
     time.sleep(seconds)
     return watch.taken()
-
-
-def _usable_cores() -> frozenset[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
 
 
 def _ticks_per_s() -> int:

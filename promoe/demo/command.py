@@ -107,9 +107,8 @@ class Demo:
             "imitates": f"{setup.name}: transfer / compute = {format_number(setup.ratio)} if nothing were cached; in this "
             f"table it is {format_number(transfer_s / result.compute_s)}"
         }
-        self._present(
-            result, reference, self.example.checkpoint, setting, watch, "emulated-link", "behind an emulated link"
-        )
+        setting |= _cores_since(watch)
+        self._present(result, reference, self.example.checkpoint, setting, "emulated-link", "behind an emulated link")
 
     def on_disk(self) -> None:
         """Part 2: experts of real size, read from this machine's disk past the page cache."""
@@ -130,7 +129,7 @@ class Demo:
         )
         timeline = self._path("real-disk-timeline.json")
         result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
-        self._present(result, reference, checkpoint, {}, watch, "real-disk", "on the real disk")
+        self._present(result, reference, checkpoint, _cores_since(watch), "real-disk", "on the real disk")
 
     def say_where(self) -> None:
         """Print what was written."""
@@ -140,19 +139,9 @@ class Demo:
             say(f"  {str(path).ljust(width)}  {what}")
 
     def _present(
-        self,
-        result: Result,
-        reference: Reference,
-        checkpoint: Path,
-        setting: Mapping[str, str],
-        watch: CoreWatch,
-        name: str,
-        where: str,
+        self, result: Result, reference: Reference, checkpoint: Path, setting: Mapping[str, str], name: str, where: str
     ) -> None:
-        taken = watch.taken()
         found = conditions(checkpoint, DTYPE, reference.layers, result, self.task, self.options) | dict(setting)
-        if taken is not None:
-            found["cores"] = taken.describe()
         show_result(result, reference)
         say()
         show_conditions(found)
@@ -217,6 +206,12 @@ def _warn_of_others() -> None:
             "takes longer beside them, and its figures are not what the machine can do. Stop them, or go on all the same."
         )
         say()
+
+
+def _cores_since(watch: CoreWatch) -> dict[str, str]:
+    """What others took of the cores, for the conditions; nothing where the system does not say."""
+    taken = watch.taken()
+    return {} if taken is None else {"cores": taken.describe()}
 
 
 def _folder(path: str) -> Path:
