@@ -132,7 +132,7 @@ def test_none_reads_the_checkpoint(checkpoint: Path) -> None:
 
 def test_a_folder_of_ones_own(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pack", str(checkpoint), "--out", str(tmp_path / "mine")]) == 0
-    assert f"Open the model with packed='{tmp_path / 'mine'}'." in capsys.readouterr().out
+    assert f"Open the model with packed='{tmp_path / 'mine'}' (--packed of promoe run)." in capsys.readouterr().out
     model = promoe.from_pretrained(checkpoint, cache="60%", packed=tmp_path / "mine")
     assert {file.path.parent for file in store_of(model).files} == {tmp_path / "mine"}
     model.promoe.close()
