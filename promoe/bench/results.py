@@ -14,6 +14,7 @@ from promoe.bench.worker import Sizes
 from promoe.contention import Contention
 from promoe.measure import Estimate, Generation, estimate, paired_speedup, tpots_s, ttfts_s
 from promoe.stats import PhaseStats
+from promoe.taken_cores import Taken
 from promoe.units import is_number
 
 
@@ -94,6 +95,7 @@ class Table:
         contention: what computing and reading lose to each other; None: the link takes nothing from computing.
         prompt_compute_s: reading a prompt with everything in RAM, through the unmodified model's products or this library's,
             whichever take less; median over the prompts.
+        taken: what other processes and a virtual machine's host took of the cores meanwhile; None: the system does not say.
     """
 
     cache: str
@@ -103,6 +105,7 @@ class Table:
     rows: Sequence[Row]
     contention: Contention | None = None
     prompt_compute_s: float | None = None
+    taken: Taken | None = None
 
     def row(self, name: str) -> Row | None:
         """The row of a system that has answers; None: there is none."""
@@ -158,6 +161,7 @@ class Report:
                     "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
                     "prompt_compute_s": table.prompt_compute_s,
                     "contention": None if table.contention is None else asdict(table.contention),
+                    "cores_taken": None if table.taken is None else asdict(table.taken),
                     "rows": [row.to_json() for row in table.rows],
                 }
                 for table in self.tables

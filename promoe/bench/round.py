@@ -21,6 +21,7 @@ from promoe.demo.comparison import TokensDifferError, verify
 from promoe.links import EmulatedLink
 from promoe.measure import Generation, tpots_s, ttfts_s
 from promoe.scheduler import SchedulerConfig
+from promoe.taken_cores import CoreWatch, Taken
 from promoe.units import ratio
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class _Measured:
     peaks: dict[str, int | None] = field(default_factory=dict)
     in_place: list[Generation] = field(default_factory=list)
     packed: bool = False
+    taken: Taken | None = None
 
 
 class Round:
@@ -140,6 +142,7 @@ class Round:
         packed = any(worker.facts().packed for worker in workers.values())
         found = _Measured({name: [] for name in workers}, packed=packed)
         prompts = reference.task.prompts
+        watch = CoreWatch()
         with tqdm(total=len(workers) * len(prompts), unit="answer", disable=None, leave=False) as bar:
             bar.set_description(f"cache {self._cache}, {reference.task.name}")
             for number, (prompt, expected) in enumerate(zip(prompts, reference.answers, strict=True)):
@@ -163,6 +166,7 @@ class Round:
                 _check("in place", number, in_place, expected.generation)
                 if number > 0:  # the first time proves the rows, too, which takes longer
                     found.in_place.append(in_place)
+        found.taken = watch.taken()
         for name, worker in workers.items():
             if name not in self._errors:
                 found.facts[name], found.peaks[name] = worker.facts(), worker.peak_limited_bytes
@@ -199,7 +203,14 @@ class Round:
                         row.tpot_shared_s = median_bound(tokens_s, token_bytes, bandwidth, contention)
             rows.append(row)
         return Table(
-            self._cache, reference.task.name, self._limit_bytes, bandwidth, rows, contention, median(prompts_s)
+            self._cache,
+            reference.task.name,
+            self._limit_bytes,
+            bandwidth,
+            rows,
+            contention,
+            median(prompts_s),
+            found.taken,
         )
 
     def _missed(self, config: SchedulerConfig) -> list[list[tuple[float, float]]]:

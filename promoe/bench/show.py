@@ -10,6 +10,7 @@ from promoe.bench.tasks import GENERATE
 from promoe.bound import TOLERANCE
 from promoe.contention import Contention
 from promoe.measure import Estimate
+from promoe.taken_cores import Taken
 from promoe.units import (
     DASH,
     format_megabytes,
@@ -132,6 +133,8 @@ def table_lines(table: Table) -> Iterator[str]:
         )
     if any(row.tpot_unmodified_s is not None for row in table.rows) and table.task == GENERATE:
         yield f"- {_packed_words(table)}"
+    if table.taken is not None:
+        yield f"- {_taken_words(table.taken)}"
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
 
@@ -154,6 +157,11 @@ def _contention_words(found: Contention, bandwidth: float) -> str:
         f"{format_number(found.bandwidth_bytes_per_s / 1e6)} of {format_number(bandwidth / 1e6)} MB/s: they share this "
         "machine's cores and memory. `x shared` is the time over the least possible with that counted in."
     )
+
+
+def _taken_words(taken: Taken) -> str:
+    words = f"Meanwhile {taken.describe()}"
+    return words + (": everything is slower then. Measure again without them." if taken.much_by_others else ".")
 
 
 def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:

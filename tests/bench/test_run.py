@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from promoe.bench.worker import Opening, Prompt
 from promoe.control_groups import NoControlGroupError, memory_groups
 from promoe.demo.comparison import TokensDifferError
 from promoe.errors import ConfigError
+from promoe.processor import num_cores
 
 SYSTEMS = ["resident", "next-use", "oracle", "page-cache", "disk-offload"]
 EXPERTS, EXPERT_BYTES, TOP_K, LAYERS = 24, 3 * 64 * 16 * 2, 2, 3
@@ -76,6 +78,14 @@ def test_what_this_librarys_systems_counted(report: dict[str, Any]) -> None:
     for name in ("resident", "page-cache", "disk-offload"):
         assert generate[name]["decode"] is None
         assert generate[name]["tpot_bound_s"] is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it")
+def test_what_others_took_of_the_cores_is_told(report: dict[str, Any]) -> None:
+    for table in report["tables"]:
+        taken = table["cores_taken"]
+        assert taken["cores"] == num_cores()
+        assert 0 <= taken["by_others"] <= taken["cores"] + 0.1
 
 
 def test_memory_is_limited_where_that_is_possible(folder: Path, report: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from bench.reports import READ, report, row, table
 from promoe.bench.show import impossible, markdown, ratios, report_lines, table_lines
+from promoe.taken_cores import Taken
 
 
 def test_a_table_is_markdown_with_a_cell_per_column() -> None:
@@ -53,6 +54,17 @@ def test_packed_experts_are_set_against_the_unmodified_models_computing_too() ->
     packed = [replace(one, tpot_unmodified_s=2 * one.tpot.value) if one.answers else one for one in found.rows[:1]]
     text = "\n".join(table_lines(replace(found, rows=[*packed, *found.rows[1:]])))
     assert f"with the unmodified model's C: {found.rows[0].system.name} 0.50." in text
+
+
+def test_what_others_took_of_the_cores_is_said_and_written() -> None:
+    said = "- Meanwhile other processes took 0.10 of 2 cores, the host withheld 0.20."
+    assert "Meanwhile" not in "\n".join(table_lines(table()))
+    quiet, busy = (replace(table(), taken=Taken(2, taken, 0.2)) for taken in (0.1, 0.5))
+    assert said in list(table_lines(quiet))
+    assert "took 0.50 of 2 cores, the host withheld 0.20: everything is slower then." in "\n".join(table_lines(busy))
+    values = json.loads(json.dumps(replace(report(), tables=[quiet, table()]).to_json()))
+    assert values["tables"][0]["cores_taken"] == {"cores": 2, "by_others": 0.1, "withheld": 0.2}
+    assert values["tables"][1]["cores_taken"] is None
 
 
 def test_a_time_below_its_bound_is_a_measuring_error() -> None:
