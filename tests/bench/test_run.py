@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from promoe import cli
+from promoe import bound, cli
 from promoe.bench import run
 from promoe.bench.options import Options
 from promoe.bench.process import Worker, WorkerError
@@ -40,6 +41,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def command(folder: Path, *more: str) -> list[str]:
     fixed = ["bench", str(folder / "checkpoint"), "--prompts", str(folder / "prompts.json"), "--cache", "25%"]
     return [*fixed, "--pairs", "2", "--max-new-tokens", "5", "--out", str(folder / "out"), *more]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_measurements() -> Iterator[None]:
+    """Of the machine: what they find is not looked at here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bound, "PROBE_SECONDS", 0.02)
+        patch.setattr(run, "CONTENTION_SECONDS", 0.2)
+        yield
 
 
 @pytest.fixture(scope="module")
