@@ -144,17 +144,25 @@ def paired_speedup(slow: Sequence[float], fast: Sequence[float]) -> Estimate:
     return estimate([before / after for before, after in zip(slow, fast, strict=True)])
 
 
-def within_pairs(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """The same times without what distinguishes one item from another for all systems alike.
+def paired_estimates(times: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
+    """Each system's median time, with an interval that leaves out what distinguishes items for all systems alike.
 
-    From each time its item's mean over the systems is taken and the grand mean added (Cousineau 2005). Intervals of
-    these show what a paired comparison can resolve; intervals of the raw times are as wide as prompts are different.
+    Each time is divided by its item's geometric mean over the systems, as what slows an item, or the machine meanwhile, slows
+    all by a factor (after Cousineau 2005, who subtracts). The intervals show what a paired comparison can resolve; those of
+    the times themselves are as wide as prompts are different.
+
+    Args:
+        times: of each system, by item, in one order; all more than 0.
     """
     if not times:
         return {}
-    table = np.array([list(values) for values in times.values()], dtype=np.float64)  # [systems, items]
-    levelled = table - table.mean(axis=0, keepdims=True) + table.mean()
-    return {name: row.tolist() for name, row in zip(times, levelled, strict=True)}
+    table = np.log(np.array([list(values) for values in times.values()], dtype=np.float64))  # [systems, items]
+    levelled = np.exp(table - table.mean(axis=0, keepdims=True))
+    found = {}
+    for (name, values), row in zip(times.items(), levelled.tolist(), strict=True):
+        value, relative = median(values), estimate(row)
+        found[name] = Estimate(value, value * relative.low / relative.value, value * relative.high / relative.value)
+    return found
 
 
 def tpots_s(generations: Sequence[Generation]) -> list[float]:

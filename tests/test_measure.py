@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny_models import build, token_ids
 
 from promoe.measure import (
@@ -12,10 +14,10 @@ from promoe.measure import (
     estimate,
     generate,
     interleaved,
+    paired_estimates,
     paired_speedup,
     tpots_s,
     ttfts_s,
-    within_pairs,
 )
 
 
@@ -101,10 +103,24 @@ def test_paired_speedup_sees_through_differences_between_prompts() -> None:
         paired_speedup([1.0], [1.0, 2.0])
 
 
-def test_within_pairs_removes_what_all_systems_share() -> None:
-    levelled = within_pairs({"a": [1.0, 11.0, 101.0], "b": [3.0, 13.0, 103.0]})
-    assert max(levelled["a"]) - min(levelled["a"]) == pytest.approx(0.0, abs=1e-9)
-    assert levelled["b"][0] - levelled["a"][0] == pytest.approx(2.0)
-    mean = sum(levelled["a"] + levelled["b"]) / 6
-    assert mean == pytest.approx((1 + 11 + 101 + 3 + 13 + 103) / 6)
-    assert within_pairs({}) == {}
+def test_paired_estimates_leave_out_what_slows_all_systems_alike() -> None:
+    found = paired_estimates({"a": [1.0, 10.0, 100.0], "b": [3.0, 30.0, 300.0]})
+    assert found["a"] == pytest.approx((10.0, 10.0, 10.0))
+    assert found["b"] == pytest.approx((30.0, 30.0, 30.0))
+    assert paired_estimates({}) == {}
+
+
+times = st.lists(st.floats(1e-4, 1e3), min_size=3, max_size=3)
+
+
+@given(st.dictionaries(st.text(max_size=3), times, min_size=1, max_size=4))
+@settings(max_examples=40)
+def test_an_interval_is_around_its_median_and_no_time_is_negative(measured: dict[str, list[float]]) -> None:
+    for name, (value, low, high) in paired_estimates(measured).items():
+        assert value == sorted(measured[name])[1]
+        assert 0 < low <= value * (1 + 1e-9)
+        assert value <= high * (1 + 1e-9)
+
+
+def test_one_item_has_intervals_without_width() -> None:
+    assert paired_estimates({"a": [2.0], "b": [5.0]}) == {"a": pytest.approx((2, 2, 2)), "b": pytest.approx((5, 5, 5))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +20,12 @@ from promoe.errors import PromoeError
 from promoe.measure import (
     Estimate,
     Generation,
-    estimate,
     generate,
     interleaved,
+    paired_estimates,
     paired_speedup,
     tpots_s,
     ttfts_s,
-    within_pairs,
 )
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.recorder import Recorder
@@ -155,12 +154,12 @@ def compare(
         # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
         bandwidth = max(bandwidth, link_bandwidth(engine.link, engine.store))
         compute_s = median(tpots_s(times[RESIDENT])) if resident is not None else None
-        intervals = {name: estimate(row) for name, row in within_pairs(_by_name(times, tpots_s)).items()}
+        tpots = paired_estimates({name: tpots_s(answers) for name, answers in times.items()})
         runs = []
         for name, model in models.items():
             bound_s = None if name == RESIDENT else _bound_s(model, reference, compute_s, bandwidth)
             stats = resident_stats(reference.layers) if name == RESIDENT else model.promoe.stats()
-            runs.append(_run(name, stats, times[name], intervals[name], bound_s))
+            runs.append(_run(name, stats, times[name], tpots[name], bound_s))
         _draw_timeline(models[systems[-1].name], task, timeline)
         slow, fast = (tpots_s(times[system.name]) for system in (systems[0], systems[-1]))
         return Result(runs, paired_speedup(slow, fast), compute_s, bandwidth, engine.link.describe(), times)
@@ -217,21 +216,15 @@ def _bound_s(model: Any, reference: Reference, compute_s: float | None, bandwidt
     return median(token_bound_s(compute_s, nbytes, bandwidth) for nbytes in missed)
 
 
-def _run(name: str, stats: Stats, answers: list[Generation], interval: Estimate, bound_s: float | None) -> Run:
+def _run(name: str, stats: Stats, answers: list[Generation], tpot: Estimate, bound_s: float | None) -> Run:
     return Run(
         name,
         stats,
-        tpot_s=median(tpots_s(answers)),
-        tpot_interval_s=(interval.low, interval.high) if len(answers) > 1 else None,
+        tpot_s=tpot.value,
+        tpot_interval_s=(tpot.low, tpot.high) if len(answers) > 1 else None,
         ttft_s=median(ttfts_s(answers)),
         bound_s=bound_s,
     )
-
-
-def _by_name(
-    times: dict[str, list[Generation]], of: Callable[[Sequence[Generation]], list[float]]
-) -> dict[str, list[float]]:
-    return {name: of(answers) for name, answers in times.items()}
 
 
 def _draw_timeline(model: Any, task: Task, path: Path) -> None:
