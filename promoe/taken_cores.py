@@ -15,6 +15,8 @@ from promoe.processor import PROC, usable_cores
 # From when on figures are not what the machine can do: a share of the cores that this process may use.
 MUCH_TAKEN = 0.15
 SAMPLE_S = 0.5
+# Less says nothing: what is counted comes in ticks of 10 ms.
+SHORTEST_S = 0.1
 # Of a core's line in /proc/stat.
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _BUSY = ("user", "nice", "system", "irq", "softirq")
@@ -78,9 +80,9 @@ class CoreWatch:
         self._begun = self._read()
 
     def taken(self) -> Taken | None:
-        """Since it was made; None where the system does not say (it is no Linux)."""
+        """Since it was made; None where the system does not say (it is no Linux), or that is too short a time."""
         begun, now = self._begun, self._read()
-        if begun is None or now is None or now.at_s <= begun.at_s:
+        if begun is None or now is None or now.at_s - begun.at_s < SHORTEST_S:
             return None
         seconds = now.at_s - begun.at_s
         others_s = (now.busy_s - begun.busy_s) - (now.own_s - begun.own_s)

@@ -78,7 +78,12 @@ def test_never_less_than_nothing(tmp_path: Path) -> None:
 def test_unknown_where_the_system_does_not_say(tmp_path: Path) -> None:
     assert CoreWatch(tmp_path).taken() is None
     machine = Machine(tmp_path, 1)
-    assert machine.watch([0]).taken() is None, "no time has passed"
+    watch = machine.watch([0])
+    assert watch.taken() is None, "no time has passed"
+    machine.pass_s(0.05, [0.5])
+    assert watch.taken() is None, "a few ticks"
+    machine.pass_s(0.1, [0.5])
+    assert watch.taken() is not None
     (tmp_path / "stat").write_text("cpu0 1 2\n")
     assert CoreWatch(tmp_path, [0]).taken() is None, "fewer numbers than Linux writes"
 

@@ -34,6 +34,7 @@ from promoe.planning.sizes import ModelSizes
 from promoe.planning.stand_in import EXPERTS_BYTES, StandIn
 from promoe.planning.times import LinkSpeed
 from promoe.planning.verification import verify
+from promoe.taken_cores import CoreWatch, Taken
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import format_memory
@@ -104,6 +105,7 @@ class _Plan:
         self._device = device
         self.room = _room(task, read.sizes, device)
         self._links: dict[ProbeMode, LinkSpeed] = {}
+        self._taken: Taken | None = None  # while speeds were measured
 
     def run(self, trace: RoutingTrace | None) -> Result:
         """Everything, in the order in which it is printed."""
@@ -126,7 +128,7 @@ class _Plan:
         fitting = [rate for rate in rates if rate <= largest or self._fits(rate)]
         predictions = [predictor(rate) for rate in fitting]
         choice = self._choose(predictor, asked, fitting, largest)
-        self._print(show.measured_lines(predictor, self._links, self._columns))
+        self._print(show.measured_lines(predictor, self._links, self._taken, self._columns))
         self._print(show.routing_lines(routings, self._columns))
         table = sorted({one.rate: one for one in (*predictions, choice.prediction)}.values(), key=lambda one: one.rate)
         self._print(
@@ -140,7 +142,9 @@ class _Plan:
             )
             verified = verify(predictor, run_at, task.prompt_tokens, task.new_tokens, self._settings())
             self._print(["", *show.verified_lines(verified, predictor.compute_s, self._compute_now_s(), self._columns)])
-        return Result(sizes, self.room, task.context, predictor.compute, self._links, table, choice, verified)
+        return Result(
+            sizes, self.room, task.context, predictor.compute, self._links, table, choice, verified, self._taken
+        )
 
     def _fits(self, rate: float) -> bool:
         return self.room.fits(slots_bytes(pools(self.sizes, rate)))
@@ -160,6 +164,7 @@ class _Plan:
             return "what a model takes on a GPU was never compared with a plan; the sizes hold"
         try:
             with closing(self._stand_in(self.read)) as found:
+                watch = CoreWatch()
                 compute = measure_compute(found, self.task.prompt_tokens)
                 # A rate that was asked for may fit and be more than the largest one, which is in whole per cent.
                 ends = (self.sizes.least_rate, largest_rate(self.sizes, self.room))
@@ -167,6 +172,7 @@ class _Plan:
                     workers = PromoeConfig().workers
                     self._links[mode] = measure_link(found, self.read.store, self.read.folder, mode, workers)
                 compute = compute.quicker(measure_compute(found, self.task.prompt_tokens))
+                self._taken = watch.taken()
                 if self.read.store is not None:
                     self._links = {
                         mode: fit_overlap(found, self.read.store, mode, compute, link)

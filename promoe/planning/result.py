@@ -17,6 +17,7 @@ from promoe.planning.prediction import Prediction
 from promoe.planning.sizes import ModelSizes
 from promoe.planning.times import ComputeTimes, LinkSpeed
 from promoe.planning.verification import Verified
+from promoe.taken_cores import Taken
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Result:
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
         verified: those that were run.
+        taken: by others of the cores, while speeds were measured; None: unknown.
     """
 
     sizes: ModelSizes
@@ -42,6 +44,7 @@ class Result:
     predictions: Sequence[Prediction] = ()
     choice: Choice | None = None
     verified: Sequence[Verified] = ()
+    taken: Taken | None = None
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -69,6 +72,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "predictions": [dataclasses.asdict(one) for one in result.predictions],
         "choice": None if choice is None else dataclasses.asdict(choice),
         "verified": [dataclasses.asdict(one) for one in result.verified],
+        "cores_taken": None if result.taken is None else dataclasses.asdict(result.taken),
     }
     numbers: dict[str, Any] = _without_nan(found)
     return numbers

@@ -17,6 +17,7 @@ from promoe.planning.sizes import ModelSizes
 from promoe.planning.times import ComputeTimes, LinkSpeed
 from promoe.planning.verification import Verified
 from promoe.processor import num_cores, processor_name
+from promoe.taken_cores import Taken
 from promoe.units import (
     aligned,
     format_memory,
@@ -87,11 +88,19 @@ def machine_lines(room: Room, largest: float, columns: int) -> list[str]:
     ]
 
 
-def measured_lines(predictor: Predictor, links: Mapping[ProbeMode, LinkSpeed], columns: int) -> list[str]:
-    """What was measured; `links` are all that caches of different size would use."""
+def measured_lines(
+    predictor: Predictor, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None, columns: int
+) -> list[str]:
+    """What was measured; `links` are all that caches of different size would use, and `taken` is what others took meanwhile."""
     lines = entry("computing", _computing(predictor, predictor.compute), columns)
     for link in links.values():
         lines += entry("link", _link(link), columns)
+    if taken is not None and taken.much_by_others:
+        lines += entry(
+            "cores",
+            f"{taken.describe()}, while this was measured: speeds are of a machine as busy as that. Plan again without them.",
+            columns,
+        )
     return lines
 
 

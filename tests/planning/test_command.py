@@ -19,6 +19,7 @@ from promoe.planning import command, verification
 from promoe.planning.command import Task, run_plan
 from promoe.planning.fits import Room
 from promoe.sizes import AUTO_RESERVE_BYTES
+from promoe.taken_cores import Taken
 
 
 @pytest.fixture
@@ -57,6 +58,18 @@ def test_will_it_run_and_how_fast(folder: Path, tmp_path: Path) -> None:
     assert len(written["predictions"]) == len(result.predictions)
     assert written["predictions"][0]["speeds"][0]["tpot_s"] == result.predictions[0].slowest.tpot_s
     assert written["choice"]["prediction"]["rate"] == result.choice.prediction.rate  # type: ignore[union-attr]
+
+
+def test_measured_beside_others(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Busy:
+        def taken(self) -> Taken:
+            return Taken(2, 1.5, 0.25)
+
+    monkeypatch.setattr(command, "CoreWatch", Busy)
+    _, text = planned(folder, json=tmp_path / "plan.json")
+    assert "cores other processes took 1.50 of 2 cores, the host withheld 0.25, while" in " ".join(text.split())
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert written["cores_taken"] == {"cores": 2, "by_others": 1.5, "withheld": 0.25}
 
 
 def test_what_to_copy_where_there_is_only_a_configuration(folder: Path, tmp_path: Path) -> None:

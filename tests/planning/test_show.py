@@ -8,6 +8,7 @@ from promoe.planning import show
 from promoe.planning.choice import Choice
 from promoe.planning.fits import Room
 from promoe.planning.verification import Verified
+from promoe.taken_cores import Taken
 
 
 @pytest.mark.parametrize("columns", [20, 80, 120, 300])
@@ -18,13 +19,21 @@ def test_nothing_is_wider_than_the_terminal(columns: int) -> None:
     lines = [
         *show.model_lines(sizes(), 4096, columns),
         *show.machine_lines(room, 0.5, columns),
-        *show.measured_lines(found, {"direct": link(slowdown=1.5, convert_s=0.001)}, columns),
+        *show.measured_lines(found, {"direct": link(slowdown=1.5, convert_s=0.001)}, Taken(2, 1.0, 0.1), columns),
         *show.routing_lines(found.routings, columns),
         *show.choice_lines(choice, [], columns),
     ]
     assert max(map(len, lines)) <= max(NARROWEST_TEXT, min(columns, WIDEST_TEXT))
     table = show.table_lines(sizes(), [found(0.25), found(0.5)], [1.0], found(0.5))
     assert max(map(len, table)) <= 80
+
+
+@pytest.mark.parametrize(("by_others", "said"), [(0.8, True), (0.1, False), (None, False)])
+def test_cores_that_others_kept_busy_are_said(by_others: float | None, said: bool) -> None:
+    taken = None if by_others is None else Taken(2, by_others, 0.0)
+    text = " ".join(" ".join(show.measured_lines(predictor(), {}, taken, 300)).split())
+    assert ("cores other processes took 0.80 of 2 cores" in text) == said
+    assert ("Plan again without them." in text) == said
 
 
 def test_a_table_of_caches() -> None:
