@@ -202,7 +202,7 @@ def _warn_of_others() -> None:
     taken = taken_now()
     if taken is not None and taken.much_by_others:
         paragraph(
-            f"Note: other processes keep {format_number(taken.by_others)} of this machine's {taken.cores} cores busy. The demo "
+            f"Note: other processes keep {taken.by_others:.2f} of this machine's {taken.cores} cores busy. The demo "
             "takes longer beside them, and its figures are not what the machine can do. Stop them, or go on all the same."
         )
         say()

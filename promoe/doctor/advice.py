@@ -69,7 +69,7 @@ def _computing(facts: Facts) -> Iterator[str]:
         )
     if facts.taken is not None and facts.taken.much_by_others:
         yield (
-            f"Other processes keep {format_number(facts.taken.by_others)} of the {facts.taken.cores} cores busy. Threads that "
+            f"Other processes keep {facts.taken.by_others:.2f} of the {facts.taken.cores} cores busy. Threads that "
             "share a core with them make all others wait, several times as long as the core is missing: stop them before "
             "anything is measured, or leave them their cores (OMP_NUM_THREADS)."
         )
