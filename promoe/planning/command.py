@@ -186,7 +186,7 @@ class _Plan:
 
     def _stand_in(self, read: ReadModel) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
-        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes))
+        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), read.packings)
 
     def _compute_now_s(self) -> float:
         """Computing a token once more, after the model was run: whether the machine is still as fast as it was."""

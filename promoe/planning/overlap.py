@@ -7,6 +7,7 @@ processor's caches when it is needed, and the engine's threads sleep while there
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -55,7 +56,7 @@ def fit_overlap(
     nbytes = sum(layout.slot_bytes * count for layout, count in zip(layouts, counts, strict=True))
     least = most * len(set(layouts)) * nbytes // sum(counts)
     plans = plan_pools(int(max(least, min(EXPERTS_BYTES, CACHE_SHARE * nbytes))), layouts, counts)
-    parts = Parts(layers, _Borrowed(store), plans, config, None, None)
+    parts = Parts(layers, _borrowed(store), plans, config, None, None)
     attach(stand_in.model, parts, "file", restore=lambda: None)
     try:
         warm, tokens, token_s = _run(stand_in.model, layers)
@@ -94,14 +95,11 @@ def fitted(link: LinkSpeed, token_s: float, simulated_s: Callable[[float, float]
     return replace(link, slowdown=slowdown, bytes_per_s=factor * speed)
 
 
-class _Borrowed(SafetensorsStore):
-    """The same store, whose files stay open when the model is unpatched."""
-
-    def __init__(self, store: SafetensorsStore) -> None:
-        self.__dict__.update(store.__dict__)
-
-    def close(self) -> None:
-        """They are the lender's."""
+def _borrowed(store: SafetensorsStore) -> SafetensorsStore:
+    """The same store, whose files stay open when the model is unpatched: they are the lender's."""
+    borrowed = copy.copy(store)
+    object.__setattr__(borrowed, "close", lambda: None)
+    return borrowed
 
 
 def _bisect(low: float, high: float, too_low: Callable[[float], bool]) -> float:

@@ -19,11 +19,13 @@ from promoe.model_class import class_to_open
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.opening import as_loaded, open_headers
 from promoe.opening_checks import check_is_checkpoint, prepare_config
+from promoe.packed_files import open_packed
 from promoe.placement import other_bytes
 from promoe.planning.kv_cache import find_kv_cache
 from promoe.planning.sizes import ExpertsOfLayer, ModelSizes
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, split_at_pages
+from promoe.stores.packed_store import PackedStore, Packings
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore
 
@@ -49,6 +51,11 @@ class ReadModel:
     store: SafetensorsStore | None
     folder: Path
 
+    @property
+    def packings(self) -> Packings:
+        """Of each layout, which tensors of its experts are packed in the files."""
+        return self.store.packings if isinstance(self.store, PackedStore) else {}
+
 
 def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     """From headers where the files are here (a folder, or a hub id that was downloaded), else from config.json.
@@ -66,10 +73,13 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
         experts = tuple(_assumed_experts(layer, _stored_bits(model)) for layer in layers)
         return _read(path_or_id, model, layers, experts, None, folder or Path.cwd(), f"config.json alone; {assumed}")
     opened = open_headers(folder, dtype=dtype)
-    experts = tuple(_stored_experts(layer, opened.store) for layer in opened.layers)
     count = len(opened.store.files)
     found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
-    return _read(path_or_id, opened.model, opened.layers, experts, opened.store, folder, found_in)
+    store = open_packed(opened.layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
+    if isinstance(store, PackedStore):
+        found_in += ", experts packed"
+    experts = tuple(_stored_experts(layer, store) for layer in opened.layers)
+    return _read(path_or_id, opened.model, opened.layers, experts, store, folder, found_in)
 
 
 def _read(

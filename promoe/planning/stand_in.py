@@ -22,12 +22,14 @@ from promoe.chosen import chosen_experts
 from promoe.errors import UnsupportedModelError
 from promoe.experts_forward import run_groups, run_resident
 from promoe.layout import ExpertLayout
-from promoe.memory import SlotPool
+from promoe.memory import NOTHING_PACKED, SlotPool
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.seam import attach
+from promoe.stores.packed_store import Packings
 
 # Of made-up experts; more than a processor's caches hold.
 EXPERTS_BYTES = 2**30
+NO_PACKINGS: Packings = {}
 FEWEST_BLOCKS, FEWEST_MOE_LAYERS = 4, 2
 PATTERN_ELEMENTS = 2**20
 SPREAD = 0.02
@@ -56,6 +58,7 @@ class StandIn:
         model: on the meta device; its blocks beyond those that are kept are taken from it, and it is filled.
         layers: its MoE layers.
         experts_bytes: that made-up experts may take.
+        packings: of each layout, which tensors are packed, and how.
 
     Attributes:
         model: to be called.
@@ -63,6 +66,7 @@ class StandIn:
         blocks: those that are kept.
         num_blocks: of the whole model.
         num_layers: MoE layers of the whole model.
+        packed: whether experts are.
         layer_s: least seconds that everything but experts took for each MoE layer here and one token.
         pause_s: sleep so long before each expert, which is then run by itself; None: all at once.
 
@@ -70,7 +74,13 @@ class StandIn:
         UnsupportedModelError: the model has no one list of blocks.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[MoELayer], experts_bytes: int = EXPERTS_BYTES) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        experts_bytes: int = EXPERTS_BYTES,
+        packings: Packings = NO_PACKINGS,
+    ) -> None:
         self.blocks = blocks_of(model, layers)
         self.num_blocks, self.num_layers = len(self.blocks), len(layers)
         kinds = [_kind(model, idx, block) for idx, block in enumerate(self.blocks)]
@@ -82,7 +92,8 @@ class StandIn:
         self.model: Any = model
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})
-        self._pools = _filled_pools(self.layers, experts_bytes)
+        self._pools = _filled_pools(self.layers, experts_bytes, packings)
+        self.packed = any(packings.get(layer.layout) for layer in self.layers)
         self.pause_s: float | None = None
         self.layer_s = math.inf
         self._experts_s, self._experts_used, self._experts_bytes, self._pairs = 0.0, 0, 0, 0
@@ -235,25 +246,29 @@ def _pattern(dtype: torch.dtype) -> torch.Tensor:
     return (SPREAD * torch.randn(PATTERN_ELEMENTS, generator=generator)).to(dtype)
 
 
-def _filled_pools(layers: Sequence[MoELayer], nbytes: int) -> dict[ExpertLayout, SlotPool]:
+def _filled_pools(layers: Sequence[MoELayer], nbytes: int, packings: Packings) -> dict[ExpertLayout, SlotPool]:
     """Made-up experts of each shape: no more than the layers have, and at least as many as a token uses."""
     counts: dict[ExpertLayout, int] = {}
     for layer in layers:
         counts[layer.layout] = counts.get(layer.layout, 0) + layer.num_experts
     fewest, pools = max(layer.top_k or 1 for layer in layers), {}
     for layout, count in counts.items():
-        pools[layout] = SlotPool(layout, max(fewest, min(count, nbytes // len(counts) // layout.slot_bytes)))
+        num_slots = max(fewest, min(count, nbytes // len(counts) // layout.slot_bytes))
+        pools[layout] = SlotPool(layout, num_slots, packings=packings.get(layout, NOTHING_PACKED))
         _fill_slots(pools[layout])
     return pools
 
 
 def _fill_slots(pool: SlotPool) -> None:
-    patterns = {spec.dtype: _pattern(spec.dtype) for spec in pool.layout.tensors}
+    """Packed or not: packing moves elements, and leaves them as they are."""
+    specs = pool.layout.tensors
+    patterns = {spec.dtype: _pattern(spec.dtype) for spec in specs}
     for slot in range(pool.num_slots):
-        for tensor in pool.tensors(slot).values():
-            assert isinstance(tensor, torch.Tensor), "nothing is packed here"
-            for part in tensor.view(-1).split(PATTERN_ELEMENTS):
-                part.copy_(patterns[tensor.dtype][: len(part)])
+        for spec in specs:
+            count = spec.nbytes // spec.dtype.itemsize
+            elements = torch.frombuffer(pool.slot(slot), dtype=spec.dtype, count=count, offset=spec.offset_bytes)
+            for part in elements.split(PATTERN_ELEMENTS):
+                part.copy_(patterns[spec.dtype][: len(part)])
 
 
 def token_ids(model: Any, count: int) -> torch.Tensor:

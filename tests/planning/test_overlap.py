@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import io
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_checkpoint import write_checkpoint
 
 from planning.planned import link, times
 from promoe.moe_layers import find_moe_layers
+from promoe.packed import PackedMatrix, Packing
+from promoe.packing import run_pack
 from promoe.planning import overlap
 from promoe.planning.overlap import MOST_FACTOR, fit_overlap, fitted
 from promoe.planning.reading import read_model
-from promoe.planning.stand_in import StandIn
+from promoe.planning.stand_in import StandIn, token_ids
+from promoe.stores.packed_store import PackedStore
 
 
 def simulated_s(bytes_per_s: float, slowdown: float) -> float:
@@ -56,3 +61,36 @@ def test_blocks_are_served_from_the_models_files(tmp_path: Path, monkeypatch: py
         assert seen == [(True, True)] * 2
         assert not hasattr(stand_in.model, "promoe"), "nothing is left of the run"
         assert len(find_moe_layers(stand_in.model, allow_meta=True)) == len(stand_in.layers) == 4
+
+
+@pytest.mark.skipif(Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here")
+def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "SECONDS", 0.05)
+    folder = write_checkpoint(tmp_path, num_experts=16, layers=6, hidden=128, intermediate=64)
+    with closing(read_model(str(folder)).store) as plain:  # type: ignore[type-var]
+        assert not isinstance(plain, PackedStore)
+    run_pack(folder, None, None, io.StringIO())
+    read = read_model(str(folder))
+    assert isinstance(read.store, PackedStore)
+    assert read.sizes.found_in.endswith(", experts packed")
+    multiplied: list[int] = []
+    real = PackedMatrix.multiply
+
+    def multiply(self: PackedMatrix, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        multiplied.append(len(x))
+        return real(self, x, out)
+
+    monkeypatch.setattr(PackedMatrix, "multiply", multiply)
+    with (
+        closing(read.store) as store,
+        closing(StandIn(read.model, read.layers, packings=read.packings)) as stand_in,
+    ):
+        assert stand_in.packed
+        _, timed = stand_in.run(token_ids(stand_in.model, 1))
+        assert len(multiplied) >= 2 * timed.experts_used > 0
+        stand_in.layer_s = 1e-4
+        multiplied.clear()
+        for _ in range(2):  # the files are open afterwards
+            assert fit_overlap(stand_in, store, "direct", times(1e-4, 1e-5), link()).slowdown >= 1.0
+        assert multiplied
+        assert not hasattr(stand_in.model, "promoe")
