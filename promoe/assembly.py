@@ -38,7 +38,7 @@ from promoe.runtime import Runtime
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.sizes import PoolPlan
 from promoe.stores import HostStore, Store, first_chunks
-from promoe.stores.packed_store import PackedStore
+from promoe.stores.packed_store import packings_in
 from promoe.threads import when_gone
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ def _pool(plan: PoolPlan, parts: Parts) -> Pool:
     slots = plan.spec.num_slots
     if parts.device is not None:
         return DevicePool(plan.layout, slots, parts.device)
-    packings = parts.store.packings[plan.layout] if isinstance(parts.store, PackedStore) else NOTHING_PACKED
+    packings = packings_in(parts.store).get(plan.layout, NOTHING_PACKED)
     return SlotPool(plan.layout, slots, packings=packings)
 
 

@@ -28,18 +28,9 @@ from promoe import spool
 transformers_logging.disable_progress_bar()
 
 
-def pytest_collection_finish() -> None:
-    """What the imports have made stays: going through it at each collection takes more time than most tests."""
-    _freeze()
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _what_other_files_left_stays() -> None:
-    """Libraries that they imported, models that tests share: some million objects in the end."""
-    _freeze()
-
-
-def _freeze() -> None:
+def _what_is_there_stays() -> None:
+    """Imports, and models that tests share: going through them at each collection takes more time than most tests."""
     gc.collect()
     gc.freeze()
 

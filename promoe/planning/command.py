@@ -34,6 +34,7 @@ from promoe.planning.sizes import ModelSizes
 from promoe.planning.stand_in import EXPERTS_BYTES, StandIn
 from promoe.planning.times import LinkSpeed
 from promoe.planning.verification import verify
+from promoe.stores.packed_store import packings_in
 from promoe.taken_cores import CoreWatch, Taken
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
@@ -186,7 +187,7 @@ class _Plan:
 
     def _stand_in(self, read: ReadModel) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
-        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), read.packings)
+        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings_in(read.store))
 
     def _compute_now_s(self) -> float:
         """Computing a token once more, after the model was run: whether the machine is still as fast as it was."""

@@ -25,7 +25,7 @@ from promoe.planning.kv_cache import find_kv_cache
 from promoe.planning.sizes import ExpertsOfLayer, ModelSizes
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import DEFAULT_CHUNK_BYTES, split_at_pages
-from promoe.stores.packed_store import PackedStore, Packings
+from promoe.stores.packed_store import packings_in
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore
 
@@ -51,11 +51,6 @@ class ReadModel:
     store: SafetensorsStore | None
     folder: Path
 
-    @property
-    def packings(self) -> Packings:
-        """Of each layout, which tensors of its experts are packed in the files."""
-        return self.store.packings if isinstance(self.store, PackedStore) else {}
-
 
 def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     """From headers where the files are here (a folder, or a hub id that was downloaded), else from config.json.
@@ -76,7 +71,7 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     count = len(opened.store.files)
     found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
     store = open_packed(opened.layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
-    if isinstance(store, PackedStore):
+    if packings_in(store):
         found_in += ", experts packed"
     experts = tuple(_stored_experts(layer, store) for layer in opened.layers)
     return _read(path_or_id, opened.model, opened.layers, experts, store, folder, found_in)

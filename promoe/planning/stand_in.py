@@ -25,11 +25,10 @@ from promoe.layout import ExpertLayout
 from promoe.memory import NOTHING_PACKED, SlotPool
 from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.seam import attach
-from promoe.stores.packed_store import Packings
+from promoe.stores.packed_store import NO_PACKINGS, Packings
 
 # Of made-up experts; more than a processor's caches hold.
 EXPERTS_BYTES = 2**30
-NO_PACKINGS: Packings = {}
 FEWEST_BLOCKS, FEWEST_MOE_LAYERS = 4, 2
 PATTERN_ELEMENTS = 2**20
 SPREAD = 0.02

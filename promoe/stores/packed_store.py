@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from promoe.layout import ExpertLayout
 from promoe.packed import Packing
+from promoe.stores.base import Store
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import SlotFilesStore
 
 Packings = Mapping[ExpertLayout, Mapping[str, Packing]]
+NO_PACKINGS: Packings = MappingProxyType({})
 
 
 class PackedStore(SlotFilesStore):
@@ -34,3 +37,8 @@ class PackedStore(SlotFilesStore):
         """Close the files, and the checkpoint's."""
         super().close()
         self.plain.close()
+
+
+def packings_in(store: Store | None) -> Packings:
+    """Of each layout, which tensors of its experts a store has packed, and how."""
+    return store.packings if isinstance(store, PackedStore) else NO_PACKINGS

@@ -16,7 +16,7 @@ from promoe.planning import overlap
 from promoe.planning.overlap import MOST_FACTOR, fit_overlap, fitted
 from promoe.planning.reading import read_model
 from promoe.planning.stand_in import StandIn, token_ids
-from promoe.stores.packed_store import PackedStore
+from promoe.stores.packed_store import PackedStore, packings_in
 
 
 def simulated_s(bytes_per_s: float, slowdown: float) -> float:
@@ -83,7 +83,7 @@ def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, mon
     monkeypatch.setattr(PackedMatrix, "multiply", multiply)
     with (
         closing(read.store) as store,
-        closing(StandIn(read.model, read.layers, packings=read.packings)) as stand_in,
+        closing(StandIn(read.model, read.layers, packings=packings_in(store))) as stand_in,
     ):
         assert stand_in.packed
         _, timed = stand_in.run(token_ids(stand_in.model, 1))
