@@ -6,9 +6,11 @@ hooks, upon which a count would be wrong for ever; a stack never is.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 from torch import nn
@@ -17,6 +19,7 @@ from promoe.errors import PatchStateError
 from promoe.moe_layers import MoELayer
 
 _CALL = nn.Module._call_impl.__code__
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str]:
@@ -26,8 +29,28 @@ def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str
     """
     inside = _modules_around_experts(model, layers)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    return [names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)]
+    with _stacks() as frames:
+        return [names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)]
+
+
+@contextmanager
+def _stacks() -> Iterator[dict[int, FrameType]]:
+    """Every thread's latest frame, to be walked while this lasts.
+
+    Python 3.11 makes a frame's object when it is asked for, which may begin a collection, and what that frees may let other
+    threads run: the frames that are being walked then end, and the process with them. So nothing is collected meanwhile.
+    """
+    with _ONE_AT_A_TIME:
+        collects = gc.isenabled()
+        gc.disable()
+        frames: dict[int, FrameType] = {}
+        try:
+            frames.update(sys._current_frames())
+            yield frames
+        finally:
+            frames.clear()  # one is this function's own, which holds them all, and with them the models of other threads
+            if collects:
+                gc.enable()
 
 
 def check_idle(model: nn.Module, layers: Sequence[MoELayer]) -> None:
