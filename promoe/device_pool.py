@@ -138,12 +138,15 @@ class DevicePool:
         assert self._memory is not None, "the pool is closed"
         self._memory.fill_(POISON_BYTE)
 
-    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
-        """See `Pool.resize`. Old and new slots are there at once for a moment: kernels read all of a pool as one tensor."""
+    def room_for(self, num_slots: int) -> torch.Tensor:
+        """See `Pool.room_for`. Old and new slots are there at once for a moment: kernels read all of a pool as one tensor."""
+        return self._device.allocate(num_slots * self.layout.slot_bytes)
+
+    def resize(self, num_slots: int, kept: Mapping[int, int], room: torch.Tensor) -> None:
+        """See `Pool.resize`."""
         assert self._memory is not None, "the pool is closed"
         slot_bytes = self.layout.slot_bytes
-        memory = self._device.allocate(num_slots * slot_bytes)
-        slots = [DeviceSlot(slot) for slot in memory.split(slot_bytes)]
+        slots = [DeviceSlot(slot) for slot in room.split(slot_bytes)]
         queue = self._device.current()
         for slot in self._slots:  # also those that are not kept: their memory goes
             slot.begin_read(queue)
@@ -153,8 +156,8 @@ class DevicePool:
         queue.mark().wait_on_host()
         for slot in self._slots:
             slot.wait_for_reads()
-        self._memory, self._slots, self._tensors = memory, slots, {}
-        self._stacks = self._views(memory.view(num_slots, slot_bytes))
+        self._memory, self._slots, self._tensors = room, slots, {}
+        self._stacks = self._views(room.view(num_slots, slot_bytes))
         self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
 
     def close(self) -> None:

@@ -29,28 +29,31 @@ def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str
     """
     inside = _modules_around_experts(model, layers)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with _stacks() as frames:
-        return [names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)]
-
-
-@contextmanager
-def _stacks() -> Iterator[dict[int, FrameType]]:
-    """Every thread's latest frame, to be walked while this lasts.
-
-    Python 3.11 makes a frame's object when it is asked for, which may begin a collection, and what that frees may let other
-    threads run: the frames that are being walked then end, and the process with them. So nothing is collected meanwhile.
-    """
-    with _ONE_AT_A_TIME:
-        collects = gc.isenabled()
-        gc.disable()
+    with _ONE_AT_A_TIME, _nothing_collected():
         frames: dict[int, FrameType] = {}
         try:
             frames.update(sys._current_frames())
-            yield frames
+            return [
+                names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)
+            ]
         finally:
-            frames.clear()  # one is this function's own, which holds them all, and with them the models of other threads
-            if collects:
-                gc.enable()
+            frames.clear()  # one of them is this call's own, which holds them all, and with them other threads' models
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """While other threads' stacks are walked.
+
+    Python 3.11 makes a frame's object when it is asked for, which may begin a collection, and what that frees may let other
+    threads run: the frames that are being walked then end, and the process with them.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def check_idle(model: nn.Module, layers: Sequence[MoELayer]) -> None:

@@ -87,7 +87,7 @@ class Governor:
             self._passes[self.on].append(Pass(duration_s, fetched_bytes))
             if not self.on:
                 self._stall_shares.append(stall_share)
-        if self._position == TRIAL_PASSES:
+        if self._position >= TRIAL_PASSES:  # beyond it, where Ctrl-C came as a trial ended
             self._trial_ended()
         return self.on
 
@@ -105,7 +105,7 @@ class Governor:
         place = self._trial % ROUND_TRIALS
         if place == 0:
             saved_s, error_s = saved(self._passes[True], self._passes[False])
-            if self._trial == MOST_ROUNDS * ROUND_TRIALS or abs(saved_s) > CLEAR_ERRORS * error_s:
+            if self._trial >= MOST_ROUNDS * ROUND_TRIALS or abs(saved_s) > CLEAR_ERRORS * error_s:
                 self._keep(saved_s > 0.0)
                 return
         if not self.on and median(self._stall_shares) < LEAST_STALL_SHARE:

@@ -64,7 +64,7 @@ class Handle:
         """Everything counted since patching or `reset_stats()`."""
         engine = self.runtime.engine
         with engine.lock:
-            engine.scheduler.score_forecasts()
+            self._score_forecasts()
             return Stats.of(
                 engine.recorder,
                 cache_slots=sum(pool.num_slots for pool in self._pools),
@@ -79,7 +79,7 @@ class Handle:
         """Set all counters to zero; cache contents and what was learned stay."""
         engine = self.runtime.engine
         with engine.lock:
-            engine.scheduler.score_forecasts()
+            self._score_forecasts()
             engine.recorder.reset()
 
     def warm(self, popularity: Popularity) -> int:
@@ -189,6 +189,11 @@ class Handle:
                     duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
                 )
             engine.set_prefetch(on)
+
+    def _score_forecasts(self) -> None:
+        """Count those whose time has come, with the lock held; not for a signal handler that interrupts a change."""
+        if not self.runtime.engine.changing:
+            self.runtime.engine.scheduler.score_forecasts()
 
     def _check_idle(self) -> None:
         model = self._model()

@@ -156,15 +156,21 @@ class Pool(Protocol):
         """Fill every slot with NaN, for tests."""
         ...
 
-    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+    def room_for(self, num_slots: int) -> Any:
+        """The memory that another number of slots takes beside what there is, for `resize`. Changes nothing.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        ...
+
+    def resize(self, num_slots: int, kept: Mapping[int, int], room: Any) -> None:
         """Have another number of slots, while nobody reads or writes any.
 
         Args:
             num_slots: at least 1.
             kept: slot whose bytes stay -> the slot that they are in afterwards.
-
-        Raises:
-            ConfigError: there is no memory for that; then nothing was changed.
+            room: from `room_for` that number.
         """
         ...
 
@@ -266,21 +272,26 @@ class SlotPool:
         self._tensors = {}
         self._regions = []
 
-    def resize(self, num_slots: int, kept: Mapping[int, int]) -> None:
+    def room_for(self, num_slots: int) -> HugePageRegion | None:
+        """See `Pool.room_for`. None: what there is suffices."""
+        more = num_slots - sum(self._slots_in(region) for region in self._regions)
+        return self._region_of(more, prefault=False) if more > 0 else None
+
+    def resize(self, num_slots: int, kept: Mapping[int, int], room: HugePageRegion | None) -> None:
         """See `Pool.resize`. What is kept is copied only if its slot goes."""
         slot_bytes = self.layout.slot_bytes
-        room = sum(self._slots_in(region) for region in self._regions)
-        if num_slots > room:
-            self._regions.append(self._region_of(num_slots - room, prefault=False))
+        if room is not None:
+            self._regions.append(room)
         self.num_slots = max(num_slots, self.num_slots)
         for source, target in kept.items():
             if source != target:
                 ctypes.memmove(self.address(target), self.address(source), slot_bytes)
         self._tensors = {idx: views for idx, views in self._tensors.items() if idx < num_slots}
         self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
-        while room - self._slots_in(self._regions[-1]) >= num_slots:
-            room -= self._slots_in(self._regions.pop())
-        self._regions[-1].give_back((num_slots - room + self._slots_in(self._regions[-1])) * slot_bytes)
+        there = sum(self._slots_in(region) for region in self._regions)
+        while there - self._slots_in(self._regions[-1]) >= num_slots:
+            there -= self._slots_in(self._regions.pop())
+        self._regions[-1].give_back((num_slots - there + self._slots_in(self._regions[-1])) * slot_bytes)
 
     def _region_of(self, num_slots: int, prefault: bool) -> HugePageRegion:
         nbytes = num_slots * self.layout.slot_bytes

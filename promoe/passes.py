@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -61,7 +61,9 @@ class PassObserver:
         on_end: called with each pass that ended without an error.
     """
 
-    def __init__(self, recorder: Recorder, lock: threading.Lock, on_end: Callable[[PassState, float], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, lock: AbstractContextManager[object], on_end: Callable[[PassState, float], None]
+    ) -> None:
         self._recorder = recorder
         self._lock = lock
         self._on_end = on_end

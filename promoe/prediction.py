@@ -52,7 +52,7 @@ class Forecaster:
         self._queue = None if device is None else device.new_queue()
         self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
         self._condition = threading.Condition()
-        self._one_at_a_time = threading.Lock()
+        self._one_at_a_time = threading.RLock()  # a signal handler may run the model, too
         self._closed = False
         self._busy = False
         self.failed = False

@@ -118,7 +118,7 @@ def test_with_another_number_of_slots_what_is_kept_is_where_it_was_said_to_be(nu
         copies.copy(slot.memory, torch.full_like(slot.memory, idx + 1))
         slot.end_write(copies.mark())
     kept = {0: 1, 2: 0} if num_slots == 2 else {0: 0, 1: 1, 2: 2}
-    pool.resize(num_slots, kept)
+    pool.resize(num_slots, kept, pool.room_for(num_slots))
     assert pool.nbytes == num_slots * LAYOUT.slot_bytes
     for source, target in kept.items():
         assert (pool.slot(target).memory == source + 1).all()
@@ -131,6 +131,6 @@ def test_without_memory_for_other_slots_the_old_ones_stay() -> None:
     pool = DevicePool(LAYOUT, 2, FakeDevice(memory_bytes=4 * LAYOUT.slot_bytes))
     pool.slot(1).memory.fill_(7)
     with pytest.raises(ConfigError, match="Choose a smaller cache"):
-        pool.resize(5, {1: 1})
+        pool.resize(5, {1: 1}, pool.room_for(5))
     assert pool.num_slots == 2
     assert (pool.slot(1).memory == 7).all()

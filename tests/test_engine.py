@@ -6,9 +6,10 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ def running(
     clock: Callable[[], float] = time.perf_counter,
     make_bank: Callable[[int], dict[str, torch.Tensor]] = bank,
     num_chunks: int = CHUNKS,
+    pools: Sequence[PoolSpec] = (),
     **fields: Any,
 ) -> Iterator[tuple[Engine, Any]]:
     """An engine over LAYERS layers of EXPERTS experts of so many chunks each, with its link."""
@@ -100,14 +102,14 @@ def running(
     settings = SchedulerConfig(
         num_experts=[EXPERTS] * LAYERS,
         chunk_bytes=[store.chunk_bytes(layer_idx) for layer_idx in range(LAYERS)],
-        pools=[PoolSpec(slots, tuple(range(LAYERS)))],
+        pools=pools or [PoolSpec(slots, tuple(range(LAYERS)))],
         **({"eviction": "lru", "calibrate": False, "strict": True} | fields),
     )
     assert all(len(chunks) == num_chunks for chunks in settings.chunk_bytes)
     recorder = Recorder(settings.num_experts, settings.expert_bytes)
     link = make_link(HostLink(store, workers))
-    pool = SlotPool(store.layouts[0], slots)
-    engine = Engine(Scheduler(settings, recorder), store, link, [pool], recorder, stall_timeout_s, clock)
+    memory = [SlotPool(store.layouts[0], spec.num_slots) for spec in settings.pools]
+    engine = Engine(Scheduler(settings, recorder), store, link, memory, recorder, stall_timeout_s, clock)
     engine.start()
     try:
         yield engine, link
@@ -266,6 +268,28 @@ def test_a_copy_that_fails_or_is_interrupted_leaves_nothing_behind(error: BaseEx
                 see_all(engine, look_first)
         link.broken = False
         visit(engine, 0, [0, 1])
+
+
+def test_a_copy_that_is_interrupted_once_is_made_for_whoever_else_needs_it() -> None:
+    """Ctrl-C ends one forward, and no other."""
+
+    class Interrupted(Copying):
+        armed = True
+
+        def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+            if self.armed and threading.current_thread() is threading.main_thread():
+                self.armed = False
+                waiting.append(thread.submit(visit, engine, 0, [0, 1]))
+                until(lambda: engine.waiting_visits)  # for the chunk under way: it has fetched all else
+                raise KeyboardInterrupt
+            super().transfer(chunk, destination, address)
+
+    waiting: list[Any] = []
+    with running(Interrupted, slots=3) as (engine, _), ThreadPoolExecutor(1) as thread:
+        with pytest.raises(KeyboardInterrupt):
+            visit(engine, 0, [0])
+        assert waiting[0].result(WAIT_S) == [1, 0]
+        assert visit(engine, 0, [0]) == [0]
 
 
 def test_long_chunks_are_left_to_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -732,6 +756,19 @@ def test_without_memory_for_more_slots_it_goes_on_as_before() -> None:
         assert link.started == []
 
 
+def test_of_several_pools_none_is_changed_if_one_cannot_grow() -> None:
+    with running(pools=[PoolSpec(2, (0,)), PoolSpec(3, (1, 2))]) as (engine, link):
+        visit(engine, 0, [1, 2])
+        with pytest.raises(ConfigError, match="Choose a smaller cache"):
+            engine.resize([1, 2**50])
+        assert [pool.num_slots for pool in engine.pools] == [2, 3]
+        link.started.clear()
+        assert visit(engine, 0, [1, 2]) == [1, 2]
+        assert link.started == []
+        engine.resize([1, 4])
+        assert [pool.num_slots for pool in engine.pools] == [1, 4]
+
+
 def test_a_closed_engine_is_not_resized() -> None:
     with running() as (engine, _):
         engine.close()
@@ -818,6 +855,77 @@ def test_progress_elsewhere_is_not_a_stall() -> None:
         link.engine = engine
         visit(engine, 0, [0, 1])
     assert clock.now_s == pytest.approx(2 * CHUNKS * 0.4)
+
+
+def test_a_process_that_was_stopped_did_not_wait() -> None:
+    """Ctrl-Z and a frozen container stop the clock of no machine; only time in which it looked counts."""
+    clock = Clock()
+    make = lambda link: Recording(link, lambda key, idx: idx == 1)  # noqa: E731
+    with running(make, stall_timeout_s=5.0, clock=clock) as (engine, link), ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(visit, engine, 0, [0])
+        until(lambda: engine.waiting_visits and (ExpertKey(0, 0), 1) in link.started)
+        for seconds in (0.0, 1000.0, 1000.0, 0.9):  # first it sees what came before
+            clock.advance(engine, seconds)
+        assert engine.waiting_visits
+        clock.advance(engine, 0.9)
+        with pytest.raises(EngineStalledError, match=r"no chunk completed for 5\.8 s"):
+            waiting.result(WAIT_S)
+        link.open.set()
+
+
+def in_the_midst_of_a_hint(engine: Engine, call: Callable[[], object]) -> None:
+    """Run `call` as a signal handler would run that comes then, in this thread."""
+    stock = engine.scheduler.hint
+
+    def interrupted(layer_idx: int, ids: Sequence[int]) -> int:
+        hits = stock(layer_idx, ids)
+        call()
+        return hits
+
+    engine.scheduler.hint = interrupted  # type: ignore[method-assign]
+    try:
+        engine.hint(0, [1, 2])
+    finally:
+        engine.scheduler.hint = stock  # type: ignore[method-assign]
+
+
+def test_a_signal_handler_is_refused_in_the_midst_of_a_change() -> None:
+    """And not left waiting for itself. One that catches that has done no harm."""
+    with running() as (engine, _):
+
+        def handler() -> None:
+            for call in (
+                partial(visit, engine, 0, [3]),
+                partial(engine.hint, 1, [3]),
+                partial(engine.set_prefetch, False),
+            ):
+                with pytest.raises(PatchStateError, match="signal handler"):
+                    call()
+
+        in_the_midst_of_a_hint(engine, handler)
+        assert not engine.torn
+        assert visit(engine, 0, [1, 2]) == [1, 2]
+
+
+def test_a_handler_that_does_not_catch_it_leaves_a_state_that_is_not_trusted() -> None:
+    with running() as (engine, _):
+        with pytest.raises(PatchStateError, match="signal handler"):
+            in_the_midst_of_a_hint(engine, partial(engine.hint, 1, [3]))
+        assert engine.torn
+        with pytest.raises(EngineError, match="was being changed"):
+            visit(engine, 0, [1, 2])
+
+
+def test_a_signal_handler_that_closes_does_not_wait_for_workers_that_wait_for_it() -> None:
+    with running(stall_timeout_s=30.0) as (engine, _):
+        started_s = time.monotonic()
+        in_the_midst_of_a_hint(engine, engine.close)
+        assert time.monotonic() - started_s < 15.0, "it waited for workers, which need the lock that its thread had"
+        with pytest.raises(EngineClosedError):
+            visit(engine, 0, [1])
+        for thread in engine._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
 
 
 def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest.LogCaptureFixture) -> None:

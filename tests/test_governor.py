@@ -287,3 +287,16 @@ def test_seconds_per_byte() -> None:
     assert seconds_per_byte([np.stack([durations[:3], 2 * fetched[:3]]), np.zeros((2, 5))]) == 0.5
     assert seconds_per_byte([np.stack([-durations[:3], fetched[:3]])]) == 0.0  # more bytes take no less time
     assert seconds_per_byte([np.zeros((2, 0)), np.ones((2, 3))]) == 0.0  # all fetched as much
+
+
+def test_it_goes_on_after_ctrl_c_at_the_end_of_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Governor) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    governor = Governor()
+    monkeypatch.setattr(Governor, "_trial_ended", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drive(governor, TRIAL_PASSES, prefetch_costs)
+    settings = drive(governor, LONGEST_PASSES + FIRST_HOLD_PASSES // 2, prefetch_costs)
+    assert not any(settings[-FIRST_HOLD_PASSES // 2 :])

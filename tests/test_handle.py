@@ -471,7 +471,7 @@ def test_a_stall_limit_may_be_infinite() -> None:
 class Scripted(Governor):
     """Answers what the script says; notes what it was told."""
 
-    def __init__(self, script: list[bool], lock: threading.Lock) -> None:
+    def __init__(self, script: list[bool], lock: Any) -> None:
         super().__init__()
         self.script, self.lock = script, lock
         self.durations_s: list[float] = []
@@ -481,7 +481,7 @@ class Scripted(Governor):
     def pass_ended(self, duration_s: float, stall_s: float, fetched_bytes: float) -> bool:
         self.stalls_s.append(stall_s)
         self.fetched_bytes.append(fetched_bytes)
-        assert self.lock.locked(), "several threads may run passes: the governor counts under the engine's lock"
+        assert self.lock._is_owned(), "several threads may run passes: the governor counts under the engine's lock"
         self.durations_s.append(duration_s)
         return self.script.pop(0)
 
@@ -494,7 +494,7 @@ def test_the_governor_judges_decode_passes_and_switches_prefetch() -> None:
         governor = handle._governor = Scripted(script, engine.lock)
         withdrawn: list[bool] = []
         withdraw = engine.scheduler.withdraw_forecasts
-        engine.scheduler.withdraw_forecasts = lambda: withdrawn.append(engine.lock.locked()) or withdraw()
+        engine.scheduler.withdraw_forecasts = lambda: withdrawn.append(engine.lock._is_owned()) or withdraw()
         on = []
         for duration_s in (0.1, 0.2, 0.3, 0.4):
             handle.pass_ended(PassState(phase="prefill"), 9.0)

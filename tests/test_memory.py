@@ -266,12 +266,12 @@ def contents(pool: SlotPool) -> list[int]:
 def test_more_slots_leave_the_others_where_they_are() -> None:
     pool = filled(3)
     tensors, addresses = pool.tensors(1), [pool.address(idx) for idx in range(3)]
-    pool.resize(5, {0: 0, 1: 1, 2: 2})
+    pool.resize(5, {0: 0, 1: 1, 2: 2}, pool.room_for(5))
     assert [pool.address(idx) for idx in range(3)] == addresses
     assert pool.tensors(1) is tensors
     assert contents(pool) == [1, 2, 3, 0, 0]
     assert pool.nbytes == 5 * pool.layout.slot_bytes
-    pool.resize(9, {idx: idx for idx in range(5)})
+    pool.resize(9, {idx: idx for idx in range(5)}, pool.room_for(9))
     pool.slot(8)[:] = bytes([9]) * pool.layout.slot_bytes
     assert contents(pool) == [1, 2, 3, 0, 0, 0, 0, 0, 9]
     assert len({pool.address(idx) for idx in range(9)}) == 9
@@ -283,16 +283,16 @@ def test_more_slots_leave_the_others_where_they_are() -> None:
 def test_of_fewer_slots_what_is_kept_moves(grown: bool) -> None:
     pool = filled(3)
     if grown:  # of two regions
-        pool.resize(5, {0: 0, 1: 1, 2: 2})
+        pool.resize(5, {0: 0, 1: 1, 2: 2}, pool.room_for(5))
         pool.slot(4)[:] = bytes([5]) * pool.layout.slot_bytes
-        pool.resize(2, {4: 0, 1: 1})
+        pool.resize(2, {4: 0, 1: 1}, pool.room_for(2))
         assert contents(pool) == [5, 2]
     else:
-        pool.resize(2, {2: 0, 1: 1})
+        pool.resize(2, {2: 0, 1: 1}, pool.room_for(2))
         assert contents(pool) == [3, 2]
     with pytest.raises(AssertionError):
         pool.address(2)
-    pool.resize(4, {0: 0, 1: 1})
+    pool.resize(4, {0: 0, 1: 1}, pool.room_for(4))
     assert contents(pool)[1:2] == [2]
     assert len(pool._regions) == 1 + (4 > 3)
     pool.close()
@@ -306,15 +306,15 @@ def test_memory_of_slots_that_go_is_given_back() -> None:
     pool = SlotPool(layout, 6, prefault=True)
     address = pool.address(0)
     assert resident_bytes(address) >= pool.nbytes
-    pool.resize(2, {0: 0, 1: 1})
+    pool.resize(2, {0: 0, 1: 1}, pool.room_for(2))
     assert pool.nbytes <= resident_bytes(address) <= pool.nbytes + HUGE_PAGE_BYTES
-    pool.resize(3, {0: 0, 1: 1})
+    pool.resize(3, {0: 0, 1: 1}, pool.room_for(3))
     assert not pool.tensors(2)["w"].any()
 
 
 def test_more_slots_than_there_is_memory_for_change_nothing() -> None:
     pool = filled(2)
     with pytest.raises(ConfigError, match="Choose a smaller cache"):
-        pool.resize(2**50, {0: 0, 1: 1})
+        pool.resize(2**50, {0: 0, 1: 1}, pool.room_for(2**50))
     assert contents(pool) == [1, 2]
     assert pool.num_slots == 2

@@ -73,12 +73,16 @@ class Engine(Monitor):
         """Stop the workers (the chunks in flight land first) and wake whoever waits. Safe to repeat.
 
         A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and so would
-        we. Its slot's memory lives as long as it does.
+        we. Its slot's memory lives as long as it does. A signal handler that interrupts this thread where it has the lock
+        waits for none: they need the lock to end.
         """
+        interrupts = self.lock._is_owned()  # type: ignore[attr-defined]
         with self.lock:
             self._closed = True
             self._work.notify_all()
             self.notify_visits()
+        if interrupts:
+            return
         # No limit at all (inf) is more than a thread can be waited for.
         deadline_s = time.perf_counter() + min(self.stall_timeout_s, threading.TIMEOUT_MAX)
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]

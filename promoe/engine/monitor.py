@@ -3,7 +3,8 @@
 The lock is held for microseconds: never during I/O, copies, predictors or expert computation, nor while a forward waits.
 
 Ctrl-C may end a forward anywhere. Whatever it had been granted or had begun is then given back; only if it comes in the midst
-of a change of the scheduler's state, that cannot be trusted any more, and the engine says so from then on.
+of a change of the scheduler's state, that cannot be trusted any more, and the engine says so from then on. Signal handlers run
+there, too, in the thread that holds the lock: so it lets them in, and a change says no to another one in its midst.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
 
-from promoe.errors import EngineClosedError, EngineError, EngineStalledError, ExpertLoadError, PromoeError
+from promoe.errors import (
+    EngineClosedError,
+    EngineError,
+    EngineStalledError,
+    ExpertLoadError,
+    PatchStateError,
+    PromoeError,
+)
 from promoe.links import Link
 from promoe.memory import Pool
 from promoe.recorder import Recorder
@@ -53,6 +61,7 @@ class Monitor:
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
         held: who wants nothing to be sent for now.
+        changing: the scheduler's state is being changed: who sees that with the lock held interrupts it.
         torn: the scheduler's state cannot be trusted, and is not touched any more.
     """
 
@@ -74,7 +83,7 @@ class Monitor:
         self.stall_timeout_s = stall_timeout_s
         self.clock = clock
         self.tracer: Tracer | None = None
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
@@ -86,6 +95,7 @@ class Monitor:
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
         self.held: Waiting | None = None
+        self.changing = False
         self.torn = False
         self._work = threading.Condition(self.lock)
         self._idle_workers = 0
@@ -125,7 +135,7 @@ class Monitor:
 
     def break_off(self, error: BaseException) -> None:
         """An exception came in the midst of a change, with the lock held."""
-        if not isinstance(error, PromoeError):
+        if not isinstance(error, PromoeError) or isinstance(error, _InterruptsChangeError):
             self.torn = True
             self._break(f"Its state was being changed when this came: {error!r}.", error)
 
@@ -226,13 +236,22 @@ class Monitor:
                 self._take_order(orders, speculate=False)
             while orders:
                 self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
-        except BaseException as interruption:
-            while orders:  # each completion brings the next order: none may be left behind
-                self._complete(orders, EngineError(f"The copy was interrupted by {interruption!r}."), speculate=False)
+        except BaseException:
+            if orders:  # a short copy is made again: others may need it, too, and whatever else is demanded
+                self._complete(orders, self._copy_again(orders[0]), goes_on=False)
             raise
 
-    def _complete(self, orders: list[Lease], error: Exception | None, speculate: bool = True) -> None:
-        """Publish the completion of the only one of `orders`, and put the next in its place in the same breath."""
+    def _copy_again(self, lease: Lease) -> Exception | None:
+        try:
+            return self._transfer(lease, self.link.workers)
+        except BaseException as interruption:
+            return EngineError(f"The copy was interrupted by {interruption!r}.")
+
+    def _complete(
+        self, orders: list[Lease], error: Exception | None, speculate: bool = True, goes_on: bool = True
+    ) -> None:
+        """Publish the completion of the only one of `orders`, and put the next in its place in the same breath, if it
+        `goes_on`."""
         first_failure = False
         with self.lock, Changing(self):
             lease = orders.pop()
@@ -245,7 +264,8 @@ class Monitor:
                 self._load_errors.pop(lease.key, None)
             if error is None and any(visit.may_go_on() for visit in self.waiting_visits):
                 self.notify_visits()
-            self._take_order(orders, speculate)
+            if goes_on:
+                self._take_order(orders, speculate)
             if speculate:
                 self.wake_workers()  # where there is one order there may be more
             if not orders and any(visit.may_go_on() for visit in self.waiting_visits):
@@ -263,10 +283,17 @@ class Monitor:
         return first
 
 
+class _InterruptsChangeError(PatchStateError):
+    """Raised where a signal handler would change what it interrupted a change of."""
+
+
 class Changing:
     """A change of the scheduler's state, with the lock held: what an exception in its midst leaves cannot be trusted.
 
     Not a generator, which takes several times as long: this is on the path of every layer.
+
+    Raises:
+        PatchStateError: this thread is in the midst of one: a signal handler, or a finalizer, calls.
     """
 
     __slots__ = ("_monitor",)
@@ -275,10 +302,16 @@ class Changing:
         self._monitor = monitor
 
     def __enter__(self) -> None:
-        pass
+        if self._monitor.changing:
+            raise _InterruptsChangeError(
+                "A signal handler (or a finalizer) used the model while it interrupted the same thread in the midst of a "
+                "change of the cache. Let the handler set a flag, and look at that in the main program."
+            )
+        self._monitor.changing = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._monitor.changing = False
         if error is not None:
             self._monitor.break_off(error)

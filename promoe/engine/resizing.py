@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from promoe.engine.monitor import Changing, Monitor
 from promoe.engine.waiter import Waiter
@@ -26,7 +27,7 @@ class Resizing(Waiter):
 
         Raises:
             PatchStateError: a forward is using experts; then nothing was changed.
-            ConfigError: there is no memory for that; then no more than experts that had no room any more are gone.
+            ConfigError: there is no memory for that; then nothing was changed.
             EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
         """
         engine = self._engine
@@ -59,8 +60,10 @@ class Resizing(Waiter):
         if not self.may_go_on():
             return None
         self._check_unused()
+        sizes = enumerate(zip(self._engine.pools, self._num_slots, strict=True))
+        rooms = {idx: pool.room_for(num_slots) for idx, (pool, num_slots) in sizes if num_slots != pool.num_slots}
         with Changing(self._engine):
-            self._resize()
+            self._resize(rooms)
         return True
 
     def _check_unused(self) -> None:
@@ -71,10 +74,10 @@ class Resizing(Waiter):
                 "changed. Call resize between two forwards, for example in a stopping criterion."
             )
 
-    def _resize(self) -> None:
-        scheduler = self._engine.scheduler
-        for idx, (pool, num_slots) in enumerate(zip(self._engine.pools, self._num_slots, strict=True)):
-            if num_slots != pool.num_slots:
-                kept = scheduler.prepare_resize(idx, num_slots)
-                pool.resize(num_slots, kept)
-                scheduler.resize(idx, num_slots, kept)
+    def _resize(self, rooms: Mapping[int, Any]) -> None:
+        engine, scheduler = self._engine, self._engine.scheduler
+        for idx, room in rooms.items():
+            num_slots = self._num_slots[idx]
+            kept = scheduler.prepare_resize(idx, num_slots)
+            engine.pools[idx].resize(num_slots, kept, room)
+            scheduler.resize(idx, num_slots, kept)

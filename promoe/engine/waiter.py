@@ -10,6 +10,8 @@ from promoe.engine.monitor import Monitor
 
 # How often who waits looks up to see whether anything moved at all.
 HEARTBEAT_S = 1.0
+# What one such wait counts at most, on a machine too busy to wake it in time.
+LONGEST_WAIT_S = 2 * HEARTBEAT_S
 
 Found = TypeVar("Found")
 
@@ -47,7 +49,7 @@ class Waiter:
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
         """
         engine = self._engine
-        last_progress_s, progress = engine.clock(), -1
+        last_look_s, waited_s, progress = engine.clock(), 0.0, -1
         try:
             while True:
                 with engine.lock:
@@ -58,10 +60,13 @@ class Waiter:
                     if self not in engine.waiting_visits:
                         engine.waiting_visits.append(self)
                     now_s = engine.clock()
+                    # No more than it meant to sleep: a process that was stopped (Ctrl-Z, a frozen container) did not wait.
+                    waited_s += min(now_s - last_look_s, LONGEST_WAIT_S)
+                    last_look_s = now_s
                     if engine.progress != progress:
-                        progress, last_progress_s = engine.progress, now_s
-                    elif now_s - last_progress_s > engine.stall_timeout_s:
-                        raise engine.stalled(self._what(), now_s - last_progress_s)
+                        progress, waited_s = engine.progress, 0.0
+                    elif waited_s > engine.stall_timeout_s:
+                        raise engine.stalled(self._what(), waited_s)
                 self._notified.acquire(timeout=min(HEARTBEAT_S, engine.stall_timeout_s))
         finally:
             with engine.lock:

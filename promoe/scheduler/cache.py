@@ -9,6 +9,7 @@ let. A late chunk that overwrote another expert's slot would be a silent wrong w
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -50,11 +51,11 @@ class ExpertCache:
 
     def __init__(self, num_slots: int, num_codes: int) -> None:
         self.num_slots = num_slots
-        # bytearray for fast scalar access from Python, with a numpy view on the same bytes for whole-cache questions.
+        # For fast scalar access from Python, with numpy views on the same bytes for whole-cache questions.
         self.state = bytearray(num_codes)
-        self.pins = bytearray(num_codes)
+        self.pins = array("I", bytes(4 * num_codes))  # as many as there are visits at once
         self.states = np.frombuffer(self.state, dtype=np.uint8)
-        self.pin_counts = np.frombuffer(self.pins, dtype=np.uint8)
+        self.pin_counts = np.frombuffer(self.pins, dtype=np.uint32)
         self.slot_of: dict[int, int] = {}  # RESIDENT experts
         self.loads: dict[int, Load] = {}  # LOADING and DRAINING experts
         self.owner: list[int | None] = [None] * num_slots

@@ -100,6 +100,16 @@ def test_pins_count_experts_once() -> None:
     cache.check_integrity()
 
 
+def test_one_expert_may_be_in_many_visits_at_once() -> None:
+    cache = ExpertCache(1, 2)
+    for _ in range(1000):
+        cache.pin(1)
+    assert cache.pin_counts.tolist() == [0, 1000]
+    for _ in range(1000):
+        cache.unpin(1)
+    assert cache.num_pinned == 0
+
+
 def test_states_move_one_way() -> None:
     cache = ExpertCache(num_slots=3, num_codes=4)
     bring(cache, 0)
