@@ -214,7 +214,9 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             in_order = isinstance(parts.predictor, OraclePredictor)
             forecaster = Forecaster(parts.predictor, engine, in_order, parts.device)
             undo.callback(forecaster.close)
-        passes = PassObserver(recorder, engine.lock, lambda state, duration_s: handle.pass_ended(state, duration_s))
+        passes = PassObserver(
+            recorder, engine.lock, lambda *ended: handle.pass_ended(*ended), lambda: handle.pass_begins()
+        )
         runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream, parts.device)
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))

@@ -22,10 +22,15 @@ _CALL = nn.Module._call_impl.__code__
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str]:
+def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer], but: int | None = None) -> list[str]:
     """Names of the threads that are in a forward of `model`, or of a part of it that holds experts.
 
     A gate alone is none: predictors ask gates.
+
+    Args:
+        model: the model.
+        layers: its MoE layers.
+        but: the number (`threading.get_ident`) of a thread that is not looked at.
     """
     inside = _modules_around_experts(model, layers)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -33,11 +38,10 @@ def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer]) -> list[str
         frames: dict[int, FrameType] = {}
         try:
             frames.update(sys._current_frames())
-            return [
-                names.get(ident, f"thread {ident}") for ident, frame in frames.items() if _calls_one_of(frame, inside)
-            ]
+            found = [ident for ident, frame in frames.items() if ident != but and _calls_one_of(frame, inside)]
         finally:
             frames.clear()  # one of them is this call's own, which holds them all, and with them other threads' models
+    return [names.get(ident, f"thread {ident}") for ident in found]
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +24,8 @@ from promoe.sizes import CacheSize, plan_pools
 from promoe.stats import Stats
 from promoe.stores import Store
 from promoe.tracing import PASS, Tracer, check_writable, latest_passes
+
+logger = logging.getLogger(__name__)
 
 
 class Handle:
@@ -52,6 +56,7 @@ class Handle:
         self._predictor = predictor
         self._undo = undo
         self._restore = restore
+        self._renewing = threading.RLock()
         self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
         self._governor = Governor() if predictor is not None and config.governor else None
         with runtime.engine.lock:
@@ -170,6 +175,21 @@ class Handle:
             for pool in self._pools:
                 pool.close()
 
+    def pass_begins(self) -> None:
+        """A forward pass begins: after Ctrl-C came in the midst of a change, with an empty cache, if no other pass runs."""
+        engine, model = self.runtime.engine, self._model()
+        if not engine.torn or model is None:
+            return
+        with self._renewing:
+            if not threads_in_forward(model, self.runtime.layers, but=threading.get_ident()):
+                engine.renew()
+                if not engine.torn:
+                    logger.warning(
+                        "An exception (such as Ctrl-C) had come in the midst of a change of the cache of this %s: it begins "
+                        "anew, empty.",
+                        self._model_name,
+                    )
+
     def pass_ended(self, state: PassState, duration_s: float) -> None:
         """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
         if (model := self._model()) is not None:
@@ -191,8 +211,8 @@ class Handle:
             engine.set_prefetch(on)
 
     def _score_forecasts(self) -> None:
-        """Count those whose time has come, with the lock held; not for a signal handler that interrupts a change."""
-        if not self.runtime.engine.changing:
+        """Count those whose time has come, with the lock held; not for a signal handler, which may interrupt a change."""
+        if self.runtime.engine.times_held() == 1:
             self.runtime.engine.scheduler.score_forecasts()
 
     def _check_idle(self) -> None:

@@ -59,14 +59,20 @@ class PassObserver:
         recorder: told of each pass, under `lock`.
         lock: guards the recorder.
         on_end: called with each pass that ended without an error.
+        on_begin: called before each pass.
     """
 
     def __init__(
-        self, recorder: Recorder, lock: AbstractContextManager[object], on_end: Callable[[PassState, float], None]
+        self,
+        recorder: Recorder,
+        lock: AbstractContextManager[object],
+        on_end: Callable[[PassState, float], None],
+        on_begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._recorder = recorder
         self._lock = lock
         self._on_end = on_end
+        self._on_begin = on_begin
         self._local = threading.local()
         self._ending = False  # guarded by the lock
 
@@ -129,6 +135,7 @@ class PassObserver:
         self._end_live(output)
 
     def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._on_begin()
         batch, length = _shape(args, kwargs)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         real = _real_tokens(mask, batch, length)

@@ -873,6 +873,11 @@ def test_a_process_that_was_stopped_did_not_wait() -> None:
         link.open.set()
 
 
+KNOWS_ITS_DEPTH = pytest.mark.skipif(
+    not hasattr(threading.RLock(), "_recursion_count"), reason="this Python's locks do not say how often they are held"
+)
+
+
 def in_the_midst_of_a_hint(engine: Engine, call: Callable[[], object]) -> None:
     """Run `call` as a signal handler would run that comes then, in this thread."""
     stock = engine.scheduler.hint
@@ -889,6 +894,7 @@ def in_the_midst_of_a_hint(engine: Engine, call: Callable[[], object]) -> None:
         engine.scheduler.hint = stock  # type: ignore[method-assign]
 
 
+@KNOWS_ITS_DEPTH
 def test_a_signal_handler_is_refused_in_the_midst_of_a_change() -> None:
     """And not left waiting for itself. One that catches that has done no harm."""
     with running() as (engine, _):
@@ -907,6 +913,7 @@ def test_a_signal_handler_is_refused_in_the_midst_of_a_change() -> None:
         assert visit(engine, 0, [1, 2]) == [1, 2]
 
 
+@KNOWS_ITS_DEPTH
 def test_a_handler_that_does_not_catch_it_leaves_a_state_that_is_not_trusted() -> None:
     with running() as (engine, _):
         with pytest.raises(PatchStateError, match="signal handler"):

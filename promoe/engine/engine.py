@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,9 @@ from promoe.stores import Store
 from promoe.threads import ThreadBeside, hold_in_forks, stop_at_exit
 
 logger = logging.getLogger(__name__)
+
+# How often it is looked whether all workers wait, before the engine is renewed.
+RENEWAL_LOOKS_S = 0.001
 
 
 class Engine(Monitor):
@@ -92,6 +96,41 @@ class Engine(Monitor):
         if stuck := [thread.name for thread in workers if thread.is_alive()]:
             logger.warning("%s still in a transfer after %.1f s; left behind.", ", ".join(stuck), self.stall_timeout_s)
         self.link.close()
+
+    def renew(self) -> None:
+        """After an exception came in the midst of a change: go on with another scheduler, and nothing in the slots.
+
+        To be called while no forward uses a slot. What was learned while running is learned anew. Where that is not possible
+        (a worker died or does not come back, the slots were being resized) nothing is changed, and `check_alive` goes on to say
+        what happened.
+        """
+        with self.lock:
+            self._assigned.clear()
+        deadline_s = time.perf_counter() + self.stall_timeout_s
+        while time.perf_counter() < deadline_s:
+            with self.lock:
+                if not self.torn or not self.renewable or self._closed:
+                    return
+                if not all(thread.is_alive() for thread in self._threads):
+                    return
+                if not self._working:
+                    self._begin_anew()
+                    return
+            time.sleep(RENEWAL_LOOKS_S)
+
+    def _begin_anew(self) -> None:
+        """Have another scheduler, with the lock held; last of all, it is served again."""
+        before = self.scheduler
+        sizes = zip(before.config.pools, self.pools, strict=True)
+        pools = [replace(spec, num_slots=pool.num_slots) for spec, pool in sizes]
+        self.scheduler = Scheduler(replace(before.config, pools=pools), self.recorder, before.reuse)
+        self.scheduler.prefetch_on = before.prefetch_on
+        if before.config.strict:
+            self._poison_released_slots()
+        self.waiting_visits.clear()
+        self._load_errors.clear()
+        self.held, self._idle_workers = None, self.link.workers
+        self._broken, self.torn = None, False
 
     def _end(self) -> None:
         """The process ends: nothing is begun any more. Forwards of daemon threads wait for their end, without a word."""
@@ -205,7 +244,7 @@ class Engine(Monitor):
 
     def _serve(self, worker_idx: int) -> None:
         try:
-            while (lease := self._next_lease()) is not None:
+            while (lease := self._next_lease(worker_idx)) is not None:
                 orders = [lease]
                 while orders:
                     self._complete(orders, self._transfer(orders[0], worker_idx))
@@ -214,12 +253,14 @@ class Engine(Monitor):
             with self.lock:
                 self._break(f"A link worker died: {error!r}.", error)
 
-    def _next_lease(self) -> Lease | None:
+    def _next_lease(self, worker_idx: int) -> Lease | None:
         with self.lock:
+            self._working.discard(worker_idx)
             self._idle_workers += 1
             self.wake_workers()
             while not self._assigned:
                 if self._closed or self._ending:
                     return None
                 self._work.wait()
+            self._working.add(worker_idx)
             return self._assigned.popleft()

@@ -3,8 +3,9 @@
 The lock is held for microseconds: never during I/O, copies, predictors or expert computation, nor while a forward waits.
 
 Ctrl-C may end a forward anywhere. Whatever it had been granted or had begun is then given back; only if it comes in the midst
-of a change of the scheduler's state, that cannot be trusted any more, and the engine says so from then on. Signal handlers run
-there, too, in the thread that holds the lock: so it lets them in, and a change says no to another one in its midst.
+of a change of the scheduler's state, that cannot be trusted any more, and nothing is served until the engine was renewed: with
+another scheduler, and nothing in the slots. Signal handlers run there, too, in the thread that holds the lock: so it lets them
+in, and a change says no to another one in its midst.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class Monitor:
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
         held: who wants nothing to be sent for now.
-        changing: the scheduler's state is being changed: who sees that with the lock held interrupts it.
+        times_held: how often the calling thread has the lock: more than once where a signal handler, or a finalizer,
+            interrupted it there.
         torn: the scheduler's state cannot be trusted, and is not touched any more.
+        renewable: the slots themselves can be.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Monitor:
         self.clock = clock
         self.tracer: Tracer | None = None
         self.lock = threading.RLock()
+        self.times_held: Callable[[], int] = getattr(self.lock, "_recursion_count", _once)  # not in Python 3.10
         self.pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
@@ -95,11 +99,12 @@ class Monitor:
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
         self.held: Waiting | None = None
-        self.changing = False
         self.torn = False
+        self.renewable = True
         self._work = threading.Condition(self.lock)
         self._idle_workers = 0
         self._assigned: deque[Lease] = deque()  # to workers that were idle and have not taken them yet
+        self._working = set(range(link.workers))  # those that do not wait for an order
         self._chunks_completed = 0
         self._closed = False
         self._ending = False  # the process
@@ -117,6 +122,10 @@ class Monitor:
         """
         if self._broken is not None:
             what, cause = self._broken
+            if self.torn and self.renewable:
+                raise EngineError(
+                    f"{what} The model's next forward begins with an empty cache, once no other forward of it runs."
+                ) from cause
             raise EngineError(
                 f"{what} The model cannot fetch experts any more: call promoe.unpatch(model) and patch it again, or open "
                 "the model again, in the process that uses it."
@@ -283,6 +292,10 @@ class Monitor:
         return first
 
 
+def _once() -> int:
+    return 1
+
+
 class _InterruptsChangeError(PatchStateError):
     """Raised where a signal handler would change what it interrupted a change of."""
 
@@ -302,16 +315,14 @@ class Changing:
         self._monitor = monitor
 
     def __enter__(self) -> None:
-        if self._monitor.changing:
+        if self._monitor.times_held() > 1:
             raise _InterruptsChangeError(
                 "A signal handler (or a finalizer) used the model while it interrupted the same thread in the midst of a "
                 "change of the cache. Let the handler set a flag, and look at that in the main program."
             )
-        self._monitor.changing = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._monitor.changing = False
         if error is not None:
             self._monitor.break_off(error)

@@ -63,7 +63,9 @@ class Resizing(Waiter):
         sizes = enumerate(zip(self._engine.pools, self._num_slots, strict=True))
         rooms = {idx: pool.room_for(num_slots) for idx, (pool, num_slots) in sizes if num_slots != pool.num_slots}
         with Changing(self._engine):
+            self._engine.renewable = False
             self._resize(rooms)
+            self._engine.renewable = True
         return True
 
     def _check_unused(self) -> None:

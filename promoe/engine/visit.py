@@ -45,6 +45,7 @@ class EngineVisit(Waiter):
         self._reading: list[int] = []  # slots
         self._hits = hits
         self._phase = phase
+        self._scheduler = engine.scheduler
         self._visit: Visit | None = None  # while it lasts
 
     def __enter__(self) -> EngineVisit:
@@ -81,7 +82,7 @@ class EngineVisit(Waiter):
         engine = self._engine
         with engine.lock:
             visit = self._visit
-            if visit is None or engine.torn:
+            if visit is None or engine.torn or engine.scheduler is not self._scheduler:
                 return
             with Changing(engine):
                 if self in engine.waiting_visits:  # Ctrl-C came twice

@@ -63,6 +63,7 @@ class Scheduler:
         taught: Scheduler | None = None,
     ) -> None:
         self.config = config
+        self.reuse = reuse
         self.observer: Observer = observer or NullObserver()
         self.max_experts = max(config.num_experts)
         self.prefetch_on = config.prefetch

@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of a forward: the next one is right, or says that nothing is served any more. Nothing hangs."""
+"""Ctrl-C at every point of a forward: the next one is right. Nothing hangs."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from waiting import WAIT_S, until
 
 import promoe
 from promoe.errors import EngineError
+from promoe.memory import SlotPool
 
 from .support import WAYS, always, assert_refuses, assert_right, faulty, never
 
@@ -100,7 +101,7 @@ def test_interruption_nearly_everywhere(way: str, prompt: str) -> None:
 def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
     """Interrupt so many forwards, each a little later; what is resident differs from one to the next."""
     step = max(1, points(way, prompt) // times)
-    refused, interrupted, at = 0, 0, WAYS.index(way) * step // len(WAYS)
+    renewed, interrupted, at = 0, 0, WAYS.index(way) * step // len(WAYS)
     while True:
         with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
             for _ in range(25):  # many in one model: what one leaves behind the next ones would run into
@@ -109,12 +110,9 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                 if not where:
                     break
                 interrupted += 1
-                try:
-                    assert_right(model, "short")
-                except EngineError:
-                    assert_refuses(model, "Its state was being changed when this came: KeyboardInterrupt")
-                    refused += 1
-                    break
+                renewed += model.promoe.runtime.engine.torn
+                assert_right(model, "short")
+                assert not model.promoe.runtime.engine.torn
                 check_integrity(model)
                 with model.promoe.runtime.engine.lock:
                     caches = model.promoe.runtime.engine.scheduler._caches
@@ -123,7 +121,94 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
         if not where:
             break
     assert interrupted >= times // 4, "once experts are resident, a forward has fewer points, but not so few"
-    assert refused < interrupted, "about half of the lines change the scheduler's state; the others do no harm"
+    assert renewed < interrupted, "about half of the lines change the scheduler's state; the others do no harm"
+
+
+class InScheduler(Interrupting):
+    """Raises in the scheduler's `begin_visit`: in the midst of a change."""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_name == "begin_visit" and frame.f_code.co_filename.startswith(FOLDER) and not self.where:
+            self.where = "begin_visit"
+            raise KeyboardInterrupt(self.where)
+
+
+def tear(model: PreTrainedModel) -> None:
+    interrupting = InScheduler()
+    with pytest.raises(KeyboardInterrupt), interrupting.tracing():
+        greedy(model, PROMPTS["one"])
+    assert model.promoe.runtime.engine.torn
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_next_forward_begins_with_an_empty_cache_and_says_so(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
+        for _ in range(3):
+            assert_right(model)
+            engine = model.promoe.runtime.engine
+            before, moved = engine.scheduler, model.promoe.stats().bytes_demand
+            tear(model)
+            with pytest.raises(EngineError, match=r"was being changed.*begins with an empty cache"):
+                model.promoe.resize("50%")
+            assert_right(model)
+            assert engine.scheduler is not before
+            assert model.promoe.stats().bytes_demand > moved
+            assert "in the midst of a change of the cache" in caplog.text
+            caplog.clear()
+            model.promoe.resize("50%")
+            check_integrity(model)
+
+
+def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
+    """It may still read slots."""
+    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+        inside, leave, ended = threading.Event(), threading.Event(), []
+
+        def hold(*_: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                assert leave.wait(WAIT_S)
+
+        def other() -> None:
+            try:
+                greedy(model, PROMPTS["one"])
+            except EngineError as error:
+                ended.append(error)
+
+        hook = promoe.find_moe_layers(model)[1].block.register_forward_pre_hook(hold)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(WAIT_S)
+        tear(model)
+        assert_refuses(model, "once no other forward of it runs")
+        leave.set()
+        thread.join()
+        assert [str(error) for error in ended if "begins with an empty cache" in str(error)]
+        hook.remove()
+        assert_right(model)
+
+
+def test_slots_that_were_being_resized_are_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+        assert_right(model)
+        monkeypatch.setattr(SlotPool, "resize", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.promoe.resize("50%")
+        assert_refuses(model, r"was being changed.*call promoe.unpatch\(model\)")
+
+
+def test_without_its_workers_nothing_is_begun_anew() -> None:
+    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+        tear(model)
+        engine = model.promoe.runtime.engine
+        with engine.lock:
+            engine._assigned.append(None)  # which no worker can take, and dies
+            engine._work.notify()
+        until(lambda: not all(thread.is_alive() for thread in engine._threads))
+        assert_refuses(model, "was being changed")
 
 
 @pytest.mark.parametrize("way", WAYS)
