@@ -50,7 +50,7 @@ class Entry(NamedTuple):
     made: bool = True
 
 
-HANDLE = ("stats", "reset_stats", "report", "trace", "close")
+HANDLE = ("stats", "reset_stats", "report", "resize", "warm", "trace", "close")
 SECTIONS = {
     "Opening and patching": [
         Entry("promoe.from_pretrained"),

@@ -94,7 +94,7 @@ class Handle:
         is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
 
         Args:
-            popularity: the JSON file that `promoe run --report` writes beside its page; the `stats()` of an earlier run; or how
+            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run; or how
                 often each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:

@@ -43,8 +43,9 @@ def from_pretrained(
     """Open a safetensors checkpoint whose experts need not fit in memory.
 
     Everything but the routed experts is loaded. Expert weights are read from the checkpoint's own files, chunk by
-    chunk, when they are needed or foreseen: no conversion step, no second copy. Output is identical to the model that
-    Transformers' `from_pretrained` gives.
+    chunk, when they are needed or foreseen: no conversion step, no second copy. Output is identical to that of the
+    model that Transformers' `from_pretrained` gives; in fp32, where bits depend on where weights begin in memory, to that of
+    one whose weights begin at multiples of 64 bytes, as clones do.
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
