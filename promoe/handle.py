@@ -94,8 +94,8 @@ class Handle:
         is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
 
         Args:
-            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run; or how
-                often each expert is used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run; or
+                how often each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
             How many of the experts that are used at all are in slots now.
