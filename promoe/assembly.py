@@ -217,7 +217,16 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         passes = PassObserver(
             recorder, engine.lock, lambda *ended: handle.pass_ended(*ended), lambda: handle.pass_begins()
         )
-        runtime = Runtime(layers, engine, forecaster, passes, config.min_group_bytes, config.stream, parts.device)
+        runtime = Runtime(
+            layers,
+            engine,
+            forecaster,
+            passes,
+            config.min_group_bytes,
+            config.stream,
+            parts.device,
+            isinstance(parts.store, HostStore),
+        )
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
         called = _called_model(model, layers)

@@ -22,6 +22,7 @@ from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import can_begin, check_no_grad, depends_on_groups, run_groups, run_resident
+from promoe.live_weights import LiveWeights
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, PassState
 from promoe.prediction import Forecaster
@@ -47,6 +48,7 @@ class Runtime:
         min_group_bytes: see `PromoeConfig`.
         stream: see `PromoeConfig`.
         device: where the model computes; None: the processor.
+        live: whether experts are served from the layers' own tensors.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Runtime:
         min_group_bytes: int = 0,
         stream: bool = True,
         device: Device | None = None,
+        live: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
@@ -66,6 +69,7 @@ class Runtime:
         self._min_group_bytes = min_group_bytes
         self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
+        self._live = [LiveWeights(layer) for layer in layers] if live else []
         self._on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
@@ -123,6 +127,8 @@ class Runtime:
             real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
+            if self._live:
+                self._live[layer.layer_idx].check(ids)
             host_index = on_host if self._on_device else None
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:

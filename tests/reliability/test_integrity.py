@@ -14,11 +14,12 @@ import torch
 from fake_device import FakeDevice
 from served import PROMPTS, LinkOver, checkpoint, close, config, greedy, plain_link, resident
 from stores.checkpoints import shards
+from tiny_models import build, token_ids
 from transformers import PreTrainedModel
 from waiting import settle
 
 import promoe
-from promoe.errors import CheckpointError, ConfigError, ExpertLoadError
+from promoe.errors import CheckpointError, ConfigError, ExpertLoadError, PatchStateError
 from promoe.links import Fault, FaultyLink
 from promoe.links.direct import DirectFiles
 
@@ -189,13 +190,59 @@ def test_weights_in_ram_that_somebody_writes() -> None:
         kept = [layer.experts.down_proj.detach().clone() for layer in layers]
         with torch.no_grad():
             for layer in layers:
-                layer.experts.down_proj += 1.0
+                layer.experts.down_proj.data += 1.0  # which torch does not count, and nothing else notices
         assert_told(model, ExpertLoadError, "tensor down_proj of MoE layer .*differ from those that came first")
         settle(model.promoe.runtime.engine)  # what is read half before and half after differs too
         with torch.no_grad():
             for layer, values in zip(layers, kept, strict=True):
-                layer.experts.down_proj.copy_(values)
+                layer.experts.down_proj.data.copy_(values)
         assert_right(model)
+
+
+def multiply(experts: torch.nn.Module) -> None:
+    experts.down_proj.mul_(-1)
+
+
+def copy(experts: torch.nn.Module) -> None:
+    experts.gate_up_proj[3].copy_(torch.zeros_like(experts.gate_up_proj[3]))
+
+
+def give_data(experts: torch.nn.Module) -> None:
+    experts.down_proj.data = experts.down_proj.data * 0.5
+
+
+def replace(experts: torch.nn.Module) -> None:
+    experts.down_proj = torch.nn.Parameter(experts.down_proj.detach() * 0.5)
+
+
+@pytest.mark.parametrize("predictor", [None, "gate"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(multiply, "wrote to"), (copy, "wrote to"), (give_data, "gave other data to"), (replace, "replaced")],
+)
+def test_weights_in_ram_that_are_changed_after_patching(
+    change: Callable[[torch.nn.Module], None], words: str, predictor: str | None
+) -> None:
+    """Slots would hold some experts as they were, and others as they are."""
+    model, reference = build("qwen2_moe"), build("qwen2_moe")
+    promoe.patch(model, cache="30%", predictor=predictor, link=promoe.EmulatedLink(1e9), config=config())
+    ids = token_ids(1, 5, seed=1)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+    with torch.no_grad():
+        for each in (model, reference):
+            change(promoe.find_moe_layers(each)[1].experts)
+    for _ in range(2):
+        with (
+            torch.inference_mode(),
+            pytest.raises(PatchStateError, match=rf"something {words} '\w+' of 'model.layers.1.mlp"),
+        ):
+            model(ids)
+    promoe.unpatch(model)
+    promoe.patch(model, cache="30%", predictor=predictor, link=promoe.EmulatedLink(1e9), config=config())
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, reference(ids).logits)
+    promoe.unpatch(model)
 
 
 def test_verify_needs_slots_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
