@@ -10,8 +10,9 @@ take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with 
 policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those of the model on the GPU are counted.
 What no time or no memory is left for is left out, and said.
 
-`accelerate cpu_offload` brings every layer's weights when it runs, from pageable memory; `streamed layers` is the same idea at
-its best: experts pinned, and the next layer's copied while this one computes.
+`accelerate cpu_offload` brings every layer's weights when it runs; `streamed layers` is the same idea at its best: experts
+pinned, and the next layer's copied while this one computes. (They share the experts' memory: accelerate copies from pinned
+memory, too.)
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class StreamedLayers:
     def __init__(self, model: nn.Module, device: Device) -> None:
         self._device, self._queue = device, device.new_queue()
         self._parameters = [layer.parameters() for layer in promoe.find_moe_layers(model)]
-        _, self._unpin = device.pin([tensor for layer in self._parameters for tensor in layer])
+        self._pinned = device.pin([tensor for layer in self._parameters for tensor in layer])
         self._at_home = [[parameter.data for parameter in layer] for layer in self._parameters]
         nbytes = sum(tensor.nbytes for tensor in self._at_home[0])
         self._buffers = [device.allocate(nbytes) for _ in range(2)]
@@ -140,7 +141,7 @@ class StreamedLayers:
         """The experts are used where they lie again."""
         self._hooks.close()
         self._queue.mark().wait_on_host()
-        self._unpin()
+        self._pinned.undo()
 
     def _fetch(self, idx: int) -> None:
         if (read := self._read[idx % 2]) is not None:

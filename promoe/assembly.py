@@ -197,7 +197,10 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
     """
     layers, config = parts.layers, parts.config
     with ExitStack() as undo:
-        pools = [_pool(plan, parts) for plan in parts.plans]
+        pools = []
+        for plan in parts.plans:
+            pools.append(_pool(plan, parts))
+            undo.callback(pools[-1].close)
         if parts.device is not None:
             _say_what_is_exact(layers, parts.device)
             undo.callback(place(model, layers, parts.device))

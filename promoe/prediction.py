@@ -49,7 +49,7 @@ class Forecaster:
         # The oracle counts visits and must see each of them.
         self._in_order = in_order
         self._device = device
-        self._queue = None if device is None else device.new_queue()
+        self._queue = None if device is None else device.side_queue()
         self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
         self._condition = threading.Condition()
         self._one_at_a_time = threading.RLock()  # a signal handler may run the model, too

@@ -42,7 +42,7 @@ def has_grouped_kernel(x: torch.Tensor) -> bool:
     device to know how many there are."""
     if x.device.type != "cuda":
         return True  # one by one, and nothing waits
-    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)  # H100, B200
 
 
 class SlotOrder:
@@ -59,13 +59,15 @@ class SlotOrder:
         by_slot = sorted(zip(slots, ends, sizes, strict=True))
         windows = list(_windows([slot for slot, _, _ in by_slot], [size for _, _, size in by_slot]))
         self._sizes = [ends[-1] for _, ends in windows]
-        self._windows = [(first, send(torch.tensor(ends, dtype=torch.int32), device)) for first, ends in windows]
+        self._windows = [
+            (first, send(torch.tensor(ends, dtype=torch.int32, device="cpu"), device)) for first, ends in windows
+        ]
         self._there: torch.Tensor | None = None
         self._back: torch.Tensor | None = None
         if any(one > other for one, other in pairwise(slots)):
-            there = torch.cat([torch.arange(end - size, end) for _, end, size in by_slot])
+            there = torch.cat([torch.arange(end - size, end, device="cpu") for _, end, size in by_slot])
             back = torch.empty_like(there)
-            back[there] = torch.arange(len(there))
+            back[there] = torch.arange(len(there), device="cpu")
             self._there, self._back = send(torch.stack([there, back]), device)
 
     def multiply(self, x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from itertools import count
 
 import torch
 
+from promoe.devices import Pinned
 from promoe.errors import ConfigError
 
 _numbers = count()
@@ -123,6 +124,7 @@ class FakeDevice:
         self.torch_device = torch.device("cpu")
         self.compute = FakeQueue(self, eager)
         self.queues = [self.compute]
+        self._side: FakeQueue | None = None
         self.memory_bytes = memory_bytes
         self.working = threading.RLock()
         self.copied_bytes = 0
@@ -157,9 +159,16 @@ class FakeDevice:
         self.queues.append(FakeQueue(self))
         return self.queues[-1]
 
-    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
-        self.pinned = list(tensors)
-        return self.unpinnable_bytes, self.pinned.clear
+    def side_queue(self) -> FakeQueue:
+        if self._side is None:
+            self._side = self.new_queue()
+        return self._side
+
+    def pin(self, tensors: Sequence[torch.Tensor], own_pages: bool = False) -> Pinned:
+        """All of them, or, where some bytes cannot be, none."""
+        self.pinned = [] if self.unpinnable_bytes else list(tensors)
+        ranges = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in self.pinned]
+        return Pinned(ranges, self.unpinnable_bytes, self.pinned.clear)
 
     def run_some(self, draw: random.Random, steps: int) -> None:
         """So many pieces of work, of queues drawn among those that can go on."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from promoe.devices.base import Device, Event, Queue
+from promoe.devices.base import Device, Event, Pinned, Queue
 from promoe.devices.sending import send
 from promoe.errors import ConfigError
 
-__all__ = ["Device", "Event", "Queue", "open_device", "send"]
+__all__ = ["Device", "Event", "Pinned", "Queue", "open_device", "send"]
 
 
 def open_device(device: str | torch.device) -> Device | None:

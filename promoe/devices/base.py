@@ -7,7 +7,8 @@ in terms of these, so that it can be tested where there is none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -51,6 +52,28 @@ class Queue(Protocol):
         ...
 
 
+class Pinned:
+    """Host memory that copies to a device are made from directly, as ranges of addresses.
+
+    Args:
+        ranges: [start, end), disjoint.
+        refused_bytes: of what was to be pinned and could not be.
+        undo: unpins. Safe to repeat.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]], refused_bytes: int, undo: Callable[[], None]) -> None:
+        self._ranges = sorted(ranges)
+        self._starts = [start for start, _ in self._ranges]
+        self.refused_bytes = refused_bytes
+        self.undo = undo
+
+    def covers(self, memory: torch.Tensor) -> bool:
+        """Whether all of a contiguous tensor's memory is."""
+        address = memory.data_ptr()
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address + memory.nbytes <= self._ranges[place][1]
+
+
 class Device(Protocol):
     """One device."""
 
@@ -86,6 +109,15 @@ class Device(Protocol):
         """One beside that, for copies."""
         ...
 
-    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
-        """Pin the host memory of tensors where it lies: bytes for which that was not possible, and the undo."""
+    def side_queue(self) -> Queue:
+        """One beside both, for kernels; the same each time: libraries keep memory for each queue that they have worked in."""
+        ...
+
+    def pin(self, tensors: Sequence[torch.Tensor], own_pages: bool = False) -> Pinned:
+        """Pin the host memory of tensors where it lies, as far as that does no harm to others.
+
+        Args:
+            tensors: whose storages are pinned.
+            own_pages: nothing else lies in the pages that they are in.
+        """
         ...

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from promoe.devices.base import Pinned
 from promoe.errors import ConfigError
 from promoe.units import format_memory
 
 PAGE_BYTES = 4096
+# A block of so much that malloc gives has pages of its own (glibc's largest threshold). Pages that others share must not be
+# registered: CUDA refuses copies of memory that is registered in part.
+OWN_PAGES_BYTES = 32 * 2**20
 
 logger = logging.getLogger(__name__)
+_side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class CudaEvent:
@@ -101,10 +106,12 @@ class CudaDevice:
         return free_bytes + int(reserved) - int(allocated)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory; torch's allocator aligns to 512 bytes."""
+        """Device memory, filled with zeros; torch's allocator aligns to 512 bytes."""
         try:
             with torch.inference_mode(False):
-                return torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+                memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
+            self.current().mark().wait_on_host()  # or the zeros could come after the first copies, which have their own stream
+            return memory
         except torch.OutOfMemoryError as error:
             raise ConfigError(
                 f"No memory for a cache of {format_memory(nbytes)} on {self.torch_device}, which has "
@@ -114,10 +121,10 @@ class CudaDevice:
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Pinned host memory; ordinary memory, with a warning, where the system gives none."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             logger.warning("No pinned memory (%s): copies to %s are slower.", error, self.torch_device)
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def current(self) -> CudaQueue:
         """The calling thread's stream."""
@@ -127,26 +134,39 @@ class CudaDevice:
         """A stream of its own."""
         return CudaQueue(torch.cuda.Stream(self.torch_device))
 
-    def pin(self, tensors: Sequence[torch.Tensor]) -> tuple[int, Callable[[], None]]:
-        """Register the pages of the tensors' memory with the driver."""
+    def side_queue(self) -> CudaQueue:
+        """A stream for all who ask: cuBLAS keeps a workspace of up to 32 MiB for each that it has worked in."""
+        if self.torch_device not in _side_streams:
+            _side_streams.setdefault(self.torch_device, torch.cuda.Stream(self.torch_device))
+        return CudaQueue(_side_streams[self.torch_device])
+
+    def pin(self, tensors: Sequence[torch.Tensor], own_pages: bool = False) -> Pinned:
+        """Register the pages of the tensors' memory with the driver; see `Device.pin`."""
         runtime: Any = torch.cuda.cudart()
-        to_pin = [tensor for tensor in tensors if not tensor.is_pinned()]
-        keep = [tensor.untyped_storage() for tensor in to_pin]  # no page may be given back while it is registered
-        pinned: list[int] = []
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        found = {address: address + storage.nbytes() for address, storage in storages.items() if _is_pinned(storage)}
+        # No page may be given back while it is registered.
+        keep = [
+            storage
+            for address, storage in storages.items()
+            if address not in found and (own_pages or storage.nbytes() >= OWN_PAGES_BYTES)
+        ]
+        registered: list[int] = []
         refused_bytes = 0
         for start, end in page_ranges([(storage.data_ptr(), storage.nbytes()) for storage in keep]):
             if runtime.cudaHostRegister(start, end - start, 0) == runtime.cudaError.success:
-                pinned.append(start)
+                registered.append(start)
+                found[start] = end
             else:
                 refused_bytes += end - start
                 self._forget_error()
 
         def undo() -> None:
-            while pinned:
-                runtime.cudaHostUnregister(pinned.pop())
+            while registered:
+                runtime.cudaHostUnregister(registered.pop())
             keep.clear()
 
-        return refused_bytes, undo
+        return Pinned(found.items(), refused_bytes, undo)
 
     def _forget_error(self) -> None:
         """The runtime tells a failure once more at the next launch."""
@@ -154,6 +174,12 @@ class CudaDevice:
             torch.zeros(1, device=self.torch_device)
         except RuntimeError as error:
             logger.debug("after memory could not be pinned: %s", error)
+
+
+def _is_pinned(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is, from its first byte to its last."""
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return whole[:1].is_pinned() and whole[-1:].is_pinned()
 
 
 def page_ranges(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -12,5 +12,5 @@ def send(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.T
 
     torch keeps that memory until the copy was made.
     """
-    on_host = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64)
+    on_host = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return on_host if device.type == "cpu" else on_host.pin_memory().to(device, non_blocking=True)

@@ -82,8 +82,8 @@ class CachedSource:
         self.nbytes = self._num_buffers * slot_bytes
         """Of pinned RAM."""
         memory = HugePageRegion(self.nbytes).tensor(0, (self._num_buffers, slot_bytes), torch.uint8)
-        refused_bytes, self._unpin = device.pin([memory])
-        if refused_bytes:
+        self._pinned = device.pin([memory], own_pages=True)
+        if refused_bytes := self._pinned.refused_bytes:
             logger.warning(
                 "%s of RAM for experts could not be pinned: they are copied to %s more slowly, and the host waits. Raise the "
                 "limit of locked memory (ulimit -l), or choose a smaller 'pinned_bytes'.",
@@ -112,11 +112,12 @@ class CachedSource:
         self._latest.buffer = buffer
         return buffer.memory[place : place + chunk.nbytes]
 
-    def sent(self, copied: Event) -> None:
+    def sent(self, copied: Event | None) -> None:
         """The expert stays at least until then; see `Source.sent`."""
         with self._changed:
             buffer: _Buffer = self._latest.buffer
-            buffer.copied.append(copied)
+            if copied is not None:
+                buffer.copied.append(copied)
             oldest = buffer.copied.pop(0) if len(buffer.copied) > MOST_EVENTS else None
             buffer.users -= 1
             self._changed.notify_all()
@@ -136,7 +137,7 @@ class CachedSource:
         self._link.close()
         self._held.clear()
         self._free.clear()
-        self._unpin()
+        self._pinned.undo()
 
     def _wait_for_buffer(self, key: ExpertKey) -> _Buffer:
         """The expert's buffer, with the lock held; that of another, which is let go, if it has none."""

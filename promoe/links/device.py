@@ -26,8 +26,8 @@ class Source(Protocol):
         """
         ...
 
-    def sent(self, copied: Event) -> None:
-        """The copy of what this thread fetched last will have been made at `copied`."""
+    def sent(self, copied: Event | None) -> None:
+        """The copy of what this thread fetched last will have been made at `copied`; None: it will not be."""
         ...
 
     def describe(self) -> str:
@@ -66,18 +66,21 @@ class DeviceLink:
     def transfer(self, chunk: Chunk, destination: DeviceSlot, address: int) -> None:
         """Put one chunk's copy into the queue; see `Link.transfer`."""
         fetched = self._source.fetch(chunk)
-        with self._lock:  # one queue, in order; who waits here would have to wait in any case
-            if self._closed:
-                raise OSError(errno.EBADF, "The link is closed")
-            while len(self._in_flight) >= IN_FLIGHT:
-                self._in_flight.popleft().wait_on_host()
-            destination.begin_write(self._queue)
-            start = chunk.slot_offset_bytes
-            self._queue.copy(destination.memory[start : start + chunk.nbytes], fetched)
-            copied = self._queue.mark()
-            destination.end_write(copied)
-            self._in_flight.append(copied)
-        self._source.sent(copied)
+        copied = None
+        try:
+            with self._lock:  # one queue, in order; who waits here would have to wait in any case
+                if self._closed:
+                    raise OSError(errno.EBADF, "The link is closed")
+                while len(self._in_flight) >= IN_FLIGHT:
+                    self._in_flight.popleft().wait_on_host()
+                destination.begin_write(self._queue)
+                start = chunk.slot_offset_bytes
+                self._queue.copy(destination.memory[start : start + chunk.nbytes], fetched)
+                copied = self._queue.mark()
+                destination.end_write(copied)
+                self._in_flight.append(copied)
+        finally:
+            self._source.sent(copied)
 
     def describe(self) -> str:
         """One line for reports: "pinned memory to NVIDIA H100, 2 copies in flight"."""

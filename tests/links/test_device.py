@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_device import FakeDevice
+from fake_device import FakeDevice, FakeEvent, FakeQueue
 
 from promoe.device_pool import DevicePool
 from promoe.links import HostLink, Link
+from promoe.links.cached_source import CachedSource
 from promoe.links.device import DeviceLink
 from promoe.links.device_sources import PinnedSource, StagedSource
 from promoe.scheduler import ExpertKey
@@ -33,12 +34,17 @@ def store(tensors: dict[str, torch.Tensor]) -> HostStore:
 
 
 def link_over(source: str, store: HostStore, device: FakeDevice) -> DeviceLink:
-    if source == "pinned":
+    if source == "unpinnable":
+        device.unpinnable_bytes = 1
+    if source in ("pinned", "unpinnable"):
         return DeviceLink(PinnedSource(store, device), device)
+    if source == "cached":
+        nbytes = 2 * store.layouts[0].slot_bytes
+        return DeviceLink(CachedSource(HostLink(store), store, device, nbytes), device)
     return DeviceLink(StagedSource(HostLink(store), device, store.layouts[0].slot_bytes), device, workers=2)
 
 
-@pytest.mark.parametrize("source", ["pinned", "staged"])
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
 def test_an_expert_is_there_for_who_waits(source: str, store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 2, device), link_over(source, store, device)
@@ -67,10 +73,13 @@ def test_at_most_two_copies_are_in_flight(store: HostStore) -> None:
     assert device.host_waits == len(chunks), "the host's memory is given back when nothing reads it any more"
 
 
-def test_a_buffer_is_not_written_before_its_copy_was_made(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize("source", ["staged", "unpinnable", "cached"])
+def test_a_buffer_is_not_written_before_its_copy_was_made(
+    source: str, store: HostStore, tensors: dict[str, torch.Tensor]
+) -> None:
     """Copies are made as late as they can be; each must still find its own bytes."""
     device = FakeDevice()
-    pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("staged", store, device)
+    pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over(source, store, device)
     for expert_idx in range(EXPERTS):
         for chunk in store.chunks(ExpertKey(0, expert_idx)):
             link.transfer(chunk, pool.slot(expert_idx), 0)
@@ -95,8 +104,34 @@ def test_what_cannot_be_pinned_is_said_once(store: HostStore, caplog: pytest.Log
     link = link_over("pinned", store, device)
     (record,) = caplog.records
     assert "2.0 MiB of the experts could not be pinned" in record.message
-    assert "(2.0 MiB pageable)" in link.describe()
+    assert "(2.0 MiB through buffers)" in link.describe()
     link.close()
+
+
+def test_copies_that_cannot_be_made_hold_no_buffer(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
+    """Those of an expert that could not be copied are there for the next."""
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], 1, device), link_over("cached", store, device)
+    mark = FakeQueue.mark
+    for expert_idx in range(EXPERTS):
+        FakeQueue.mark = broken_mark  # type: ignore[method-assign]
+        try:
+            for chunk in store.chunks(ExpertKey(0, expert_idx)):
+                with pytest.raises(RuntimeError, match="no event"):
+                    link.transfer(chunk, pool.slot(0), 0)
+        finally:
+            FakeQueue.mark = mark  # type: ignore[method-assign]
+    for expert_idx in range(EXPERTS):
+        for chunk in store.chunks(ExpertKey(0, expert_idx)):
+            link.transfer(chunk, pool.slot(0), 0)
+        pool.begin_read([0])
+        assert torch.equal(pool.tensors(0)["up"], tensors["up"][expert_idx])
+        pool.end_read([0])
+    link.close()
+
+
+def broken_mark(queue: FakeQueue) -> FakeEvent:
+    raise RuntimeError("no event")
 
 
 @pytest.mark.parametrize("source", ["pinned", "staged"])
