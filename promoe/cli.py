@@ -246,7 +246,8 @@ def simulate(
         batch: sequences that are generated together; one that ends makes room for the trace's next
         hardware: rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd
         model: sizes of the model: a preset such as deepseek-v2-lite or gpt-oss-20b, the folder of a checkpoint or of a
-            config.json, or a hub id; auto: the preset that has the trace's layers and experts
+            config.json, or a hub id; auto: the folder that a recorded trace names, if it is there, else the preset that has the
+            trace's layers and experts
         bits: per weight of an expert, scales included, such as 4.25; as many as the model has by default
         fit: another trace of the model, to fit the predictor, the static popularity or the default's reuse prior on
         json: file to write the figures to
@@ -257,6 +258,10 @@ def simulate(
     from promoe.planning.geometry import read_geometry
     from promoe.simulation.command import Task, run_simulation
 
+    if model == "auto" and os.path.isdir(trace):
+        from promoe.training.trace_folder import model_folder
+
+        model = model_folder(Path(trace)) or model
     run_simulation(
         Task(
             trace=trace,

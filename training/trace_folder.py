@@ -92,6 +92,16 @@ def part_paths(folder: Path, shard_index: int | None = None) -> list[Path]:
     return sorted(folder.glob(f"part-{shard}-*.arrow"))
 
 
+def model_folder(folder: Path) -> str | None:
+    """Where the model is that a trace was recorded from; None: that is no folder here.
+
+    Raises:
+        TraceError: there is no trace, or one that this version cannot read.
+    """
+    model = read_info(folder).model
+    return model if os.path.isdir(model) else None
+
+
 def read_info(folder: Path) -> TraceInfo:
     """What a trace was recorded from.
 

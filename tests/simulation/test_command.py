@@ -11,6 +11,7 @@ import pytest
 from tiny_models import build
 
 from promoe.cli import main
+from training import recordings
 
 from .traces import EXPERTS, save, topics
 
@@ -69,6 +70,19 @@ def test_sizes_of_a_model_of_ones_own(trace: Path, tmp_path: Path, capsys: pytes
     ):
         assert main([*arguments, name]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_recorded_trace_says_of_which_model_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    sizes = {"num_experts": recordings.EXPERTS, "layers": recordings.LAYERS, "top_k": recordings.TOP_K}
+    build("qwen2_moe", **sizes, intermediate=96).config.save_pretrained(folder)
+    rows = [[recordings.make_rows(prompt, 12, 8) for prompt in range(6)]]
+    here = recordings.write(tmp_path / "here", rows, recordings.make_info(model=str(folder)))
+    assert simulate(here, tmp_path)["expert_bytes"] == 2 * 3 * 96 * 64
+    assert capsys.readouterr().out.startswith(f"{folder} on RTX 4090")
+    elsewhere = recordings.write(tmp_path / "elsewhere", rows, recordings.make_info(model=str(tmp_path / "gone")))
+    assert simulate(elsewhere, tmp_path)["expert_bytes"] == 16 * 2**20
+    assert simulate(here, tmp_path, "--model", "auto", "--bits", "8")["expert_bytes"] == 3 * 96 * 64
 
 
 def test_the_same_command_writes_the_same_bytes(trace: Path, tmp_path: Path) -> None:
