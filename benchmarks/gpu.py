@@ -39,12 +39,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import promoe
 from promoe.adapters.base import set_tensor
 from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
-from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.example import find_example
 from promoe.demo.systems import SYSTEMS, learned_prefetch, load_stock
 from promoe.devices import Device, Event, open_device
 from promoe.links.free_ram import free_ram_bytes
-from promoe.measure import Generation, generate, interleaved, tpots_s, ttfts_s
+from promoe.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
 from promoe.placement import place
 from promoe.running import load_tokenizer, prompt_inputs
 from promoe.units import aligned, format_megabytes, format_memory, format_ms, format_percent, format_times, ratio

@@ -129,12 +129,11 @@ def per_miss(rounds: int) -> dict[str, float]:
             run(0), run(1)
         model.promoe.reset_stats()
         times = interleaved_us(variants, rounds)
-    prefill = model.promoe.stats().decode
-    misses = (prefill.needed - prefill.hits) / prefill.passes
+    decode = model.promoe.stats().decode
+    misses = (decode.needed - decode.hits) / decode.passes
     cost, low, high = median_interval((times["missing"] - times["resident"]) / misses)
-    stats = model.promoe.stats().decode
     print(f"\nOne miss beyond its bytes ({misses:.1f} misses per token of {10 * TOP_K}, experts of 6 KB): ", end="")
-    print(f"{cost:.1f} us ({low:.1f} - {high:.1f}); bound: at most 150 us; ready rate {stats.ready_rate:.2f}")
+    print(f"{cost:.1f} us ({low:.1f} - {high:.1f}); bound: at most 150 us; ready rate {decode.ready_rate:.2f}")
     for patched in (model, resident):
         promoe.unpatch(patched)
     return {"misses_per_token": misses, "us_per_miss": cost, "low": low, "high": high}

@@ -230,7 +230,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             parts.device,
             isinstance(parts.store, HostStore),
         )
-        handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, undo, restore)
+        handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
         called = _called_model(model, layers)
         undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from promoe.errors import PromoeError
 from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
 from promoe.links.probe import BandwidthProbe, best_bandwidth
 from promoe.links.verified import VerifiedLink
@@ -23,16 +22,11 @@ from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.replay import Replay
 from promoe.scheduler import SchedulerConfig
 from promoe.stores import Store
-from promoe.units import format_seconds, format_times, ratio
+from promoe.units import ratio
 
-TOLERANCE = 0.97
 MIB = 1024 * 1024
 PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
 PROBE_SECONDS = 0.3  # per setting
-
-
-class MeasurementError(PromoeError):
-    """A time was measured that is shorter than physically possible: it, or its bound, is wrong."""
 
 
 @dataclass(frozen=True)
@@ -121,17 +115,6 @@ def bytes_per_token(config: SchedulerConfig, generations: Sequence[Sequence[Rout
 def token_bound_s(compute_s: float | None, missed_bytes_per_token: float, bandwidth_bytes_per_s: float) -> float:
     """`max(C, B / W)` in seconds per token; `compute_s` None (not measured): `B / W`, a weaker bound."""
     return max(compute_s or 0.0, missed_bytes_per_token / bandwidth_bytes_per_s)
-
-
-def check_bound(name: str, tpot_s: float, bound_s: float) -> None:
-    """Raise MeasurementError when a system was faster than its bound by more than the tolerance of 3%."""
-    found = ratio(tpot_s, bound_s)
-    if found < TOLERANCE:
-        raise MeasurementError(
-            f"{name!r} took {format_seconds(tpot_s)} per token, {format_times(found)} of the least possible "
-            f"{format_seconds(bound_s)}; at least {format_times(TOLERANCE)} is expected. The compute time, the bandwidth or "
-            "the time itself was measured wrong: close other programs and measure again."
-        )
 
 
 def link_bandwidth(link: Link, store: Store) -> float:

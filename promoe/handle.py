@@ -44,7 +44,6 @@ class Handle:
         store: Store,
         pools: Sequence[Pool],
         predictor: str | None,
-        undo: ExitStack,
         restore: Callable[[], None],
     ) -> None:
         self.config = config
@@ -54,7 +53,7 @@ class Handle:
         self._store = store
         self._pools = tuple(pools)
         self._predictor = predictor
-        self._undo = undo
+        self._undo = ExitStack()
         self._restore = restore
         self._renewing = threading.RLock()
         self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
@@ -210,20 +209,6 @@ class Handle:
                 )
             engine.set_prefetch(on)
 
-    def _score_forecasts(self) -> None:
-        """Count those whose time has come, with the lock held; not for a signal handler, which may interrupt a change."""
-        if self.runtime.engine.times_held() == 1:
-            self.runtime.engine.scheduler.score_forecasts()
-
-    def _check_idle(self) -> None:
-        model = self._model()
-        if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
-            raise PatchStateError(
-                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
-                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
-                "experts raise EngineClosedError, and unpatch it then."
-            )
-
     def keep(self, undo: ExitStack) -> None:
         """Own what undoes the patch."""
         self._undo = undo
@@ -247,6 +232,20 @@ class Handle:
                 pool.close()
         finally:
             self._store.close()
+
+    def _score_forecasts(self) -> None:
+        """Count those whose time has come, with the lock held; not for a signal handler, which may interrupt a change."""
+        if self.runtime.engine.times_held() == 1:
+            self.runtime.engine.scheduler.score_forecasts()
+
+    def _check_idle(self) -> None:
+        model = self._model()
+        if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
+            raise PatchStateError(
+                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
+                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
+                "experts raise EngineClosedError, and unpatch it then."
+            )
 
 
 def _since(now: float, before: float) -> float:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 CONFIDENCE = 0.95
+# Small models fall into loops when they are greedy, and loops need the same experts again and again.
+REPETITION_PENALTY = 1.15
 RESAMPLES = 4000
 
 

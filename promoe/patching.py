@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import Literal, TypeVar
 
@@ -23,8 +22,6 @@ from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
 from promoe.threads import check_interpreter
-
-logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 StoreChoice = Literal["auto", "host", "disk"]

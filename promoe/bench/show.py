@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from promoe.bench.results import Report, Row, Table
 from promoe.bench.tasks import GENERATE
-from promoe.bound import TOLERANCE
 from promoe.contention import Contention
 from promoe.measure import Estimate
 from promoe.taken_cores import Taken
@@ -23,6 +22,7 @@ from promoe.units import (
     is_number,
     ratio,
 )
+from promoe.viz.words import BOUND_TOLERANCE
 
 
 class _Column(NamedTuple):
@@ -178,7 +178,7 @@ def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:
 
 
 def ratios(table: Table) -> list[str]:
-    """This library's last system against every other, paired by prompt."""
+    """Every system's time over that of the default (of this library's last system, where the default is not among them)."""
     ours = [row for row in table.rows if row.system.kind == "promoe" and row.answers]
     best = next((row for row in ours if row.system.name == "gate"), ours[-1] if ours else None)
     if best is None:
@@ -204,7 +204,7 @@ def impossible(table: Table) -> list[str]:
         time_s, bound_s = (
             (row.tpot.value, row.tpot_bound_s) if table.task == GENERATE else (row.ttft.value, row.ttft_bound_s)
         )
-        if bound_s is not None and is_number(time_s) and time_s < TOLERANCE * bound_s:
+        if bound_s is not None and is_number(time_s) and time_s < BOUND_TOLERANCE * bound_s:
             found.append(
                 f"**MEASURED WRONG**: `{row.system.name}` took {format_seconds(time_s)}, less than the least possible "
                 f"{format_seconds(bound_s)}: the link or the machine changed its speed meanwhile. Measure again."

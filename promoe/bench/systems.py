@@ -53,14 +53,18 @@ KNOWN = {
             "LRU; all missing experts requested at the gate, those at hand run first",
             replace(_BASE, eviction="lru", stream=False),
         ),
-        System("lfru", "promoe", "the same with frequency over age", replace(_BASE, eviction="lfru", stream=False)),
+        System(
+            "lfru", "promoe", "as lru, evicting by frequency over age", replace(_BASE, eviction="lfru", stream=False)
+        ),
         System(
             "static",
             "promoe",
-            "the same with the most popular experts kept",
+            "as lru, with the most popular experts kept",
             replace(_BASE, eviction="static", stream=False),
         ),
-        System("next-use", "promoe", "the same, evicting by expected next use", _BASE),
+        System(
+            "next-use", "promoe", "evicting by expected next use, prompts streamed layer by layer; no predictor", _BASE
+        ),
         System(
             "gate",
             "promoe",
@@ -78,14 +82,14 @@ KNOWN = {
         System(
             "paper-preempt",
             "promoe",
-            "the same, and missing experts requested at the gate, before what is speculative",
+            "as paper-prefetch, and missing experts requested at the gate, before what is speculative",
             replace(_PAPER, early_preemption=True),
             "gate",
         ),
         System(
             "paper",
             "promoe",
-            "the same, and experts at hand run first: ProMoE as published",
+            "as paper-preempt, and experts at hand run first: ProMoE as published",
             replace(_PAPER, early_preemption=True, reorder=True),
             "gate",
         ),

@@ -23,13 +23,12 @@ from promoe.bench.peers import open_peer, prepare
 from promoe.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.bound import RoutedPass, RoutingRecorder
 from promoe.contention import Contention, measure_contention
-from promoe.demo.comparison import REPETITION_PENALTY
 from promoe.demo.systems import load_stock
 from promoe.links import EmulatedLink, FileLink
 from promoe.links.file import drop_files
 from promoe.links.probe import ProbeMode
 from promoe.loading import from_pretrained
-from promoe.measure import Generation, generate
+from promoe.measure import REPETITION_PENALTY, Generation, generate
 from promoe.moe_layers import find_moe_layers
 from promoe.opening import open_without_experts
 from promoe.predictors import PredictorContext

@@ -27,9 +27,9 @@ from promoe.demo.show import (
     show_sample,
 )
 from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk, learned_prefetch
-from promoe.errors import ConfigError
+from promoe.links.file import SPARE_RAM_BYTES
 from promoe.links.free_ram import free_ram_bytes
-from promoe.output import check_writable
+from promoe.output import check_writable, make_folder
 from promoe.report import html_report
 from promoe.running import load_tokenizer, prompt_inputs
 from promoe.sizes import plan_pools
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 # bf16 halves the bytes on disk, and its products read half the memory, also on CPUs that have no bf16 instructions.
 DTYPE = torch.bfloat16
-SPARE_RAM_BYTES = 2 * 2**30
 
 
 def run_demo(options: Options) -> bool:
@@ -216,11 +215,6 @@ def _cores_since(watch: CoreWatch) -> dict[str, str]:
 
 def _folder(path: str) -> Path:
     folder = Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"Cannot write into '{folder}': {error.strerror or error}. Give another folder with --out."
-        ) from error
+    make_folder(folder)
     check_writable(folder / "report.html")
     return folder

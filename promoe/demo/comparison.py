@@ -18,6 +18,7 @@ from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, link_band
 from promoe.demo.systems import RESIDENT, SYSTEMS, Source, System
 from promoe.errors import PromoeError
 from promoe.measure import (
+    REPETITION_PENALTY,
     Estimate,
     Generation,
     generate,
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Inputs = dict[str, torch.Tensor]
-# Small models fall into loops when they are greedy, and loops need the same experts again and again.
-REPETITION_PENALTY = 1.15
 # The prompt of the warm-up fills the slots; a few tokens make everything else ready.
 WARM_UP_TOKENS = 8
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from promoe.counts import PhaseStats
-from promoe.demo.comparison import REPETITION_PENALTY, Reference, Result, Task
+from promoe.demo.comparison import Reference, Result, Task
 from promoe.demo.options import Options
 from promoe.demo.systems import RESIDENT, SYSTEMS
+from promoe.measure import REPETITION_PENALTY
 from promoe.moe_layers import MoELayer
 from promoe.processor import processor_name
 from promoe.report import text_comparison

@@ -68,11 +68,6 @@ class Prediction:
         """What may be relied on."""
         return self.speeds[0]
 
-    @property
-    def fastest(self) -> Speed:
-        """What it may be at best."""
-        return self.speeds[-1]
-
 
 class Predictor:
     """Predicts one model on one machine, for as many cache rates as are asked; remembers what it said.

@@ -122,11 +122,6 @@ class ModelSizes:
         return sum(layer.num_experts * layer.layout.slot_bytes for layer in self.layers)
 
     @property
-    def largest_expert_bytes(self) -> int:
-        """Of one, in a slot."""
-        return max(layer.layout.slot_bytes for layer in self.layers)
-
-    @property
     def token_bytes(self) -> int:
         """Of the routed experts that one token uses."""
         return sum(layer.top_k * layer.layout.payload_bytes for layer in self.layers)

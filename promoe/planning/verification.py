@@ -12,15 +12,13 @@ import torch
 
 from promoe.bound import RoutingRecorder
 from promoe.loading import from_pretrained
-from promoe.measure import Generation, generate, tpots_s, ttfts_s
+from promoe.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.planning.fits import cache_argument
 from promoe.planning.prediction import Prediction, Predictor, Speed
 from promoe.planning.routing import WARM_UP_TOKENS, Answers, Routing
 from promoe.running import load_tokenizer
 from promoe.terminal import opening_bar
 
-# Small models fall into loops when they are greedy, and loops need the same experts again and again.
-REPETITION_PENALTY = 1.15
 ANSWERS = 3
 TEXT = """The harbour was quiet when the first boats came back. On the quay two men were sorting nets and talking about the
 price of fuel, which had risen again. How does a small town live when the fish move north? Some families opened guest
@@ -53,11 +51,6 @@ class Verified:
     ttft_s: float
     hit_rate: float
     link: str
-
-    @property
-    def nearest(self) -> Speed:
-        """Of the kinds of routing that were predicted, the one that came nearest to the measured TPOT."""
-        return min(self.prediction.speeds, key=lambda speed: abs(speed.tpot_s - self.tpot_s))
 
     @property
     def inside(self) -> bool:
@@ -94,8 +87,10 @@ def verify(
             cache = cache_argument(rate)
             model: Any = from_pretrained(predictor.sizes.name, cache=cache, progress=progress, **settings)
         with closing(model.promoe):
-            answers = [_answer(model, prompt, number, new_tokens) for number, prompt in enumerate(prompts)]
-            found.append((predictor(rate), answers[1:], model.promoe.stats()))
+            _fill_slots(model, prompts[0], new_tokens)
+            model.promoe.reset_stats()
+            answers = [_answer(model, prompt, new_tokens) for prompt in prompts[1:]]
+            found.append((predictor(rate), answers, model.promoe.stats()))
             routing = routing or _routing(model, prompts, new_tokens)
     known = Routing("these answers", "recorded in a run that was not timed", routing)
     return [
@@ -111,11 +106,12 @@ def verify(
     ]
 
 
-def _answer(model: Any, prompt: torch.Tensor, number: int, new_tokens: int) -> Generation:
-    """The first answer only fills the slots."""
-    if number == 1:
-        model.promoe.reset_stats()
-    length = (new_tokens if number else min(new_tokens, WARM_UP_TOKENS)) + 1
+def _fill_slots(model: Any, prompt: torch.Tensor, new_tokens: int) -> None:
+    _answer(model, prompt, min(new_tokens, WARM_UP_TOKENS))
+
+
+def _answer(model: Any, prompt: torch.Tensor, new_tokens: int) -> Generation:
+    length = new_tokens + 1
     inputs = {"input_ids": prompt.to(model.device), "attention_mask": torch.ones_like(prompt).to(model.device)}
     return generate(model, inputs, length, min_new_tokens=length, repetition_penalty=REPETITION_PENALTY, pad_token_id=0)
 
@@ -125,7 +121,9 @@ def _routing(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> An
     routing: Answers = []
     runtime = getattr(model.promoe, "runtime", None)
     with RoutingRecorder(model, None if runtime is None else runtime.layers) as recorder:
-        for number, prompt in enumerate(prompts):
-            _answer(model, prompt, -1 if number == 1 else number, new_tokens)
+        _fill_slots(model, prompts[0], new_tokens)
+        routing.append(recorder.take())
+        for prompt in prompts[1:]:
+            _answer(model, prompt, new_tokens)
             routing.append(recorder.take())
     return routing

@@ -128,7 +128,7 @@ def test_where_ram_is_short_the_resident_row_is_left_out(
         (["--max-new-tokens", "1"], "--max-new-tokens must be at least 2"),
         (["--prompts", "50"], "holds 6 prompts; 51 are needed"),
         (["--model", "nowhere"], "no config.json"),
-        (["--out", "examples/sharegpt_moe/widen.py/x"], "Cannot write into"),
+        (["--out", "examples/sharegpt_moe/widen.py/x"], "Cannot make the folder"),
         (["--cache", "lots"], "'cache' argument must be"),
     ],
 )
