@@ -30,14 +30,15 @@ class _Seen(NamedTuple):
         tensor = registry[name]
         return cls(registry, name, tensor, tensor.data_ptr(), _version(tensor))
 
-    @property
-    def change(self) -> str:
-        """What was done to it since; "" if nothing."""
+    def change(self, may_move: bool) -> str:
+        """What was done to it since; "" if nothing. Something else in its place is none where it `may_move`."""
+        if _version(self.tensor) != self.version:
+            return "wrote to"
+        if may_move:
+            return ""
         if self.registry.get(self.name) is not self.tensor:
             return "replaced"
-        if self.tensor.data_ptr() != self.address:
-            return "gave other data to"
-        return "wrote to" if _version(self.tensor) != self.version else ""
+        return "gave other data to" if self.tensor.data_ptr() != self.address else ""
 
 
 class LiveWeights:
@@ -59,12 +60,15 @@ class LiveWeights:
         Raises:
             PatchStateError: they are not.
         """
+        may_move = hasattr(
+            self._layer.experts, "_hf_hook"
+        )  # accelerate takes weights away and brings them back, call by call
         for seen in self._stacks:
-            if change := seen.change:
+            if change := seen.change(may_move):
                 raise self._changed(seen, change)
         for tensors in self._by_expert:
             for expert_idx in ids:
-                if change := tensors[expert_idx].change:
+                if change := tensors[expert_idx].change(may_move):
                     raise self._changed(tensors[expert_idx], change)
 
     def _changed(self, seen: _Seen, change: str) -> PatchStateError:

@@ -150,7 +150,9 @@ def test_a_parametrised_weight_is_noticed() -> None:
         ):
             ask(model)
         parametrize.remove_parametrizations(experts, "down_proj", leave_parametrized=False)
-        assert_unharmed(model, expected)
+        with pytest.raises(PatchStateError, match="something wrote to 'down_proj'"):  # as torch counts it
+            ask(model)
+    assert_unharmed(model, expected)
 
 
 # -- what is no error -------------------------------------------------------------------------------------------

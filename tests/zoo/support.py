@@ -30,7 +30,7 @@ the family's own configuration is served from a few slots and compared with itse
 - a prompt and a token after it, in fp32 and bf16, with every kernel that its experts have;
 - the gate announces exactly the experts that are then used, and unpatching leaves no trace;
 - a checkpoint in the layout that hub checkpoints have opens with its experts left in the files; the model answers and
-  generates as the one that Transformers' `from_pretrained` gives.
+  generates as the one that Transformers' `from_pretrained` gives, with its weights at multiples of 64 bytes.
 
 *Kernels*: "all" are {implementations}, whichever the model is set to; "own" is the family's own loop.
 *Foresight*: later gates can be asked early what they will choose (`predictor="gate"`). *Checkpoint*: "per expert" is one
