@@ -28,17 +28,19 @@ class _Seen(NamedTuple):
     @classmethod
     def of(cls, registry: dict[str, torch.Tensor], name: str) -> _Seen:
         tensor = registry[name]
-        return cls(registry, name, tensor, tensor.data_ptr(), _version(tensor))
+        version = None if tensor.is_inference() else tensor._version
+        return cls(registry, name, tensor, tensor.data_ptr(), version)
 
     def change(self, may_move: bool) -> str:
         """What was done to it since; "" if nothing. Something else in its place is none where it `may_move`."""
-        if _version(self.tensor) != self.version:
+        tensor = self.tensor
+        if self.version is not None and tensor._version != self.version:
             return "wrote to"
         if may_move:
             return ""
-        if self.registry.get(self.name) is not self.tensor:
+        if self.registry.get(self.name) is not tensor:
             return "replaced"
-        return "gave other data to" if self.tensor.data_ptr() != self.address else ""
+        return "gave other data to" if tensor.data_ptr() != self.address else ""
 
 
 class LiveWeights:
@@ -60,16 +62,24 @@ class LiveWeights:
         Raises:
             PatchStateError: they are not.
         """
-        may_move = hasattr(
-            self._layer.experts, "_hf_hook"
-        )  # accelerate takes weights away and brings them back, call by call
         for seen in self._stacks:
-            if change := seen.change(may_move):
-                raise self._changed(seen, change)
+            registry, name, tensor, address, version = seen
+            # On the path of every layer: nothing is called where nothing has changed.
+            if (
+                version is None
+                or tensor._version != version
+                or registry.get(name) is not tensor
+                or tensor.data_ptr() != address
+            ):
+                self._look_at(seen)
         for tensors in self._by_expert:
             for expert_idx in ids:
-                if change := tensors[expert_idx].change(may_move):
-                    raise self._changed(tensors[expert_idx], change)
+                self._look_at(tensors[expert_idx])
+
+    def _look_at(self, seen: _Seen) -> None:
+        # Accelerate takes weights away, and brings them back for each call.
+        if change := seen.change(may_move="_hf_hook" in vars(self._layer.experts)):
+            raise self._changed(seen, change)
 
     def _changed(self, seen: _Seen, change: str) -> PatchStateError:
         return PatchStateError(
@@ -77,7 +87,3 @@ class LiveWeights:
             "slots may hold what it was before. Unpatch the model, which gives it all of its present weights, and patch it "
             "again after such changes."
         )
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
