@@ -96,6 +96,7 @@ def compare(models: dict[str, PreTrainedModel], prompts: Sequence[torch.Tensor],
             "tpot_ms": 1e3 * median(seconds[name]),
             "tokens": len(seconds[name]),
             "speedup": [ratio.value, ratio.low, ratio.high],
+            "stall_ms": 1e3 * model.promoe.stats().decode.stall_s / len(seconds[name]),
             "mb_per_token": model.promoe.stats().decode.bytes_per_token / 1e6,
         }
     return results
@@ -103,12 +104,11 @@ def compare(models: dict[str, PreTrainedModel], prompts: Sequence[torch.Tensor],
 
 def show(cache: str, results: dict[str, Any]) -> None:
     """As a table."""
-    rows = [(f"cache {cache}", "ms", "default / this", "", "MB per token")]
+    rows = [(f"cache {cache}", "ms", "of it waiting (mean)", "default / this", "", "MB per token")]
     for name, one in results.items():
         value, low, high = one["speedup"]
-        rows.append(
-            (name, f"{one['tpot_ms']:.1f}", f"{value:.3f}", f"{low:.3f} - {high:.3f}", f"{one['mb_per_token']:.0f}")
-        )
+        stall, nbytes = f"{one['stall_ms']:.1f}", f"{one['mb_per_token']:.0f}"
+        rows.append((name, f"{one['tpot_ms']:.1f}", stall, f"{value:.3f}", f"{low:.3f} - {high:.3f}", nbytes))
     print("\n".join(aligned(rows)), flush=True)
 
 
