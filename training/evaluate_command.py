@@ -101,6 +101,8 @@ def run_evaluation(task: Evaluation, out: TextIO) -> dict[str, Any]:
     result = evaluate(kinds, held_out, task.lookaheads, caches, task.transfer)
     print(_conditions(task, trace, fit, held_out), file=out)
     print(*report(result, task), sep="\n", file=out)
+    for line in _silent(result):
+        print(line, file=out)
     if task.json is not None:
         write_atomically(task.json, [json.dumps(result, indent=2), "\n"])
         print(f"written to {task.json}", file=out)
@@ -123,13 +125,22 @@ def open_trace(path: str) -> RoutingTrace:
     return RecordedTrace(path).routing
 
 
+def _silent(result: dict[str, Any]) -> list[str]:
+    """Which kinds predict nothing at some distance, and so have no row there."""
+    found = {kind: [k for k, figures in by_k.items() if figures["accuracy"] is None] for kind, by_k in result.items()}
+    return [
+        f"{kind} predicts nothing at k = {', '.join(lookaheads)}" for kind, lookaheads in found.items() if lookaheads
+    ]
+
+
 def _conditions(task: Evaluation, trace: RoutingTrace, fit: RoutingTrace, held_out: RoutingTrace) -> str:
     replayed = min(task.replay_tokens, held_out.num_tokens) if task.cache_rates else 0
     lines = [
         f"promoe {promoe.__version__}, {task.trace}: {trace.num_layers} MoE layers, {trace.num_experts} experts, "
         f"top {trace.top_k}",
         f"fitted on {len(fit.prompt_lengths):,} prompts ({fit.num_tokens:,} tokens), judged on "
-        f"{len(held_out.prompt_lengths):,} ({held_out.num_tokens:,}), misses on the first {replayed:,} of them",
+        f"{len(held_out.prompt_lengths):,} ({held_out.num_tokens:,})"
+        + (f", misses on the first {replayed:,} of them" if replayed else ""),
     ]
     if task.transfer is not None:
         link = task.transfer

@@ -127,8 +127,8 @@ class Monitor:
                     f"{what} The model's next forward begins with an empty cache, once no other forward of it runs."
                 ) from cause
             raise EngineError(
-                f"{what} The model cannot fetch experts any more: call promoe.unpatch(model) and patch it again, or open "
-                "the model again, in the process that uses it."
+                f"{what} The model cannot fetch experts any more: open it again in the process that uses it, or, if it was "
+                "patched in RAM, call promoe.unpatch(model) and patch it again."
             ) from cause
         if self._closed:
             raise EngineClosedError(

@@ -83,7 +83,8 @@ class Turns:
             self._check_open()
             if len(self._open) >= self._limits.waiting:
                 raise Refused(
-                    f"{len(self._open)} requests are waiting, which is as many as this server lets wait. Try again later.",
+                    f"{len(self._open)} requests are answered or wait, which is as many as this server takes at once "
+                    "(--max-waiting). Try again later.",
                     status=503,
                     code="overloaded",
                 )
