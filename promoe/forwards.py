@@ -17,9 +17,20 @@ from torch import nn
 
 from promoe.errors import PatchStateError
 from promoe.moe_layers import MoELayer
+from promoe.threads import hold_in_forks
 
 _CALL = nn.Module._call_impl.__code__
-_ONE_AT_A_TIME = threading.Lock()
+
+
+class _Walking:
+    """Of stacks; one at a time. Nobody forks meanwhile: the new process would have no collector."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler, or what is let go, may walk them, too
+        hold_in_forks(self, self.lock, lambda _: None)
+
+
+_WALKING = _Walking()
 
 
 def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer], but: int | None = None) -> list[str]:
@@ -34,7 +45,7 @@ def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer], but: int | 
     """
     inside = _modules_around_experts(model, layers)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with _ONE_AT_A_TIME, _nothing_collected():
+    with _WALKING.lock, _nothing_collected():
         frames: dict[int, FrameType] = {}
         try:
             frames.update(sys._current_frames())

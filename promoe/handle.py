@@ -177,10 +177,10 @@ class Handle:
     def pass_begins(self) -> None:
         """A forward pass begins: after Ctrl-C came in the midst of a change, with an empty cache, if no other pass runs."""
         engine, model = self.runtime.engine, self._model()
-        if not engine.torn or model is None:
+        if not engine.torn or not engine.renewable or model is None or self.runtime.visiting:
             return
         with self._renewing:
-            if not threads_in_forward(model, self.runtime.layers, but=threading.get_ident()):
+            if engine.torn and not threads_in_forward(model, self.runtime.layers, but=threading.get_ident()):
                 engine.renew()
                 if not engine.torn:
                     logger.warning(

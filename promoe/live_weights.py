@@ -31,16 +31,13 @@ class _Seen(NamedTuple):
         version = None if tensor.is_inference() else tensor._version
         return cls(registry, name, tensor, tensor.data_ptr(), version)
 
-    def change(self, may_move: bool) -> str:
-        """What was done to it since; "" if nothing. Something else in its place is none where it `may_move`."""
-        tensor = self.tensor
-        if self.version is not None and tensor._version != self.version:
-            return "wrote to"
-        if may_move:
-            return ""
-        if self.registry.get(self.name) is not tensor:
-            return "replaced"
-        return "gave other data to" if tensor.data_ptr() != self.address else ""
+    @property
+    def came_back(self) -> bool:
+        """Whether the module has another tensor with the same values in its place."""
+        now, then = self.registry.get(self.name), self.tensor
+        if now is None or now is then or (now.device, now.dtype, now.shape) != (then.device, then.dtype, then.shape):
+            return False
+        return torch.equal(now, then)
 
 
 class LiveWeights:
@@ -52,6 +49,7 @@ class LiveWeights:
 
     def __init__(self, layer: MoELayer) -> None:
         self._layer = layer
+        self._may_move = False
         seen = [[_Seen.of(*owner_of(layer.experts, path)) for path in tensor.paths] for tensor in layer.tensors]
         self._stacks = [tensors[0] for tensors in seen if len(tensors) == 1]
         self._by_expert = [tensors for tensors in seen if len(tensors) > 1]
@@ -63,27 +61,31 @@ class LiveWeights:
             PatchStateError: they are not.
         """
         for seen in self._stacks:
-            registry, name, tensor, address, version = seen
-            # On the path of every layer: nothing is called where nothing has changed.
-            if (
-                version is None
-                or tensor._version != version
-                or registry.get(name) is not tensor
-                or tensor.data_ptr() != address
-            ):
-                self._look_at(seen)
+            self._check(seen)
         for tensors in self._by_expert:
             for expert_idx in ids:
-                self._look_at(tensors[expert_idx])
+                self._check(tensors[expert_idx])
+
+    def _check(self, seen: _Seen) -> None:
+        registry, name, tensor, address, version = (
+            seen  # on the path of every layer: nothing is called if nothing changed
+        )
+        if version is not None and tensor._version != version:
+            raise self._changed("wrote to", name)
+        if not self._may_move and (registry.get(name) is not tensor or tensor.data_ptr() != address):
+            self._look_at(seen)
 
     def _look_at(self, seen: _Seen) -> None:
-        # Accelerate takes weights away, and brings them back for each call.
-        if change := seen.change(may_move="_hf_hook" in vars(self._layer.experts)):
-            raise self._changed(seen, change)
+        """Accelerate takes weights away and brings them back, for each call or for good; that changes nothing."""
+        if seen.came_back or any("_hf_hook" in vars(part) for part in self._layer.experts.modules()):
+            self._may_move = True
+            return
+        how = "replaced" if seen.registry.get(seen.name) is not seen.tensor else "gave other data to"
+        raise self._changed(how, seen.name)
 
-    def _changed(self, seen: _Seen, change: str) -> PatchStateError:
+    def _changed(self, how: str, name: str) -> PatchStateError:
         return PatchStateError(
-            f"After patching, something {change} {seen.name!r} of {self._layer.name!r}, whose experts are served from there: "
+            f"After patching, something {how} {name!r} of {self._layer.name!r}, whose experts are served from there: "
             "slots may hold what it was before. Unpatch the model, which gives it all of its present weights, and patch it "
             "again after such changes."
         )

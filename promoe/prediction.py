@@ -100,6 +100,8 @@ class Forecaster:
     def close(self) -> None:
         """Stop after the prediction under way, or leave one behind that does not end. Safe to repeat."""
         self._stop()
+        if self._engine.interrupted:
+            return  # it may need the lock that this thread has
         if self._thread is not None and self._thread is not threading.current_thread():
             self._call_off_waking()
             self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))

@@ -79,6 +79,11 @@ class Runtime:
         """Whether there was a predictor and it broke: experts are fetched on demand since then."""
         return self.predictor is not None and self.predictor.failed
 
+    @property
+    def visiting(self) -> bool:
+        """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there."""
+        return getattr(self._announced, "visiting", False)
+
     def close(self) -> None:
         """Stop the predictor and the engine. Safe to repeat."""
         if self.predictor is not None:
@@ -131,6 +136,7 @@ class Runtime:
                 self._live[layer.layer_idx].check(ids)
             host_index = on_host if self._on_device else None
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
+            before, self._announced.visiting = self.visiting, True
             try:
                 with visit:
                     beside = partial(self._predict_beside, layer)
@@ -152,6 +158,8 @@ class Runtime:
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
                 raise
+            finally:
+                self._announced.visiting = before
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,

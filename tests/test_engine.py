@@ -873,6 +873,68 @@ def test_a_process_that_was_stopped_did_not_wait() -> None:
         link.open.set()
 
 
+def test_what_is_whole_is_not_renewed() -> None:
+    with running(slots=4) as (engine, _):
+        visit(engine, 0, [1, 2])
+        before = engine.scheduler
+        engine.renew()
+        assert engine.scheduler is before
+        assert visit(engine, 0, [1, 2]) == [1, 2]
+
+
+def torn(engine: Engine) -> None:
+    with engine.lock:
+        engine.break_off(KeyboardInterrupt())
+
+
+def test_who_computes_with_slots_of_before_a_renewal_is_told() -> None:
+    with running(slots=4) as (engine, _):
+        visit(engine, 0, [1, 2])
+
+        def compute() -> None:
+            with engine.visit(0, [1, 2]) as layer_visit:
+                assert layer_visit.all_rows() is not None
+                torn(engine)
+                engine.renew()
+
+        with pytest.raises(EngineError, match="renewed meanwhile"):
+            compute()
+        with engine.visit(0, [1, 2]) as layer_visit:
+            groups = layer_visit.groups()
+            next(groups)
+            torn(engine)
+            engine.renew()
+            with pytest.raises(EngineError, match="renewed meanwhile"):
+                next(groups)
+            layer_visit._visit = None  # a forward would have ended with that error
+        assert visit(engine, 0, [1, 2]) == [1, 2]
+
+
+def test_a_forecast_of_before_a_renewal_is_dropped() -> None:
+    with running(slots=4) as (engine, _):
+        for _ in range(5):
+            visit(engine, 0, [1, 2])
+        origin_step = engine.scheduler.step
+        torn(engine)
+        engine.renew()
+        assert not engine.forecast(origin_step, 2, 1, [1.0] * EXPERTS)
+        assert engine.forecast(engine.scheduler.step + 1, 2, 1, [1.0] * EXPERTS)
+
+
+def test_without_all_of_its_workers_it_is_not_renewed(caplog: pytest.LogCaptureFixture) -> None:
+    with running() as (engine, _):
+        torn(engine)
+        with engine.lock:
+            engine._assigned.append(object())  # type: ignore[arg-type]  # of which it dies
+            engine._work.notify()
+        engine._threads[0].join(WAIT_S)
+        engine.renew()
+        for _ in range(2):
+            with pytest.raises(EngineError, match="open it again"):
+                visit(engine, 0, [1])
+        engine.torn = False  # for the checks at the end
+
+
 KNOWS_ITS_DEPTH = pytest.mark.skipif(
     not hasattr(threading.RLock(), "_recursion_count"), reason="this Python's locks do not say how often they are held"
 )

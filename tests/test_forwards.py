@@ -80,3 +80,23 @@ def test_a_failure_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RuntimeError, match="no frames"):
         forwards.threads_in_forward(model, promoe.find_moe_layers(model))
     assert gc.isenabled()
+
+
+def test_who_walks_stacks_may_be_interrupted_by_one_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that closes the model comes in the midst of it."""
+    model = build("qwen2_moe", layers=1)
+    layers = promoe.find_moe_layers(model)
+    look, found = forwards._calls_one_of, []
+
+    def interrupted(frame: FrameType | None, modules: set[int]) -> bool:
+        monkeypatch.setattr(forwards, "_calls_one_of", look)
+        found.append(forwards.threads_in_forward(model, layers))
+        return look(frame, modules)
+
+    monkeypatch.setattr(forwards, "_calls_one_of", interrupted)
+    walking = threading.Thread(target=forwards.threads_in_forward, args=(model, layers), daemon=True)
+    walking.start()
+    walking.join(30)
+    assert not walking.is_alive()
+    assert found == [[]]
+    assert gc.isenabled()

@@ -39,6 +39,7 @@ class EngineDouble:
         self.tracer: Tracer | None = None
         self.forecasts: list[tuple[int, int, int, list[float]]] = []
         self.stall_timeout_s = 60.0
+        self.interrupted = False
         self.scheduler = SimpleNamespace(config=SimpleNamespace(num_experts=[4] * 10))
         self.prefetch_on = True
 

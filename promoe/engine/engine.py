@@ -80,7 +80,7 @@ class Engine(Monitor):
         we. Its slot's memory lives as long as it does. A signal handler that interrupts this thread where it has the lock
         waits for none: they need the lock to end.
         """
-        interrupts = self.lock._is_owned()  # type: ignore[attr-defined]
+        interrupts = self.interrupted
         with self.lock:
             self._closed = True
             self._work.notify_all()
@@ -104,8 +104,6 @@ class Engine(Monitor):
         (a worker died or does not come back, the slots were being resized) nothing is changed, and `check_alive` goes on to say
         what happened.
         """
-        with self.lock:
-            self._assigned.clear()
         deadline_s = time.perf_counter() + self.stall_timeout_s
         while time.perf_counter() < deadline_s:
             with self.lock:
@@ -121,6 +119,7 @@ class Engine(Monitor):
     def _begin_anew(self) -> None:
         """Have another scheduler, with the lock held; last of all, it is served again."""
         before = self.scheduler
+        self._assigned.clear()
         sizes = zip(before.config.pools, self.pools, strict=True)
         pools = [replace(spec, num_slots=pool.num_slots) for spec, pool in sizes]
         self.scheduler = Scheduler(replace(before.config, pools=pools), self.recorder, before.reuse)
@@ -141,7 +140,7 @@ class Engine(Monitor):
     def _forked(self) -> None:
         """This is a new process, which has a copy of everything but the threads; with the lock held."""
         self.scheduler.prefetch_on = False  # or the forward would hand visits to a predictor's thread that is not there
-        self._broken = None
+        self._broken, self.renewable = None, False
         self._break("This process was forked from the one that patched the model, whose link workers it lacks.", None)
 
     def _poison_released_slots(self) -> None:
@@ -197,7 +196,8 @@ class Engine(Monitor):
         p_next = np.asarray(probabilities, dtype=np.float64)  # what is no number must not end in the midst of a change
         with self.lock:
             remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
-            if remaining <= 0 or self._closed or self.torn:
+            made_before_renewal = origin_step > self.scheduler.step + 1
+            if remaining <= 0 or made_before_renewal or self._closed or self.torn:
                 return False
             with Changing(self):
                 self.scheduler.forecast(remaining, layer_idx, p_next)
@@ -251,6 +251,7 @@ class Engine(Monitor):
         except BaseException as error:
             logger.exception("link worker %d died", worker_idx)
             with self.lock:
+                self.renewable = False
                 self._break(f"A link worker died: {error!r}.", error)
 
     def _next_lease(self, worker_idx: int) -> Lease | None:

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 from promoe.errors import (
     EngineClosedError,
@@ -86,8 +86,9 @@ class Monitor:
         self.stall_timeout_s = stall_timeout_s
         self.clock = clock
         self.tracer: Tracer | None = None
-        self.lock = threading.RLock()
-        self.times_held: Callable[[], int] = getattr(self.lock, "_recursion_count", _once)  # not in Python 3.10
+        # Python 3.10 does not say how often one is held: there, a signal handler that needs it waits for ever.
+        self.lock: Any = threading.RLock() if hasattr(threading.RLock(), "_recursion_count") else threading.Lock()
+        self.times_held: Callable[[], int] = getattr(self.lock, "_recursion_count", _once)
         self.pool_of = {
             layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
         }
@@ -110,6 +111,12 @@ class Monitor:
         self._ending = False  # the process
         self._broken: tuple[str, BaseException | None] | None = None  # what happened; nothing is served any more
         self._load_errors: dict[ExpertKey, tuple[Lease, BaseException]] = {}
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the calling thread has the lock: it is in a signal handler, or a finalizer, that interrupted it there."""
+        owned: bool = getattr(self.lock, "_is_owned", bool)()
+        return owned
 
     # -- what can be served at all ------------------------------------------------------------------------------
 

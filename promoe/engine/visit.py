@@ -10,6 +10,7 @@ from promoe.bank import ExpertRows, FirstRows
 from promoe.counts import Phase
 from promoe.engine.monitor import Changing, Monitor
 from promoe.engine.waiter import Waiter
+from promoe.errors import EngineError
 from promoe.scheduler.visit import Visit
 from promoe.tracing import STALL
 
@@ -61,6 +62,7 @@ class EngineVisit(Waiter):
         with engine.lock:
             engine.check_alive()
             with Changing(engine):
+                self._scheduler = engine.scheduler
                 self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
                 self._visit.admit()
                 self._group = self._visit.ready()
@@ -82,7 +84,11 @@ class EngineVisit(Waiter):
         engine = self._engine
         with engine.lock:
             visit = self._visit
-            if visit is None or engine.torn or engine.scheduler is not self._scheduler:
+            if visit is None or engine.torn:
+                return
+            if engine.scheduler is not self._scheduler:
+                if ran:
+                    raise self._renewed()
                 return
             with Changing(engine):
                 if self in engine.waiting_visits:  # Ctrl-C came twice
@@ -140,7 +146,15 @@ class EngineVisit(Waiter):
     @property
     def _granted(self) -> Visit:
         assert self._visit is not None, "the visit is over"
+        if self._engine.scheduler is not self._scheduler:
+            raise self._renewed()
         return self._visit
+
+    def _renewed(self) -> EngineError:
+        return EngineError(
+            f"The slots that MoE layer {self._layer_idx} computed with were given to others: the engine was renewed meanwhile. "
+            "Start the generation again."
+        )
 
     def _rows(self) -> ExpertRows:
         pool, visit = self._pool, self._granted

@@ -169,15 +169,23 @@ def find_all_experts(model: Any) -> list[Any]:
     return [module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
 
 
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_weights_offloaded_under_the_patch(family: str) -> None:
+@pytest.mark.parametrize("asked_meanwhile", [True, False])
+@pytest.mark.parametrize("unhooked", ["before unpatching", "after"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_offloaded_under_the_patch(family: str, unhooked: str, asked_meanwhile: bool) -> None:
     """The store keeps their memory; that accelerate brings them back for every call is useless, but harmless."""
+    if family == "dbrx" and unhooked == "after":
+        pytest.skip("accelerate does not bring back its parameters, which parts of it read, without promoe either")
     model = build(family)
     expected = ask(model)
     with patched(model):
         cpu_offload(model, execution_device=torch.device("cpu"))
         assert all(parameter.is_meta for experts in experts_of_runtime(model) for parameter in experts.parameters())
-        assert_unharmed(model, expected)
+        if asked_meanwhile:
+            assert_unharmed(model, expected)
+        if unhooked == "before unpatching":
+            remove_hook_from_module(model, recurse=True)
+            assert_unharmed(model, expected)
     assert_unharmed(model, expected)
     remove_hook_from_module(model, recurse=True)
     assert_unharmed(model, expected)

@@ -188,6 +188,50 @@ def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
         assert_right(model)
 
 
+def test_in_the_midst_of_a_layer_nothing_is_begun_anew() -> None:
+    """A hook or a signal handler there may run the model, too; the layer goes on to read its slots."""
+    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+        engine, refused = model.promoe.runtime.engine, []
+
+        def within(*_: Any) -> None:
+            hook.remove()
+            with engine.lock:
+                engine.break_off(KeyboardInterrupt())  # as if in another thread
+            with pytest.raises(EngineError) as error:
+                greedy(model, PROMPTS["one"])
+            refused.append(str(error.value))
+
+        layer = promoe.find_moe_layers(model)[1]
+        stock = model.promoe.runtime.engine.visit
+
+        def visit(layer_idx: int, *arguments: Any) -> Any:
+            found = stock(layer_idx, *arguments)
+            if layer_idx == layer.layer_idx and not refused:
+                rows = found._rows
+                found._rows = lambda: (within() if not refused else None, rows())[1]
+            return found
+
+        hook = layer.block.register_forward_pre_hook(lambda *_: None)
+        engine.visit = visit  # type: ignore[method-assign]
+        with pytest.raises(EngineError):
+            greedy(model, PROMPTS["short"])
+        assert refused
+        assert "begins with an empty cache" in refused[0]
+        engine.visit = stock  # type: ignore[method-assign]
+        assert_right(model)
+
+
+def test_what_was_torn_is_not_begun_anew_in_a_forked_process() -> None:
+    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+        tear(model)
+        engine = model.promoe.runtime.engine
+        with engine.lock:
+            engine._forked()
+        assert_refuses(model, "This process was forked")
+        engine.renewable = True  # the same process, really
+        assert_right(model)
+
+
 def test_slots_that_were_being_resized_are_not_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -205,10 +249,10 @@ def test_without_its_workers_nothing_is_begun_anew() -> None:
         tear(model)
         engine = model.promoe.runtime.engine
         with engine.lock:
-            engine._assigned.append(None)  # which no worker can take, and dies
+            engine._assigned.append(object())  # of which a worker dies
             engine._work.notify()
         until(lambda: not all(thread.is_alive() for thread in engine._threads))
-        assert_refuses(model, "was being changed")
+        assert_refuses(model, "was being changed.*open it again")
 
 
 @pytest.mark.parametrize("way", WAYS)
