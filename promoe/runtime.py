@@ -5,10 +5,12 @@ The hot path of the library: everything here runs once or twice per MoE layer an
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +74,7 @@ class Runtime:
         self._live = [LiveWeights(layer) for layer in layers] if live else []
         self._on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
+        self._experts_code: set[CodeType] = set()  # of the forwards that `run` returns
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
@@ -81,8 +84,14 @@ class Runtime:
 
     @property
     def visiting(self) -> bool:
-        """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there."""
-        return getattr(self._announced, "visiting", False)
+        """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there. As its stack says: a
+        flag could be left behind by Ctrl-C."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code in self._experts_code:
+                return True
+            frame = frame.f_back
+        return False
 
     def close(self) -> None:
         """Stop the predictor and the engine. Safe to repeat."""
@@ -136,7 +145,6 @@ class Runtime:
                 self._live[layer.layer_idx].check(ids)
             host_index = on_host if self._on_device else None
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
-            before, self._announced.visiting = self.visiting, True
             try:
                 with visit:
                     beside = partial(self._predict_beside, layer)
@@ -158,8 +166,6 @@ class Runtime:
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
                 raise
-            finally:
-                self._announced.visiting = before
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
                     COMPUTE,
@@ -172,6 +178,7 @@ class Runtime:
                 )
             return result
 
+        self._experts_code.add(forward.__code__)
         return forward
 
     @staticmethod
