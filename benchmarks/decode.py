@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from common import save
 
 from promoe.bound import bytes_per_token
 from promoe.demo.command import DTYPE, Demo
@@ -158,8 +158,7 @@ def main() -> None:
             link.equalise(reference, cache)
             title = "emulated link, transfer = compute"
             rows.append(measure(demo, link, resident, reference, cache, title, compared, ratios))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(rows, indent=2))
+    save(options.json, rows)
     print(f"\nwritten to {options.json}")
 
 

@@ -19,7 +19,6 @@ Each predictor is run under the default and under each of `--settings` (fields o
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +26,10 @@ from typing import Any
 
 import torch
 import transformers
-from lockstep import DEFAULT, WIDTH, opened
-from transformers import AutoTokenizer, PreTrainedModel
+from common import save, widened_demo
+from lockstep import DEFAULT, opened
+from transformers import PreTrainedModel
 
-from promoe.demo.example import find_example
 from promoe.scheduler import Scheduler
 from promoe.scheduler.cache import LOADING, RESIDENT
 from promoe.units import aligned
@@ -85,16 +84,15 @@ class Watched:
 def decode(model: PreTrainedModel, prompts: Sequence[torch.Tensor], new_tokens: int) -> dict[str, float]:
     """Counts per token."""
     watched = Watched(model.promoe.runtime.engine.scheduler)  # type: ignore[union-attr]
+    total: Counter[str] = Counter()
     for number, prompt in enumerate(prompts):
         output = model(prompt, use_cache=True)
-        if number == 0:
-            total: Counter[str] = Counter()
+        watched.counts.clear()
         for _ in range(new_tokens):
-            watched.counts.clear()
             token = output.logits[:, -1:].argmax(-1)
             output = model(token, past_key_values=output.past_key_values, use_cache=True)
-            if number:
-                total += watched.counts
+        if number:
+            total += watched.counts
     tokens = (len(prompts) - 1) * new_tokens
     stall_ms = 1e3 * model.promoe.stats().decode.stall_s / (tokens + new_tokens)  # type: ignore[union-attr]
     return {kind: total[kind] / tokens for kind in (*KINDS, ARRIVED)} | {"stall_ms": stall_ms}
@@ -120,10 +118,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/foresight.json"))
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(options.prompts + 1)]
+    checkpoint, prompts = widened_demo(options.out, options.prompts + 1)
     results = {}
     for cache in options.caches:
         for predictor in options.predictors:
@@ -132,8 +127,7 @@ def main() -> None:
                 results[f"{cache}, {Path(predictor).name}, {setting}"] = decode(model, prompts, options.new_tokens)
                 model.promoe.close()  # type: ignore[union-attr]
     show(results)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

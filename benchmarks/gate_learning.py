@@ -11,7 +11,6 @@ that a layer used, the share among the top-k predicted (predictions into the nex
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +19,7 @@ from statistics import fmean
 import numpy as np
 import torch
 import transformers
+from common import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import promoe
@@ -114,8 +114,7 @@ def main() -> None:
             table.append((name, str(steps_ahead), *(f"{share:.1f}" for share in shares)))
             results[f"{name}, k = {steps_ahead}"] = dict(zip(map(str, spans), shares, strict=True))
     print("\n".join(aligned(table)))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ bootstrap intervals over rounds; and of tests made of 1, 2 and 4 rounds, drawn w
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,10 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel
+from common import save, widened_demo
+from transformers import PreTrainedModel
 
 import promoe
-from promoe.demo.example import find_example
 from promoe.governor import (
     ROUND_TRIALS,
     SETTLING_PASSES,
@@ -39,7 +38,6 @@ from promoe.governor import (
 )
 from promoe.units import aligned
 
-WIDTH = 128
 MOST_PROMPT_TOKENS = 64  # the rest of a prompt is cut off
 ROUND_PASSES = ROUND_TRIALS * TRIAL_PASSES
 ROUNDS = (1, 2, 4)
@@ -163,11 +161,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/governing.json"))
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    texts = example.prompts(options.prompts + 1)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids[:, :MOST_PROMPT_TOKENS] for text in texts]
+    checkpoint, prompts = widened_demo(options.out, options.prompts + 1)
+    prompts = [prompt[:, :MOST_PROMPT_TOKENS] for prompt in prompts]
     config = promoe.PromoeConfig(governor=False, bypass=False, read_mode="direct")
     results = {}
     for cache in options.caches:
@@ -176,8 +171,7 @@ def main() -> None:
         model.promoe.close()
         results[cache] = summary(rounds_of(passes), options.resamples)
     print(show(results))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

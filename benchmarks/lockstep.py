@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,14 +27,13 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PreTrainedModel
+from common import save, widened_demo
+from transformers import PreTrainedModel
 
 import promoe
-from promoe.demo.example import find_example
 from promoe.measure import paired_speedup
 from promoe.units import aligned
 
-WIDTH = 128
 DEFAULT, CONTROL = "default", "default again"
 
 
@@ -123,10 +121,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/lockstep.json"))
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(options.prompts + 1)]
+    checkpoint, prompts = widened_demo(options.out, options.prompts + 1)
     predictor = None if options.predictor == "none" else options.predictor
     names = [DEFAULT, *options.settings, CONTROL]
     results = {}
@@ -136,8 +131,7 @@ def main() -> None:
         for model in models.values():
             model.promoe.close()
         show(cache, results[cache])
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from common import save
+
 MEGABYTE = 1e6
 ALLOWANCE_BYTES = 128_000_000
 PROMPTS = 5
@@ -176,8 +178,7 @@ def main() -> None:
                 f"{row['bound_bytes'] / MEGABYTE:9.1f}"
             )
     prompts = prompts_table(folder, options.cache, options.prompt_tokens) if options.prompt_tokens else []
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps([*rows, *prompts], indent=2))
+    save(options.json, [*rows, *prompts])
     over = [row for row in rows if row["peak_bytes"] > row["bound_bytes"]]
     print(f"{len(rows) - len(over)} of {len(rows)} within the bound; written to {options.json}")
     sys.exit(1 if over else 0)

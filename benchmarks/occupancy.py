@@ -18,7 +18,6 @@ no prefetch can bring it back.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -28,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from common import WIDTH, save
 from transformers import AutoTokenizer, PreTrainedModel
 
 import promoe
@@ -36,7 +36,6 @@ from promoe.measure import generate
 from promoe.units import aligned
 from promoe.viz.lanes import Lanes, Transfer, lanes_of
 
-WIDTH = 128
 QUIET, BUSY = 0.02, 0.98  # shares of a stretch of time in which all readers are busy: as good as none, as good as all
 
 
@@ -185,8 +184,7 @@ def main() -> None:
         results[name] = summary(passes[name], model.promoe.stats().decode.bytes_per_token, readers)
         model.promoe.close()
     show(results)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

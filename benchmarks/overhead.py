@@ -14,13 +14,13 @@ All variants of a table are interleaved, one forward each in turn; medians and 9
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from common import save
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import promoe
@@ -188,8 +188,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     if options.widened:
         results["widened"] = widened(options.widened, options.rounds // 4)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
     print(f"\nwritten to {options.json}")
 
 

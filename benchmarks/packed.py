@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import save
 
 import promoe
 from promoe.demo.example import find_example
@@ -147,10 +148,7 @@ def main() -> None:
     texts = json.loads(example.prompts_file.read_text())[: options.prompts + 1]
     prompts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in texts]
     whole = models(checkpoint, options.cache, prompts, options.tokens)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(
-        json.dumps({"threads": torch.get_num_threads(), "products": products, "models": whole}, indent=2)
-    )
+    save(options.json, {"threads": torch.get_num_threads(), "products": products, "models": whole})
     print(f"written to {options.json}")
 
 

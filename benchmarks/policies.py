@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from common import save
 
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import Scenario, simulate
@@ -116,8 +116,7 @@ def main() -> None:
                 here = [found[policy, rate] for rate in options.rates]
                 times.append((policy, *(f"{format_ms(one['tpot_s'])} ({format_ms(one['bound_s'])})" for one in here)))
             print("\n".join(aligned(times)), flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
+    save(options.json, results)
     print(f"\nwritten to {options.json}")
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import time
 from pathlib import Path
 from statistics import median, quantiles
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from common import save
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -166,8 +166,7 @@ def main() -> None:
                 "decode": ratio,
             }
         )
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=2))
+    save(options.json, result)
     print(f"written to {options.json}")
 
 

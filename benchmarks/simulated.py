@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,6 +21,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from common import save
 from decode import SlowedFiles
 from transformers import PreTrainedModel
 
@@ -178,8 +178,7 @@ def main() -> None:
             link = SlowedFiles(checkpoint, DTYPE)
             link.equalise(reference, cache)
             found += measure(demo, link, resident, reference, cache, "emulated link, transfer = compute")
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=1))
+    save(options.json, found)
     print(f"\nwritten to {options.json}")
 
 

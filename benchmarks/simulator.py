@@ -9,12 +9,13 @@ The quickest of some runs counts, by the clock of the process, since neighbours 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
+
+from common import save
 
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import PolicyName, Scenario, simulate
@@ -65,8 +66,7 @@ def main() -> None:
         for policy in options.policies:
             rows.append((policy, *(f"{found[policy, rate]['us_per_visit']:.1f}" for rate in options.rates)))
         print("\n".join(aligned(rows)), flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"load": os.getloadavg(), **results}, indent=1))
+    save(options.json, {"load": os.getloadavg(), **results})
     print(f"\nwritten to {options.json}")
 
 

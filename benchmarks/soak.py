@@ -20,7 +20,6 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import json
 import logging
 import os
 import random
@@ -36,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from common import save
 from memory import anonymous_bytes
 from transformers.generation.streamers import BaseStreamer
 
@@ -299,8 +299,7 @@ def main() -> None:
         sys.exit(f"{options.minutes:g} minutes are too few: not every request was answered twice. Give --minutes more.")
     found = report(soak, link.injected, looks, link._started)
     model.promoe.close()
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(found, indent=2))
+    save(options.json, found)
     print(f"written to {options.json}")
     grown = found["growth"]
     if soak.wrong or grown["anonymous_bytes"] > GROWTH or grown["threads"] > 0 or grown["files"] > 0:

@@ -11,7 +11,6 @@ the other 70 are what predictors are fitted on. Machine: RTX 4090 over PCIe 4.0,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import save
 
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import Scenario, simulate
@@ -106,8 +106,7 @@ def main() -> None:
                 print(f"\n{Path(path).name}: {one['model']} on {one['hardware']}, cache {options.cache:g}%")
                 show(sweep, found)
                 results[f"{path} {sweep}"] = {f"{value:g} {system}": row for (value, system), row in found.items()}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=1))
+    save(options.json, results)
     print(f"\nwritten to {options.json}")
 
 

@@ -12,21 +12,18 @@ empty, and one that was warmed, in changing order. Printed per cache: medians of
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from statistics import median
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from common import save, widened_demo
 
 import promoe
-from promoe.demo.example import find_example
 from promoe.measure import generate, paired_speedup
 from promoe.units import aligned
 
-WIDTH = 128
 COUNTED_PROMPTS, COUNTED_TOKENS = 6, 24
 Figures = dict[str, list[float]]
 
@@ -87,11 +84,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/warming.json"))
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    texts = example.prompts(COUNTED_PROMPTS + options.prompts)
-    prompts = [tokenizer(text, return_tensors="pt").input_ids for text in texts]
+    checkpoint, prompts = widened_demo(options.out, COUNTED_PROMPTS + options.prompts)
     before = counted(checkpoint, prompts[:COUNTED_PROMPTS])
     header = ("cache", "TTFT, ms: cold, warm", "cold / warm", "MB moved: cold, warm", "warming, s")
     rows, results = [header], {}
@@ -99,8 +92,7 @@ def main() -> None:
         results[cache] = compare(checkpoint, cache, before, prompts[COUNTED_PROMPTS:])
         rows.append(row(cache, **results[cache]))
     print("\n".join(aligned(rows)))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(results, indent=2))
+    save(options.json, results)
 
 
 if __name__ == "__main__":

@@ -228,7 +228,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             config.min_group_bytes,
             config.stream,
             parts.device,
-            isinstance(parts.store, HostStore),
+            live=isinstance(parts.store, HostStore),
         )
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
         undo.callback(when_gone(handle, partial(_close, engine, parts.store)))

@@ -71,6 +71,13 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
+def stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame, and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def check_idle(model: nn.Module, layers: Sequence[MoELayer]) -> None:
     """Raise PatchStateError if a forward of a model runs that is to be patched."""
     if names := threads_in_forward(model, layers):
@@ -94,11 +101,10 @@ def _modules_around_experts(model: nn.Module, layers: Sequence[MoELayer]) -> set
     return {id(model.get_submodule(name)) for name in names} | {id(layer.experts) for layer in layers}
 
 
-def _calls_one_of(frame: FrameType | None, modules: set[int]) -> bool:
-    while frame is not None:
+def _calls_one_of(latest: FrameType, modules: set[int]) -> bool:
+    for frame in stack(latest):
         code = frame.f_code  # that of torch.compile is another one, of the same name and file
         is_call = code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename
         if is_call and id(frame.f_locals.get("self")) in modules:
             return True
-        frame = frame.f_back
     return False

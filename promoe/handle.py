@@ -228,8 +228,6 @@ class Handle:
         """The same without giving the model its experts back: somebody else has."""
         try:
             self._undo.close()
-            for pool in self._pools:
-                pool.close()
         finally:
             self._store.close()
 

@@ -67,9 +67,8 @@ class LiveWeights:
                 self._check(tensors[expert_idx])
 
     def _check(self, seen: _Seen) -> None:
-        registry, name, tensor, address, version = (
-            seen  # on the path of every layer: nothing is called if nothing changed
-        )
+        registry, name, tensor, address, version = seen
+        # On the path of every layer: nothing is called where nothing has changed.
         if version is not None and tensor._version != version:
             raise self._changed("wrote to", name)
         if not self._may_move and (registry.get(name) is not tensor or tensor.data_ptr() != address):

@@ -274,7 +274,7 @@ class SlotPool:
 
     def room_for(self, num_slots: int) -> HugePageRegion | None:
         """See `Pool.room_for`. None: what there is suffices."""
-        more = num_slots - sum(self._slots_in(region) for region in self._regions)
+        more = num_slots - self._slots_there()
         return self._region_of(more, prefault=False) if more > 0 else None
 
     def resize(self, num_slots: int, kept: Mapping[int, int], room: HugePageRegion | None) -> None:
@@ -288,7 +288,7 @@ class SlotPool:
                 ctypes.memmove(self.address(target), self.address(source), slot_bytes)
         self._tensors = {idx: views for idx, views in self._tensors.items() if idx < num_slots}
         self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
-        there = sum(self._slots_in(region) for region in self._regions)
+        there = self._slots_there()
         while there - self._slots_in(self._regions[-1]) >= num_slots:
             there -= self._slots_in(self._regions.pop())
         self._regions[-1].give_back((num_slots - there + self._slots_in(self._regions[-1])) * slot_bytes)
@@ -302,6 +302,10 @@ class SlotPool:
                 f"No memory for a cache of {num_slots} slots of {format_memory(self.layout.slot_bytes)}, "
                 f"{format_memory(nbytes)} in all. Choose a smaller cache. ({error})"
             ) from error
+
+    def _slots_there(self) -> int:
+        """That there is memory for."""
+        return sum(self._slots_in(region) for region in self._regions)
 
     def _slots_in(self, region: HugePageRegion) -> int:
         return region.nbytes // self.layout.slot_bytes

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import PromoeError
 from promoe.experts_forward import can_begin, check_no_grad, depends_on_groups, run_groups, run_resident
+from promoe.forwards import stack
 from promoe.live_weights import LiveWeights
 from promoe.moe_layers import MoELayer
 from promoe.passes import PassObserver, PassState
@@ -74,7 +75,7 @@ class Runtime:
         self._live = [LiveWeights(layer) for layer in layers] if live else []
         self._on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
-        self._experts_code: set[CodeType] = set()  # of the forwards that `run` returns
+        self._experts_code: CodeType | None = None  # of the forwards that `run` returns, all one
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
@@ -86,12 +87,7 @@ class Runtime:
     def visiting(self) -> bool:
         """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there. As its stack says: a
         flag could be left behind by Ctrl-C."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code in self._experts_code:
-                return True
-            frame = frame.f_back
-        return False
+        return any(frame.f_code is self._experts_code for frame in stack(sys._getframe()))
 
     def close(self) -> None:
         """Stop the predictor and the engine. Safe to repeat."""
@@ -178,7 +174,7 @@ class Runtime:
                 )
             return result
 
-        self._experts_code.add(forward.__code__)
+        self._experts_code = forward.__code__
         return forward
 
     @staticmethod

@@ -126,7 +126,7 @@ def open_trace(path: str) -> RoutingTrace:
 
 
 def _silent(result: dict[str, Any]) -> list[str]:
-    """Which kinds predict nothing at some distance, and so have no row there."""
+    """Which kinds predict nothing at some distance, and so have dashes there."""
     found = {kind: [k for k, figures in by_k.items() if figures["accuracy"] is None] for kind, by_k in result.items()}
     return [
         f"{kind} predicts nothing at k = {', '.join(lookaheads)}" for kind, lookaheads in found.items() if lookaheads

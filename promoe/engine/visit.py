@@ -46,7 +46,6 @@ class EngineVisit(Waiter):
         self._reading: list[int] = []  # slots
         self._hits = hits
         self._phase = phase
-        self._scheduler = engine.scheduler
         self._visit: Visit | None = None  # while it lasts
 
     def __enter__(self) -> EngineVisit:
@@ -62,7 +61,6 @@ class EngineVisit(Waiter):
         with engine.lock:
             engine.check_alive()
             with Changing(engine):
-                self._scheduler = engine.scheduler
                 self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
                 self._visit.admit()
                 self._group = self._visit.ready()
@@ -86,7 +84,7 @@ class EngineVisit(Waiter):
             visit = self._visit
             if visit is None or engine.torn:
                 return
-            if engine.scheduler is not self._scheduler:
+            if engine.scheduler is not visit.scheduler:
                 if ran:
                     raise self._renewed()
                 return
@@ -146,7 +144,7 @@ class EngineVisit(Waiter):
     @property
     def _granted(self) -> Visit:
         assert self._visit is not None, "the visit is over"
-        if self._engine.scheduler is not self._scheduler:
+        if self._engine.scheduler is not self._visit.scheduler:
             raise self._renewed()
         return self._visit
 

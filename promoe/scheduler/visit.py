@@ -19,12 +19,12 @@ class Visit:
     of several threads cannot block each other.
     """
 
-    __slots__ = ("_base", "_cache", "_granted", "_needed", "_scheduler", "layer_idx")
+    __slots__ = ("_base", "_cache", "_granted", "_needed", "layer_idx", "scheduler")
 
     def __init__(self, scheduler: Scheduler, layer_idx: int, ids: Sequence[int]) -> None:
         assert len(set(ids)) == len(ids), f"experts of a visit are distinct, got {ids}"
         self.layer_idx = layer_idx
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._cache = scheduler.cache_of(layer_idx)
         self._base = layer_idx * scheduler.max_experts
         self._needed = [self._base + expert_idx for expert_idx in ids]
@@ -55,7 +55,7 @@ class Visit:
             return 0
         cache = self._cache
         granted = []
-        for code in self._by_state() if self._scheduler.config.reorder else self._next_by_id():
+        for code in self._by_state() if self.scheduler.config.reorder else self._next_by_id():
             # What another visit has pinned takes no further slot.
             if cache.pins[code] or cache.num_pinned < cache.num_slots:
                 cache.pin(code)
@@ -63,7 +63,7 @@ class Visit:
         self._granted.update(dict.fromkeys(granted))
         left = len(granted) < len(self._needed)
         self._needed = [code for code in self._needed if code not in self._granted] if left else []
-        self._scheduler.demand(self.layer_idx, granted)
+        self.scheduler.demand(self.layer_idx, granted)
         return len(granted)
 
     def _by_state(self) -> list[int]:
@@ -92,7 +92,7 @@ class Visit:
 
         What is there of them stays until they are resident or `failed`: nothing takes the slot of a pinned expert.
         """
-        first = self._scheduler.config.first_chunks[self.layer_idx]
+        first = self.scheduler.config.first_chunks[self.layer_idx]
         if not first:
             return []
         state, loads, base = self._cache.state, self._cache.loads, self._base
@@ -109,7 +109,7 @@ class Visit:
 
     def failed(self) -> list[int]:
         """Granted experts whose fetch failed: they will not become ready."""
-        failures = self._scheduler.failures
+        failures = self.scheduler.failures
         return [code - self._base for code in self._granted if code in failures] if failures else []
 
     def release(self, expert_ids: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ class Visit:
         codes = [self._base + expert_idx for expert_idx in expert_ids]
         for code in codes:
             del self._granted[code]
-        self._scheduler.undemand(codes, self._cache)
+        self.scheduler.undemand(codes, self._cache)
 
     def close(self) -> None:
         """Give back every grant, whether it ran or not. Safe to repeat."""
@@ -125,4 +125,4 @@ class Visit:
         if self._granted:
             codes = list(self._granted)
             self._granted.clear()
-            self._scheduler.undemand(codes, self._cache)
+            self.scheduler.undemand(codes, self._cache)
