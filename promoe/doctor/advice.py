@@ -67,6 +67,11 @@ def _computing(facts: Facts) -> Iterator[str]:
             f"torch computes with {facts.threads} threads on {facts.cores} cores: they wait for each other. Set "
             f"OMP_NUM_THREADS={facts.cores}."
         )
+    if facts.sleep_at_once and facts.threads > 1:
+        yield (
+            f"{facts.sleep_at_once} has torch's threads sleep after each product. Decoding is hundreds of short ones a token, "
+            "and to wake a thread takes longer than some of them: unset it, unless other processes need the cores."
+        )
     if facts.taken is not None and facts.taken.much_by_others:
         yield (
             f"Other processes keep {facts.taken.by_others:.2f} of the {facts.taken.cores} cores busy. Threads that "

@@ -7,7 +7,7 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,8 @@ READERS = 2
 # More than processors' caches hold.
 COPIED_BYTES = 128 * MIB
 COPIES = 5
+# What tells the threads of GNU's and of Intel's OpenMP to sleep as soon as they have nothing to compute.
+SLEEP_AT_ONCE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Facts:
     """That this process may use."""
     threads: int
     """That torch computes with."""
+    sleep_at_once: str | None
+    """The environment variable that has them sleep between two products, as in "OMP_WAIT_POLICY=passive"; None: none does."""
     taken: Taken | None
     """What others took of the cores in half a second, in which this process slept; None where the system does not say."""
     kernels: str
@@ -107,6 +111,7 @@ def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Fact
         processor=processor_name(proc),
         cores=num_cores(),
         threads=torch.get_num_threads(),
+        sleep_at_once=_sleep_at_once(os.environ),
         taken=taken_now(),
         kernels=torch.backends.cpu.get_cpu_capability(),
         bfloat16=multiplies_bfloat16(proc),
@@ -129,6 +134,13 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+def _sleep_at_once(environment: Mapping[str, str]) -> str | None:
+    for name, value in SLEEP_AT_ONCE.items():
+        if environment.get(name, "").strip().lower() == value:
+            return f"{name}={environment[name]}"
+    return None
 
 
 def _huge_pages() -> str:

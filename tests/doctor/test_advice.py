@@ -18,6 +18,7 @@ WELL = Facts(
     processor="a processor",
     cores=8,
     threads=8,
+    sleep_at_once=None,
     taken=Taken(8, 0.1, 0.0),
     kernels="AVX512",
     bfloat16=True,
@@ -44,6 +45,10 @@ def test_where_all_is_well_nothing_is_said() -> None:
     assert advice(facts(locked_limit_bytes=8)) == []  # nothing is pinned without a GPU
 
 
+def test_one_thread_does_not_wake_another() -> None:
+    assert len(advice(facts(sleep_at_once="OMP_WAIT_POLICY=passive", threads=1))) == 1  # that one computes alone
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -55,6 +60,7 @@ def test_where_all_is_well_nothing_is_said() -> None:
         ({"cores": 1, "threads": 1}, "There is one core"),
         ({"threads": 4}, "torch computes with 4 of 8 cores"),
         ({"threads": 16}, "16 threads on 8 cores.*OMP_NUM_THREADS=8"),
+        ({"sleep_at_once": "GOMP_SPINCOUNT=0"}, "^GOMP_SPINCOUNT=0 has torch's threads sleep .* unset it"),
         ({"taken": Taken(8, 2.25, 0.0)}, "Other processes keep 2.25 of the 8 cores busy"),
         ({"bfloat16": False}, "no bf16 products"),
         ({"gpus": [GPU], "locked_limit_bytes": 8 * 2**20}, r"may lock 8.0 MiB of memory \(ulimit -l\)"),

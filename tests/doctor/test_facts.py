@@ -54,3 +54,23 @@ def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._huge_pages() == "unknown"
     (tmp_path / "enabled").write_text("always [madvise] never\n")
     assert module._huge_pages() == "madvise"
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"}, None),
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, "OMP_WAIT_POLICY=PASSIVE"),
+        ({"OMP_WAIT_POLICY": "ACTIVE", "GOMP_SPINCOUNT": "0"}, "GOMP_SPINCOUNT=0"),
+        ({"KMP_BLOCKTIME": "0"}, "KMP_BLOCKTIME=0"),
+    ],
+)
+def test_what_has_threads_sleep(
+    environment: dict[str, str], found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in module.SLEEP_AT_ONCE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert find_facts(tmp_path).sleep_at_once == found
