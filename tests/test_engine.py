@@ -257,6 +257,9 @@ def test_a_copy_that_fails_or_is_interrupted_leaves_nothing_behind(error: BaseEx
         broken = True
 
         def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+            if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
+                # Ctrl-C does not come to workers, and one may be given a chunk meanwhile.
+                until(lambda: not self.broken)
             if self.broken:
                 raise error
             super().transfer(chunk, destination, address)

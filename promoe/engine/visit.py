@@ -14,8 +14,6 @@ from promoe.errors import EngineError
 from promoe.scheduler.visit import Visit
 from promoe.tracing import STALL
 
-"""Expert id -> its tensors in a slot, by parameter name."""
-
 
 class EngineVisit(Waiter):
     """A layer's visit, as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive."""
