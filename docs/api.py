@@ -87,6 +87,7 @@ SECTIONS = {
         Entry("promoe.predictors.Predictor"),
         Entry("promoe.predictors.LayerVisit", made=False),
         Entry("promoe.predictors.Forecast"),
+        Entry("promoe.predictors.ReuseForecast"),
         Entry("promoe.predictors.PredictorContext", made=False),
     ],
     "Errors": [

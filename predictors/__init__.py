@@ -13,7 +13,7 @@
 A prediction changes *when* bytes move, never what is computed.
 """
 
-from .base import Forecast, LayerVisit, Predictor, PredictorContext
+from .base import Forecast, LayerVisit, Predictor, PredictorContext, ReuseForecast
 from .registry import KINDS, check_kind, create
 from .trained import TrainedPredictor
 
@@ -23,6 +23,7 @@ __all__ = [
     "LayerVisit",
     "Predictor",
     "PredictorContext",
+    "ReuseForecast",
     "TrainedPredictor",
     "check_kind",
     "create",

@@ -89,6 +89,18 @@ class Forecast:
     probabilities: npt.NDArray[np.float64]
 
 
+@dataclass(frozen=True, slots=True)
+class ReuseForecast:
+    """How likely each expert of the layer just visited is used within its next visits, as log odds `[num_experts]`.
+
+    How many visits, says `promoe.scheduler.reuse.HORIZON_VISITS`. Eviction goes by it where the predictor has a `reuse` that
+    says so (`LearnedReuse.foreseen`).
+    """
+
+    layer_idx: int
+    log_odds: npt.NDArray[np.float32]
+
+
 class Predictor(Protocol):
     """Answers a layer visit with forecasts of later ones. Called by one thread at a time, in the order of the visits.
 
@@ -97,7 +109,7 @@ class Predictor(Protocol):
     predicting would, so a predictor that takes less should be quick.
     """
 
-    def predict(self, visit: LayerVisit) -> list[Forecast]:
+    def predict(self, visit: LayerVisit) -> Sequence[Forecast | ReuseForecast]:
         """Forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
         ...
 

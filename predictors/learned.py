@@ -12,7 +12,7 @@ import torch
 from promoe.errors import ConfigError
 from promoe.scheduler.reuse import LearnedReuse
 
-from .base import Forecast, LayerVisit, PredictorContext, any_token
+from .base import Forecast, LayerVisit, PredictorContext, ReuseForecast, any_token
 from .linear_fit import ONE_THREAD_ELEMENTS
 from .trained import PUBLISHED, TrainedConfig, TrainedPredictor
 
@@ -44,15 +44,20 @@ class LearnedPredictor:
         """What the model's reuse prior starts from; None: it was not fitted."""
         farthest = config.lookahead if config.kind == PUBLISHED else min(lookahead, config.lookahead)
         row = _Row(config.hidden_size)
-        self._layers = [_LayerPredictor(trained, layer_idx, farthest, row) for layer_idx in range(config.num_layers)]
+        foresees_reuse = self.reuse is not None and self.reuse.foreseen is not None
+        self._layers = [
+            _LayerPredictor(trained, layer_idx, farthest, foresees_reuse, row) for layer_idx in range(config.num_layers)
+        ]
 
-    def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """One forecast per distance that was trained for this layer, nearest first."""
+    def predict(self, visit: LayerVisit) -> list[Forecast | ReuseForecast]:
+        """The layer's own next visits, if that was trained, and one forecast per distance that was, nearest first."""
         layer = self._layers[visit.layer_idx]
-        if not layer.targets:
+        if not layer.num_heads:
             return []
-        probabilities = layer.probabilities(visit.gate_input)
-        return [Forecast(*target, one) for target, one in zip(layer.targets, probabilities, strict=True)]
+        reuse, probabilities = layer.predict(visit.gate_input)
+        forecasts: list[Forecast | ReuseForecast] = [] if reuse is None else [ReuseForecast(visit.layer_idx, reuse)]
+        forecasts += [Forecast(*target, one) for target, one in zip(layer.targets, probabilities, strict=True)]
+        return forecasts
 
 
 class _Row:
@@ -99,16 +104,21 @@ class _LayerPredictor:
 
     After a model's products nothing of this is in the processor's caches, and an operation takes ten times as long to
     call as to compute. So slopes and biases are folded into the weights, all distances are computed at once, and what is
-    left are two products with a maximum between them, a sum, a threshold and a logistic function. The bias b of the hidden
+    left are two products with a maximum between them, a sum, a threshold and a logistic function. What reuse is foreseen is one
+    more target, the last, without a threshold. The bias b of the hidden
     layers is not added: relu(h + b) = max(h, -b) + b, and what the last b leads to is known beforehand. That constant is one
     more hidden unit, max(0, 1).
     """
 
-    def __init__(self, trained: TrainedPredictor, layer_idx: int, lookahead: int, row: _Row) -> None:
+    def __init__(
+        self, trained: TrainedPredictor, layer_idx: int, lookahead: int, foresees_reuse: bool, row: _Row
+    ) -> None:
         config, network = trained.config, trained.network
         steps = [k for k in range(1, lookahead + 1) if config.predicts(layer_idx, k)]
         self.targets = [(k, (layer_idx + k) % config.num_layers) for k in steps]
         """(steps ahead, layer) of each forecast."""
+        self._foresees_reuse = foresees_reuse
+        self.num_heads = len(steps) + foresees_reuse
         self._num_experts = config.num_experts
         self._top_k = config.top_k
         self._hard = config.kind == PUBLISHED
@@ -116,7 +126,12 @@ class _LayerPredictor:
         self._has_trunk = network.num_shared_rows() > 0
         kept = [k - 1 for k in steps]
         with torch.no_grad():
+            self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
+            self._offsets: list[float] = self._offset.tolist()
             slope = 0.5 * trained.slope[layer_idx, kept].float()[:, None]
+            if foresees_reuse:
+                kept.append(config.lookahead)
+                slope = torch.cat([slope, slope.new_ones(1, 1)])
             outer = network.outer[layer_idx, kept].float() * slope[..., None]  # [targets, E, width]
             constant = network.bias[layer_idx, kept].float() * slope
             weight, bias = network.folded(layer_idx, kept)
@@ -127,8 +142,6 @@ class _LayerPredictor:
             self._hidden_rows = self._least.shape[-1]
             self._by_torch = outer.shape[-2:].numel() > ONE_THREAD_ELEMENTS
             self._inner = _Product(weight, row)
-            self._offset = (0.5 * trained.offset[layer_idx, kept].float()).numpy()
-            self._offsets: list[float] = self._offset.tolist()
 
     def _with_trunk(
         self, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor, constant: torch.Tensor, slope: torch.Tensor
@@ -157,12 +170,17 @@ class _LayerPredictor:
         least = torch.cat([-bias, bias.new_ones(num_targets, 1, 1)], 1).transpose(1, 2)
         return weight, least, torch.cat([outer, constant], 2).transpose(1, 2)
 
-    def probabilities(self, gate_input: torch.Tensor) -> list[npt.NDArray[np.float64]]:
-        """Of each target `[E]`, that any of the tokens uses an expert, from `[n, H]`."""
+    def predict(self, gate_input: torch.Tensor) -> tuple[Floats32 | None, list[npt.NDArray[np.float64]]]:
+        """Log odds of reuse `[E]`, the mean over the tokens, and of each target the probability `[E]` that any of them uses an
+        expert, from `[n, H]`."""
         scores = self._scores(self._inner(gate_input))
+        reuse: Floats32 | None = None
+        if self._foresees_reuse:
+            reuse, scores = scores[:, -1], scores[:, :-1]
+            reuse = reuse[0] if len(reuse) == 1 else reuse.mean(axis=0)
         if len(scores) == 1 and self._is_short:
-            return [self._one_token(*of_target) for of_target in zip(scores[0].tolist(), self._offsets, strict=True)]
-        return list(any_token(self._per_token(scores)))
+            return reuse, [self._one_token(*target) for target in zip(scores[0].tolist(), self._offsets, strict=True)]
+        return reuse, list(any_token(self._per_token(scores)))
 
     def _one_token(self, scores: list[float], offset: float) -> npt.NDArray[np.float64]:
         """`_per_token` in plain Python: one operation of numpy, cold, takes longer than this."""
@@ -183,8 +201,8 @@ class _LayerPredictor:
         return result
 
     def _scores(self, inner: Floats32) -> Floats32:
-        """`[n, targets, E]`, times half their slope, from `[n, rows]`."""
-        shape = (len(inner), len(self.targets), -1)
+        """`[n, heads, E]`, times half their slope, from `[n, rows]`."""
+        shape = (len(inner), self.num_heads, -1)
         scores: Floats32
         if self._has_trunk:
             scores = self._by_outer(np.maximum(inner[:, : self._hidden_rows], self._least))

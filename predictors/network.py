@@ -6,6 +6,9 @@ Both kinds are `inner`, a nonlinearity and `outer`, per layer i that is predicte
                with, and one trunk for all distances, which adds nothing to begin with
     mlp        scores = outer[i,k] relu(inner[i,k] x): the published two layers (ProMoE section 4), one per target
 
+With `foresees_reuse` a residual network has one more head per layer, like a distance: log odds that the layer's own next visits
+use its experts. It starts from the layer's own gate and shares the trunk.
+
 x is the gate input, standardised per feature. relu: it is one operation where smoother ones are four, and those take
 longer to call than to compute when one token is predicted. Used by training and, layer by layer, by the runtime.
 """
@@ -28,18 +31,28 @@ class Network(nn.Module):
         num_experts: E, of each layer.
         lookahead: K, distances 1..K; layer i + k counts on into the next token.
         width: W, of a hidden layer.
+        foresees_reuse: whether there is a head for the layer's own next visits, the last of all heads.
     """
 
-    def __init__(self, num_layers: int, hidden_size: int, num_experts: int, lookahead: int, width: int) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        num_experts: int,
+        lookahead: int,
+        width: int,
+        foresees_reuse: bool = False,
+    ) -> None:
         super().__init__()
         self.num_layers, self.num_experts, self.lookahead, self.width = num_layers, num_experts, lookahead, width
-        rows = self.num_shared_rows() + lookahead * self.num_step_rows()
+        heads = lookahead + foresees_reuse
+        rows = self.num_shared_rows() + heads * self.num_step_rows()
         self.mean = nn.Buffer(torch.zeros(num_layers, hidden_size))
         self.scale = nn.Buffer(torch.ones(num_layers, hidden_size))
         self.inner = nn.Parameter(torch.randn(num_layers, rows, hidden_size) / math.sqrt(hidden_size))
         self.inner_bias = nn.Parameter(torch.zeros(num_layers, rows))
-        self.outer = nn.Parameter(torch.zeros(num_layers, lookahead, num_experts, width))
-        self.bias = nn.Parameter(torch.zeros(num_layers, lookahead, num_experts))
+        self.outer = nn.Parameter(torch.zeros(num_layers, heads, num_experts, width))
+        self.bias = nn.Parameter(torch.zeros(num_layers, heads, num_experts))
 
     def num_shared_rows(self) -> int:
         """Rows of `inner` that all distances use, before the others."""
@@ -50,7 +63,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
-        """Scores `[layers, K', n, E]` from `inner`'s results `[layers, n, rows]` for the K' first distances."""
+        """Scores `[layers, K', n, E]` from `inner`'s results `[layers, n, rows]` for the K' first heads."""
         raise NotImplementedError
 
     def standardise(self, mean: torch.Tensor, deviation: torch.Tensor) -> None:
@@ -59,13 +72,13 @@ class Network(nn.Module):
         self.scale.copy_(1.0 / deviation.clamp_min(1e-4))
 
     def forward(self, gate_inputs: torch.Tensor) -> torch.Tensor:
-        """Scores `[L, K, n, E]` for gate inputs `[n, L, H]`: entry [i, k - 1] is of layer i + k, counted on across the
-        end of the token."""
+        """Scores `[L, heads, n, E]` for gate inputs `[n, L, H]`: entry [i, k - 1] is of layer i + k, counted on across the
+        end of the token, and the last, if reuse is foreseen, of layer i itself."""
         x = ((gate_inputs.float() - self.mean) * self.scale).transpose(0, 1)
         return self.scores(torch.baddbmm(self.inner_bias[:, None], x, self.inner.transpose(1, 2)))
 
     def folded(self, layer_idx: int, steps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, for some distances k - 1 alone."""
+        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, for some heads (distances k - 1) alone."""
         shared, each = self.num_shared_rows(), self.num_step_rows()
         rows = [*range(shared), *(shared + step * each + row for step in steps for row in range(each))]
         weight = self.inner[layer_idx, rows].float() * self.scale[layer_idx].float()
@@ -100,8 +113,8 @@ class ResidualNetwork(Network):
         """
         with torch.no_grad():
             for layer_idx in range(self.num_layers):
-                for step in range(self.lookahead):
-                    target = (layer_idx + step + 1) % self.num_layers
+                for step in range(self.outer.shape[1]):
+                    target = (layer_idx + step + 1) % self.num_layers if step < self.lookahead else layer_idx
                     gate = weights[target].float()
                     start = self.width + step * self.num_experts
                     self.inner[layer_idx, start : start + self.num_experts] = gate / self.scale[target]
@@ -111,7 +124,16 @@ class ResidualNetwork(Network):
 class MlpNetwork(Network):
     """Two layers per target and distance."""
 
-    def __init__(self, num_layers: int, hidden_size: int, num_experts: int, lookahead: int, width: int) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        hidden_size: int,
+        num_experts: int,
+        lookahead: int,
+        width: int,
+        foresees_reuse: bool = False,
+    ) -> None:
+        assert not foresees_reuse, "only residual networks foresee reuse"
         super().__init__(num_layers, hidden_size, num_experts, lookahead, width)
         nn.init.normal_(self.outer, std=1.0 / math.sqrt(width))
 

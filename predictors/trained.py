@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from huggingface_hub import ModelCard, PyTorchModelHubMixin, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -78,6 +80,7 @@ class TrainedConfig:
         width: of the hidden layers.
         base_model: whose gates it predicts.
         base_revision: its commit on the hub, if known.
+        foresees_reuse: whether it also says which experts a layer's own next visits use ("residual" alone).
         versions: of the libraries that trained it.
     """
 
@@ -91,6 +94,7 @@ class TrainedConfig:
     width: int
     base_model: str = ""
     base_revision: str | None = None
+    foresees_reuse: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,12 +110,15 @@ class TrainedConfig:
             ("model_type", str),
             ("base_model", str),
             ("base_revision", (str, type(None))),
+            ("foresees_reuse", bool),
             ("versions", Mapping),
         ):
             if not isinstance(getattr(self, name), kinds):
                 raise ConfigError(
                     f"{name} of a trained predictor cannot be {getattr(self, name)!r:.80}. Train it anew."
                 )
+        if self.foresees_reuse and self.kind != "residual":
+            raise ConfigError(f"A trained predictor of kind {self.kind} foresees no reuse; only residual does.")
         if self.lookahead > self.num_layers:
             raise ConfigError(
                 f"The lookahead must be at most the number of MoE layers, {self.num_layers}. Got {self.lookahead} instead."
@@ -146,13 +153,18 @@ class TrainedPredictor(
         super().__init__()
         self.config = config
         self.network = NETWORKS[config.kind](
-            config.num_layers, config.hidden_size, config.num_experts, config.lookahead, config.width
+            config.num_layers,
+            config.hidden_size,
+            config.num_experts,
+            config.lookahead,
+            config.width,
+            config.foresees_reuse,
         )
         # Log odds = slope * (score - threshold) + offset, per layer and distance.
         self.slope = nn.Buffer(torch.ones(config.num_layers, config.lookahead))
         self.offset = nn.Buffer(torch.zeros(config.num_layers, config.lookahead))
         # What the reuse prior has learned of the model; all zero: nothing.
-        self.reuse_weights = nn.Buffer(torch.zeros(len(START_WEIGHTS)))
+        self.reuse_weights = nn.Buffer(torch.zeros(len(START_WEIGHTS) + config.foresees_reuse))
         self.reuse_associations = nn.Buffer(torch.zeros(config.num_layers, config.num_experts, config.num_experts))
 
     def learned_reuse(self) -> LearnedReuse | None:
@@ -165,7 +177,18 @@ class TrainedPredictor(
             return None
         if not (self.reuse_weights.isfinite().all() and self.reuse_associations.isfinite().all()):
             raise ConfigError("The reuse prior of the trained predictor is damaged: not all of its numbers are finite.")
-        return LearnedReuse(self.reuse_weights.float().numpy(), self.reuse_associations.float().numpy())
+        foreseen = self.typical_reuse() if self.config.foresees_reuse else None
+        if foreseen is not None and not np.isfinite(foreseen).all():
+            raise ConfigError("The networks of the trained predictor are damaged: not all of their numbers are finite.")
+        return LearnedReuse(self.reuse_weights.float().numpy(), self.reuse_associations.float().numpy(), foreseen)
+
+    def typical_reuse(self) -> npt.NDArray[np.float32]:
+        """Log odds of reuse `[L, E]` that it foresees where gates see the mean of what they saw in training."""
+        with torch.inference_mode():
+            log_odds: npt.NDArray[np.float32] = (
+                self.reuse_log_odds(self.network.mean.float()[None])[:, 0].float().numpy()
+            )
+        return log_odds
 
     def keep_reuse(self, learned: LearnedReuse) -> None:
         """Keep what a reuse prior has learned of the model."""
@@ -180,7 +203,13 @@ class TrainedPredictor(
 
     def scores(self, gate_inputs: torch.Tensor) -> torch.Tensor:
         """Scores `[L, K, n, E]` from gate inputs `[n, L, H]`, see `Network.forward`."""
-        result: torch.Tensor = self.network(gate_inputs)
+        result: torch.Tensor = self.network(gate_inputs)[:, : self.config.lookahead]
+        return result
+
+    def reuse_log_odds(self, gate_inputs: torch.Tensor) -> torch.Tensor:
+        """Log odds `[L, n, E]` that each layer's next visits use an expert, from gate inputs `[n, L, H]`."""
+        assert self.config.foresees_reuse, "not trained for it"
+        result: torch.Tensor = self.network(gate_inputs)[:, -1]
         return result
 
     def log_odds(self, scores: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,12 @@ from collections import deque
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from promoe.devices import Device, Event
 from promoe.engine import Engine
 from promoe.errors import ConfigError
-from promoe.predictors import Forecast, LayerVisit, Predictor
+from promoe.predictors import LayerVisit, Predictor, ReuseForecast
 from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, stop_at_exit, when_gone
 from promoe.tracing import PREDICTOR
 
@@ -48,6 +49,10 @@ class Forecaster:
         self._engine = engine
         # The oracle counts visits and must see each of them.
         self._in_order = in_order
+        reuse = getattr(predictor, "reuse", None)
+        self._foresees_reuse = (
+            reuse is not None and reuse.foreseen is not None and engine.scheduler.config.eviction == "next_use"
+        )
         self._device = device
         self._queue = None if device is None else device.side_queue()
         self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
@@ -72,7 +77,9 @@ class Forecaster:
         """Whether a prediction made now could have any effect; one that costs the forward its time should have."""
         if self.failed or self._closed:
             return False
-        return self._in_order or (self._engine.scheduler.prefetch_on and not self._engine.scheduler.everything_resident)
+        scheduler = self._engine.scheduler
+        wanted = self._foresees_reuse or scheduler.prefetch_on
+        return self._in_order or (wanted and not scheduler.everything_resident)
 
     @property
     def in_forward(self) -> bool:
@@ -142,25 +149,30 @@ class Forecaster:
                 forecasts = self._predictor.predict(visit)
         end_s = time.perf_counter()
         for forecast in forecasts:
-            self._check(forecast)
-            engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
+            if isinstance(forecast, ReuseForecast):
+                self._check(forecast.layer_idx, forecast.log_odds)
+                engine.foresee_reuse(origin_step, forecast.layer_idx, forecast.log_odds)
+            elif (
+                not self._foresees_reuse or engine.scheduler.prefetch_on
+            ):  # else it was asked for eviction's sake alone
+                self._check(forecast.layer_idx, forecast.probabilities)
+                engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
         with engine.lock:
             engine.recorder.predictor_time(end_s - start_s)
         if (tracer := engine.tracer) is not None:
             tracer.span(PREDICTOR, f"predict from L{visit.layer_idx}", start_s, end_s, forecasts=len(forecasts))
 
-    def _check(self, forecast: Forecast) -> None:
+    def _check(self, layer_idx: int, values: npt.ArrayLike) -> None:
         num_experts = self._engine.scheduler.config.num_experts
-        if not 0 <= forecast.layer_idx < len(num_experts):
+        if not 0 <= layer_idx < len(num_experts):
             raise ConfigError(
-                f"The predictor forecast layer {forecast.layer_idx}, but the model has MoE layers 0 to "
-                f"{len(num_experts) - 1}."
+                f"The predictor forecast layer {layer_idx}, but the model has MoE layers 0 to {len(num_experts) - 1}."
             )
-        shape, expected = np.shape(forecast.probabilities), (num_experts[forecast.layer_idx],)
+        shape, expected = np.shape(values), (num_experts[layer_idx],)
         if shape != expected:
             raise ConfigError(
-                f"The predictor gave probabilities of shape {shape} for layer {forecast.layer_idx}, which has "
-                f"{expected[0]} experts. Give one probability per expert, {expected}."
+                f"The predictor gave probabilities of shape {shape} for layer {layer_idx}, which has {expected[0]} experts. "
+                f"Give one probability per expert, {expected}."
             )
 
 

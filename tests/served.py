@@ -194,12 +194,13 @@ def record(
 
 
 def predictor_of(name: str | None, model: nn.Module, visits: Sequence[Any], lookahead: int) -> str | Predictor | None:
-    """What to pass as `predictor=`; "oracle" and "wrong" know the visits, "trained" has random weights."""
+    """What to pass as `predictor=`; "oracle" and "wrong" know the visits, "trained" has random weights, also for reuse."""
     context = predictor_context(promoe.find_moe_layers(model), model.config.model_type)
     if name == "trained":
-        return LearnedPredictor(
-            make(**sizes_of(context), lookahead=min(lookahead, context.num_layers)), context, lookahead
-        )
+        sizes = sizes_of(context)
+        trained = make(**sizes, lookahead=min(lookahead, context.num_layers), foresees_reuse=True)
+        trained.reuse_weights.normal_()
+        return LearnedPredictor(trained, context, lookahead)
     if name not in ("oracle", "wrong"):
         return name
     return OraclePredictor(context, lookahead, visits, wrong=name == "wrong")

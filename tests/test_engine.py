@@ -432,6 +432,30 @@ def test_a_late_forecast_is_dropped() -> None:
         assert (2, 0) in resident(engine)
 
 
+def test_reuse_is_foreseen_until_the_layer_is_visited_again() -> None:
+    with running(slots=4) as (engine, _):
+        told: list[tuple[int, bool]] = []
+        foresee = engine.scheduler.foresee_reuse
+
+        def noted(layer_idx: int, log_odds: Any, begun: bool) -> None:
+            told.append((layer_idx, begun))
+            foresee(layer_idx, log_odds, begun)
+
+        engine.scheduler.foresee_reuse = noted  # type: ignore[method-assign]
+        origin_step = engine.scheduler.step + 1
+        assert engine.foresee_reuse(origin_step, 0, [0.0] * EXPERTS)  # in the forward, before its visit
+        visit(engine, 0, [0])
+        assert engine.foresee_reuse(origin_step, 0, [0.0] * EXPERTS)  # in a thread beside it
+        for layer_idx in range(1, LAYERS):
+            visit(engine, layer_idx, [0])
+            assert engine.foresee_reuse(origin_step, 0, [0.0] * EXPERTS)
+        visit(engine, 0, [0])
+        assert not engine.foresee_reuse(origin_step, 0, [0.0] * EXPERTS)
+        assert not engine.foresee_reuse(engine.scheduler.step + 2, 0, [0.0] * EXPERTS), "of before a renewal"
+        assert told == [(0, False)] + [(0, True)] * LAYERS
+    assert not engine.foresee_reuse(engine.scheduler.step, 0, [0.0] * EXPERTS), "closed"
+
+
 def test_hits_are_what_was_resident_in_any_order_of_execution() -> None:
     for reorder in (True, False):
         with running(slots=5, reorder=reorder) as (engine, _):

@@ -20,7 +20,7 @@ from waiting import WAIT_S, settle
 import promoe
 from promoe import prediction
 from promoe.prediction import MAX_WAITING, Forecaster
-from promoe.predictors import Forecast, LayerVisit
+from promoe.predictors import Forecast, LayerVisit, ReuseForecast
 from promoe.recorder import Recorder
 from promoe.runtime import MAX_PREDICTED_TOKENS
 from promoe.scheduler import calibration
@@ -33,14 +33,18 @@ PASSES = 1 + NEW_TOKENS
 class EngineDouble:
     """What a prediction thread sees of an engine; notes the forecasts handed to it."""
 
+    eviction = "next_use"
+
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.recorder = Recorder([4, 4], [1, 1])
         self.tracer: Tracer | None = None
         self.forecasts: list[tuple[int, int, int, list[float]]] = []
+        self.foreseen: list[tuple[int, int, list[float]]] = []
         self.stall_timeout_s = 60.0
         self.interrupted = False
-        self.scheduler = SimpleNamespace(config=SimpleNamespace(num_experts=[4] * 10))
+        config = SimpleNamespace(num_experts=[4] * 10, eviction=self.eviction)
+        self.scheduler = SimpleNamespace(config=config, prefetch_on=True, everything_resident=False)
         self.prefetch_on = True
 
     def set_prefetch(self, on: bool) -> None:
@@ -49,6 +53,11 @@ class EngineDouble:
     def forecast(self, origin_step: int, steps_ahead: int, layer_idx: int, probabilities: Any) -> bool:
         assert not self.lock.locked(), "the engine takes the lock itself"
         self.forecasts.append((origin_step, steps_ahead, layer_idx, list(probabilities)))
+        return True
+
+    def foresee_reuse(self, origin_step: int, layer_idx: int, log_odds: Any) -> bool:
+        assert not self.lock.locked(), "the engine takes the lock itself"
+        self.foreseen.append((origin_step, layer_idx, list(log_odds)))
         return True
 
 
@@ -108,6 +117,54 @@ def test_forecasts_reach_the_engine_in_order_with_the_step_they_were_made_from()
             thread.drain()
     one_visit = [(1, 1, [0.1, 0.9, 0.0, 0.0]), (2, 0, [1.0, 0.0, 0.0, 0.0])]
     assert engine.forecasts == [(step, *forecast) for step in (7, 8) for forecast in one_visit]
+
+
+class Foreseeing(Predictor):
+    """Foresees reuse, and forecasts one layer."""
+
+    def __init__(self, log_odds: Any = (3.0, -3.0, 0.0, 1.0), is_weighed: bool = True) -> None:
+        super().__init__(lambda visit: [ReuseForecast(visit.layer_idx, np.array(log_odds)), FORECAST])
+        self.reuse = SimpleNamespace(foreseen=np.zeros((10, 4)) if is_weighed else None)
+
+
+FORECAST = Forecast(1, 1, np.array([0.1, 0.9, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("prefetch_on", [True, False])
+def test_reuse_is_foreseen_for_eviction_also_while_nothing_is_prefetched(prefetch_on: bool) -> None:
+    with predicting(Foreseeing()) as (thread, engine):
+        engine.scheduler.prefetch_on = prefetch_on
+        assert thread.of_use
+        thread.visit(7, visit(3))
+        thread.drain()
+    assert engine.foreseen == [(7, 3, [3.0, -3.0, 0.0, 1.0])]
+    assert len(engine.forecasts) == prefetch_on
+
+
+@pytest.mark.parametrize(("is_weighed", "eviction"), [(False, "next_use"), (True, "lru")])
+def test_where_nothing_goes_by_reuse_none_is_asked_for_without_prefetch(
+    is_weighed: bool, eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineDouble, "eviction", eviction)
+    with predicting(Foreseeing(is_weighed=is_weighed)) as (thread, engine):
+        engine.scheduler.prefetch_on = False
+        assert not thread.of_use
+
+
+def test_with_everything_resident_no_reuse_is_asked_for() -> None:
+    with predicting(Foreseeing()) as (thread, engine):
+        engine.scheduler.everything_resident = True
+        assert not thread.of_use
+
+
+def test_reuse_of_too_many_or_few_experts_switches_the_predictor_off(caplog: pytest.LogCaptureFixture) -> None:
+    with predicting(Foreseeing(log_odds=[1.0, 2.0])) as (thread, engine):
+        thread.visit(7, visit(3))
+        thread.drain()
+        assert thread.failed
+        assert not engine.prefetch_on
+    assert engine.foreseen == []
+    assert "shape (2,) for layer 3, which has 4 experts" in caplog.text
 
 
 def test_it_predicts_in_a_thread_of_its_own_and_is_counted() -> None:

@@ -9,10 +9,12 @@ import lightning
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from promoe.predictors.network import ResidualNetwork
 from promoe.predictors.trained import TrainedConfig, TrainedPredictor
+from promoe.scheduler.reuse import HORIZON_VISITS
 from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
@@ -32,12 +34,16 @@ class Batch(NamedTuple):
         chosen: 0/1 `[n, 2 L, E]`, of this token's layers, then of the next one's.
         gate: the gates' log probabilities `[n, 2 L, E]`.
         has_next: `[n]`, whether the next row continues the prompt.
+        reused: 0/1 `[n, L, E]`, whether a layer uses an expert within the next `HORIZON_VISITS` tokens.
+        has_horizon: `[n]`, whether the prompt has as many.
     """
 
     gate_inputs: torch.Tensor
     chosen: torch.Tensor
     gate: torch.Tensor
     has_next: torch.Tensor
+    reused: torch.Tensor
+    has_horizon: torch.Tensor
 
 
 class TraceRows(Dataset[int]):
@@ -56,27 +62,33 @@ class TraceRows(Dataset[int]):
         routing = trace.routing
         self._experts = routing.experts
         self._num_experts = routing.num_experts
-        self._is_first = np.zeros(routing.num_tokens + 1, dtype=np.bool_)
-        self._is_first[routing.prompt_starts] = True
-        self._is_first[-1] = True
+        # Tokens that follow in the prompt.
+        ends = np.repeat(np.cumsum(routing.prompt_lengths), routing.prompt_lengths)
+        self._num_after = ends - np.arange(routing.num_tokens) - 1
 
     def __len__(self) -> int:
         return self._count
 
     def __getitems__(self, positions: Sequence[int]) -> Batch:
         rows = self._start + np.asarray(positions)
-        has_next = ~self._is_first[rows + 1]
-        following = np.where(has_next, rows + 1, rows)
-        both = np.stack([rows, following], axis=1)
-        flat: npt.NDArray[np.intp] = both.reshape(-1)
+        num_after = self._num_after[rows]
+        both = np.stack([rows, rows + np.minimum(num_after, 1)], axis=1)
         shape = (len(rows), 2 * self._experts.shape[1], self._num_experts)
-        chosen = torch.zeros(shape)
-        ids = torch.from_numpy(self._experts[flat].astype(np.int64)).view(len(rows), shape[1], -1)
-        chosen.scatter_(2, ids, 1.0)
-        logits = torch.from_numpy(self._trace.gate_logits(flat)).view(shape)
+        logits = torch.from_numpy(self._trace.gate_logits(both.reshape(-1))).view(shape)
+        ahead = rows[:, None] + np.minimum(num_after[:, None], np.arange(1, HORIZON_VISITS + 1))
         return Batch(
-            self._trace.gate_inputs(rows), chosen, log_probabilities(logits), torch.from_numpy(has_next).float()
+            gate_inputs=self._trace.gate_inputs(rows),
+            chosen=self._used(both).view(shape),
+            gate=log_probabilities(logits),
+            has_next=torch.from_numpy(num_after >= 1).float(),
+            reused=self._used(ahead).amax(1),
+            has_horizon=torch.from_numpy(num_after >= HORIZON_VISITS).float(),
         )
+
+    def _used(self, rows: npt.NDArray[np.intp]) -> torch.Tensor:
+        """0/1 `[.., L, E]` of rows `[..]`."""
+        ids = torch.from_numpy(self._experts[rows].astype(np.int64))
+        return torch.zeros(*ids.shape[:-1], self._num_experts).scatter_(-1, ids, 1.0)
 
 
 def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
@@ -136,6 +148,22 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+class Scored(NamedTuple):
+    """What a network says of a batch, and what is true.
+
+    Args:
+        scores: `[L, K, n, E]`.
+        chosen: 0/1 of the same.
+        weight: 0 or 1 `[L, K, n]`, whether it counts.
+        reuse: log odds `[L, n, E]` that a layer's next visits use an expert; None: not foreseen.
+    """
+
+    scores: torch.Tensor
+    chosen: torch.Tensor
+    weight: torch.Tensor
+    reuse: torch.Tensor | None
+
+
 class PredictorModule(lightning.LightningModule):
     """All layers and distances of a predictor, trained together.
 
@@ -161,18 +189,17 @@ class PredictorModule(lightning.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         """Mean loss over what is predicted."""
-        scores, chosen, weight = self._scored(batch)
-        loss = self._mean_loss(batch, scores, chosen, weight)
+        loss = self._mean_loss(batch, self._scored(batch))
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss, and the share of chosen experts that were predicted, within the token, over all distances."""
-        scores, chosen, weight = self._scored(batch)
-        loss = self._mean_loss(batch, scores, chosen, weight)
-        in_token = weight * (self._targets < len(self._targets))[..., None]
-        hits = chosen.gather(-1, scores.topk(self.predictor.config.top_k).indices).sum(-1)
-        accuracy = (hits * in_token).sum() / (chosen.sum(-1) * in_token).sum().clamp_min(1)
+        scored = self._scored(batch)
+        loss = self._mean_loss(batch, scored)
+        in_token = scored.weight * (self._targets < len(self._targets))[..., None]
+        hits = scored.chosen.gather(-1, scored.scores.topk(self.predictor.config.top_k).indices).sum(-1)
+        accuracy = (hits * in_token).sum() / (scored.chosen.sum(-1) * in_token).sum().clamp_min(1)
         size = len(batch.has_next)
         self.log("val_loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         self.log("val_accuracy", accuracy, prog_bar=True, batch_size=size, sync_dist=True)
@@ -184,18 +211,27 @@ class PredictorModule(lightning.LightningModule):
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self._learning_rate, steps, pct_start=0.1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    def _scored(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Scores and chosen `[L, K, n, E]`, and the weight `[L, K, n]` of each, 0 or 1."""
-        scores = self.predictor.scores(batch.gate_inputs)
-        chosen = batch.chosen.transpose(0, 1)[self._targets]
+    def _scored(self, batch: Batch) -> Scored:
+        config = self.predictor.config
+        heads = self.predictor.network(batch.gate_inputs)
         in_token = (self._targets < len(self._targets))[..., None]
-        return scores, chosen, self._predicted[..., None] * torch.where(in_token, 1.0, batch.has_next)
+        return Scored(
+            scores=heads[:, : config.lookahead],
+            chosen=batch.chosen.transpose(0, 1)[self._targets],
+            weight=self._predicted[..., None] * torch.where(in_token, 1.0, batch.has_next),
+            reuse=heads[:, -1] if config.foresees_reuse else None,
+        )
 
-    def _mean_loss(
-        self, batch: Batch, scores: torch.Tensor, chosen: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        losses = self._loss(scores, chosen, batch.gate.transpose(0, 1)[self._targets])
-        return (losses * weight).sum() / weight.sum()
+    def _mean_loss(self, batch: Batch, scored: Scored) -> torch.Tensor:
+        losses = self._loss(scored.scores, scored.chosen, batch.gate.transpose(0, 1)[self._targets])
+        total, count = (losses * scored.weight).sum(), scored.weight.sum()
+        if scored.reuse is not None:
+            # Of each expert by itself, whatever the loss: probabilities are wanted. Per choice, as large as a distance's.
+            reused = batch.reused.transpose(0, 1)
+            wrong = F.binary_cross_entropy_with_logits(scored.reuse, reused, reduction="none").sum(-1)
+            total = total + (wrong * batch.has_horizon).sum() / self.predictor.config.top_k
+            count = count + len(reused) * batch.has_horizon.sum()
+        return total / count
 
 
 def new_predictor(trace: RecordedTrace, rows: TraceRows, config: TrainedConfig, seed: int) -> TrainedPredictor:

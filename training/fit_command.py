@@ -63,6 +63,7 @@ class Fit:
         """What must be the same for a run to be gone on with."""
         values = asdict(self)
         del values["out"]
+        values["reuse_foreseen"] = foresees_reuse(self.kind)
         values["trainer"] = {"max_epochs": self.trainer.max_epochs, "precision": self.trainer.precision}
         return values
 
@@ -84,7 +85,7 @@ def run_fit(task: Fit, out: TextIO) -> None:
     if not trainer.is_global_zero:
         return  # one of several processes
     calibrate(predictor, data.validation)
-    predictor.keep_reuse(fit_reuse(trace.routing.split()[0]))
+    predictor.keep_reuse(fit_reuse(trace.routing.split()[0], predictor=predictor))
     folder = task.out / PREDICTOR_FOLDER
     predictor.to(torch.bfloat16).save_pretrained(folder)
     size = sum(parameter.numel() for parameter in predictor.parameters())
@@ -104,8 +105,14 @@ def _config(task: Fit, trace: RecordedTrace) -> TrainedConfig:
         width=task.width or default_width(task.kind, info.hidden_size),
         base_model=info.model,
         base_revision=info.revision,
+        foresees_reuse=foresees_reuse(task.kind),
         versions={**info.versions, "promoe": promoe.__version__, "lightning": lightning.__version__},
     )
+
+
+def foresees_reuse(kind: str) -> bool:
+    """Whether predictors of this kind are trained to, the others being as published."""
+    return kind == "residual"
 
 
 def default_width(kind: str, hidden_size: int) -> int:

@@ -2,25 +2,68 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import numpy as np
 from tqdm.auto import tqdm
 
-from promoe.scheduler.reuse import LearnedReuse, ReusePrior
+from promoe.scheduler.association import LogOdds
+from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse, ReusePrior
 from promoe.training.routing_traces import RoutingTrace
+
+if TYPE_CHECKING:
+    from promoe.predictors.trained import TrainedPredictor
 
 # Enough for what it learns to settle.
 MAX_TOKENS = 20_000
+# Learned from between two looks at what gates saw.
+BLOCK_TOKENS = 512
 
 
-def fit_reuse(trace: RoutingTrace, num_experts: int | None = None) -> LearnedReuse:
-    """What a reuse prior learns from the first tokens of a trace, one by one.
+def fit_reuse(
+    trace: RoutingTrace, num_experts: int | None = None, predictor: TrainedPredictor | None = None
+) -> LearnedReuse:
+    """What a reuse prior learns from the last tokens of a trace, one by one.
+
+    The last, since the prompts at the end validate a predictor: what it was trained on, it foresees too well.
 
     Args:
         trace: of the model.
         num_experts: of each layer, where the trace may not have used the last ones.
+        predictor: whose word on reuse is learned to be weighed, too, if it has one; then the trace has what gates saw.
     """
-    prior = ReusePrior(trace.num_layers, num_experts or trace.num_experts)
-    trace = trace.first(MAX_TOKENS)
-    total = trace.num_tokens * trace.num_layers
-    for _, layer_idx, ids in tqdm(trace.visits(), "fit reuse", total, unit="visit", disable=None, leave=False):
-        prior.observe(layer_idx, [ids])
+    foreseeing = predictor if predictor is not None and predictor.config.foresees_reuse else None
+    trace = trace.last(MAX_TOKENS)
+    num_experts = num_experts or trace.num_experts
+    prior = ReusePrior(trace.num_layers, num_experts, learned=_unlearned(trace.num_layers, num_experts, foreseeing))
+    with tqdm(total=trace.num_tokens, desc="fit reuse", unit="token", disable=None, leave=False) as progress:
+        for start in range(0, trace.num_tokens, BLOCK_TOKENS):
+            block = trace.tokens(slice(start, min(start + BLOCK_TOKENS, trace.num_tokens)))
+            foreseen = None if foreseeing is None else _foreseen(foreseeing, block)
+            for token_idx, layer_idx, ids in block.visits():
+                if foreseen is not None:
+                    prior.foresee(layer_idx, foreseen[layer_idx, token_idx], begun=False)
+                prior.observe(layer_idx, [ids])
+            progress.update(block.num_tokens)
     return prior.learned()
+
+
+def _unlearned(num_layers: int, num_experts: int, predictor: TrainedPredictor | None) -> LearnedReuse | None:
+    """Where a reuse prior begins that a predictor's word is to be one more feature of, of weight 0."""
+    if predictor is None:
+        return None
+    weights = np.array([*START_WEIGHTS[:-1], 0.0, START_WEIGHTS[-1]], dtype=np.float32)
+    associations = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
+    return LearnedReuse(weights, associations, predictor.typical_reuse())
+
+
+def _foreseen(predictor: TrainedPredictor, block: RoutingTrace) -> LogOdds:
+    """Log odds `[num_layers, num_tokens, num_experts]` of reuse after each token."""
+    import torch
+
+    assert block.recorded is not None, "there is nothing to foresee from"
+    rows = slice(block.first_row, block.first_row + block.num_tokens)
+    with torch.inference_mode():
+        seen = torch.stack([block.recorded.layer_inputs(layer_idx, rows) for layer_idx in range(block.num_layers)], 1)
+        log_odds: LogOdds = predictor.reuse_log_odds(seen).numpy()
+    return log_odds

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -41,7 +41,7 @@ class GateRecords(Protocol):
     """What gates saw, kept somewhere; see `recorded_traces.RecordedTrace`."""
 
     @property
-    def gates(self) -> list[dict[str, torch.Tensor]]:
+    def gates(self) -> Sequence[dict[str, torch.Tensor]]:
         """Parameters and buffers of each layer's gate, by name."""
         ...
 
@@ -102,6 +102,12 @@ class RoutingTrace:
         ends = np.minimum(np.cumsum(self.prompt_lengths), min(num_tokens, self.num_tokens))
         lengths = np.diff(ends, prepend=0)
         return self._tokens(slice(num_tokens), lengths[lengths > 0])
+
+    def last(self, num_tokens: int) -> RoutingTrace:
+        """At most so many tokens up to the end; the first prompt may have lost its beginning."""
+        skipped = max(0, self.num_tokens - num_tokens)
+        lengths = np.diff(np.maximum(np.cumsum(self.prompt_lengths), skipped), prepend=skipped)
+        return self._tokens(slice(skipped, None), lengths[lengths > 0])
 
     def tokens(self, rows: slice) -> RoutingTrace:
         """Some tokens in a row, as one prompt: for looking at them, not for splitting."""

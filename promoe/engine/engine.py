@@ -204,6 +204,24 @@ class Engine(Monitor):
                 self.wake_workers()
         return True
 
+    def foresee_reuse(self, origin_step: int, layer_idx: int, log_odds: npt.ArrayLike) -> bool:
+        """Hand what a predictor says of a layer's next visits to the scheduler, unless the layer was visited once more
+        meanwhile; says whether it was in time.
+
+        Args:
+            origin_step: scheduler step of the visit that it was made from.
+            layer_idx: the layer visited, and foreseen.
+            log_odds: `[num_experts]`, see `Scheduler.foresee_reuse`.
+        """
+        odds = np.asarray(log_odds, dtype=np.float32)
+        with self.lock:
+            age = self.scheduler.step - origin_step
+            if not -1 <= age < self.scheduler.config.num_layers or self._closed or self.torn:
+                return False
+            with Changing(self):
+                self.scheduler.foresee_reuse(layer_idx, odds, begun=age >= 0)
+        return True
+
     def stream(self, layer_idx: int) -> None:
         """The layer after the one just hinted will need nearly all its experts: fetch the absent ones in order."""
         with self.lock:

@@ -2,12 +2,13 @@
 
 Two things of that past count: how often an expert was used lately, and which experts were used just now, for some follow
 each other and some never do. What the first says starts from what holds for any model, the second (`association`) from
-nothing; both are learned while running. What is predicted is use within the next few visits; the rate of use per visit
-follows from that.
+nothing; both are learned while running. A trained predictor adds a third: what the layer's gate sees (`foresee`). What is
+predicted is use within the next few visits; the rate of use per visit follows from that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -35,15 +36,18 @@ MAX_SEQUENCES = 8
 # Visits of a layer that are learned from at once, which is much cheaper than one by one.
 BATCH_VISITS = 8
 P_MIN, P_MAX = 0.001, 0.999
+MAX_LOG_ODDS = math.log(P_MAX / P_MIN)
 
 
 class LearnedReuse(NamedTuple):
     """What a reuse prior has learned of a model, to start another one from."""
 
     weights: LogOdds
-    """Of the log odds of the frequencies, and the constant, `[4]`."""
+    """Of the log odds of the frequencies, of those that are foreseen, if any are, and the constant, `[4]` or `[5]`."""
     associations: LogOdds
     """What the use of an expert adds to the others' log odds, `[num_layers, num_experts, num_experts]`."""
+    foreseen: LogOdds | None = None
+    """What is taken for foreseen before anything is, `[num_layers, num_experts]`; None: nothing ever will be."""
 
 
 class _Recent:
@@ -51,11 +55,12 @@ class _Recent:
 
     MAX_VISITS = HORIZON_VISITS + BATCH_VISITS
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self, num_experts: int, num_features: int) -> None:
         self.tokens: list[Sequence[Sequence[int]]] = []
         """Of each visit, the experts of each sequence's token."""
-        self.features: LogOdds = np.ones((len(HALF_LIVES_TOKENS) + 1, self.MAX_VISITS, num_experts), dtype=np.float32)
-        """Log odds of the frequencies, the visit included, and ones, `[half_lives + 1, MAX_VISITS, num_experts]`."""
+        self.features: LogOdds = np.ones((num_features, self.MAX_VISITS, num_experts), dtype=np.float32)
+        """Log odds of the frequencies, the visit included, those foreseen, if any are, and ones,
+        `[num_features, MAX_VISITS, num_experts]`."""
         self._used: LogOdds = np.zeros((self.MAX_VISITS, 1, num_experts), dtype=np.float32)
         # In one piece, for numpy takes twice as long over parts of an array.
         self._odds, self._rest = np.empty((2, len(HALF_LIVES_TOKENS), num_experts))
@@ -76,16 +81,24 @@ class _Recent:
         self.tokens.append(tokens)
         return used
 
-    def write_features(self, frequency: Floats) -> LogOdds:
-        """Of the latest visit, from frequencies `[half_lives, num_experts]`; returns them, `[half_lives + 1, num_experts]`."""
+    def write_features(self, frequency: Floats, foreseen: LogOdds | None) -> LogOdds:
+        """Of the latest visit, from frequencies `[half_lives, num_experts]` and what is foreseen; returns them,
+        `[num_features, num_experts]`."""
         odds, rest = self._odds, self._rest
         np.maximum(frequency, P_MIN, out=odds)
         np.minimum(odds, P_MAX, out=odds)
         np.subtract(1.0, odds, out=rest)
         odds /= rest
         np.log(odds, out=odds)
+        features = self.latest_features()
+        features[: len(odds)] = odds
+        if foreseen is not None:
+            features[len(odds)] = foreseen
+        return features
+
+    def latest_features(self) -> LogOdds:
+        """Those of the latest visit, `[num_features, num_experts]`; live."""
         features: LogOdds = self.features[:, max(0, len(self.tokens) - 1)]
-        features[:-1] = odds
         return features
 
     def used(self) -> LogOdds:
@@ -136,12 +149,17 @@ class ReusePrior:
         self._gained = np.empty_like(self._gain)
         self._frequency = np.full((num_layers, len(HALF_LIVES_TOKENS), num_experts), initial)
         self._weights = _Weights(START_WEIGHTS if learned is None else learned.weights)
+        self._foreseen = None if learned is None or learned.foreseen is None else learned.foreseen.copy()
+        num_features = len(HALF_LIVES_TOKENS) + (self._foreseen is not None) + 1
+        assert len(self._weights.values) == num_features, (
+            f"{len(self._weights.values)} weights, {num_features} features"
+        )
         # By the frequencies alone, as of each layer's latest visit: what other layers teach since then comes with its next.
         self._own: LogOdds = np.empty((num_layers, num_experts), dtype=np.float32)
         self._associations = [Association(num_experts) for _ in range(num_layers)]
-        self._visits = [_Recent(num_experts) for _ in range(num_layers)]
-        for own, frequency, visits in zip(self._own, self._frequency, self._visits, strict=True):
-            own[...] = self._weights.values.dot(visits.write_features(frequency))
+        self._visits = [_Recent(num_experts, num_features) for _ in range(num_layers)]
+        for layer_idx in range(num_layers):
+            self._judge(layer_idx)
         self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for a visit to come
         self._top_k = 0
         self._answers = np.empty((num_layers, num_experts))  # probabilities
@@ -151,12 +169,14 @@ class ReusePrior:
 
         if learned is not None:
             for association, weights in zip(self._associations, learned.associations, strict=True):
-                association.start_from(weights)
+                if weights.any():
+                    association.start_from(weights)
 
     def learned(self) -> LearnedReuse:
         """A copy of what was learned so far."""
         associations = np.stack([association.weights for association in self._associations])
-        return LearnedReuse(self._weights.values.copy(), associations)
+        foreseen = None if self._foreseen is None else self._foreseen.copy()
+        return LearnedReuse(self._weights.values.copy(), associations, foreseen)
 
     def start_from(self, layer_idx: int, rates: Sequence[float]) -> bool:
         """Take these uses per token of a layer's experts, at most 1 each, for its past, unless it has one; says whether."""
@@ -164,9 +184,33 @@ class ReusePrior:
         if visits.tokens:
             return False
         frequency[:, : len(rates)] = rates
-        self._own[layer_idx] = self._weights.values.dot(visits.write_features(frequency))
+        self._judge(layer_idx)
         self._answered[layer_idx] = 0
         return True
+
+    def foresee(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> None:
+        """A predictor says, from what a layer's gate sees, which experts the layer's next visits will use.
+
+        Args:
+            layer_idx: the layer.
+            log_odds: of use within the next `HORIZON_VISITS` visits `[num_experts]`; of several tokens their mean.
+            begun: the visit that this was made from has been observed; else it is the next one.
+        """
+        if self._foreseen is None:
+            return
+        foreseen = self._foreseen[layer_idx]
+        foreseen[: np.size(log_odds)] = log_odds
+        if begun:
+            features = self._visits[layer_idx].latest_features()
+            features[len(HALF_LIVES_TOKENS)] = foreseen
+            self._own[layer_idx] = self._weights.values.dot(features)
+            self._answered[layer_idx] = 0
+
+    def _judge(self, layer_idx: int) -> None:
+        """What a layer's experts have by themselves, from its frequencies and what is foreseen."""
+        foreseen = None if self._foreseen is None else self._foreseen[layer_idx]
+        features = self._visits[layer_idx].write_features(self._frequency[layer_idx], foreseen)
+        self._own[layer_idx] = self._weights.values.dot(features)
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
@@ -183,7 +227,7 @@ class ReusePrior:
             frequency += self._gained
         else:
             self._count(frequency, tokens)
-        self._own[layer_idx] = self._weights.values.dot(visits.write_features(frequency))
+        self._judge(layer_idx)
         if len(visits) == _Recent.MAX_VISITS:
             self._learn(layer_idx)
 

@@ -22,7 +22,7 @@ from .calibration import Calibration
 from .config import Cause, NullObserver, Observer, SchedulerConfig
 from .keys import ExpertKey
 from .ledger import Ledger
-from .reuse import Floats, LearnedReuse, ReusePrior
+from .reuse import MAX_LOG_ODDS, Floats, LearnedReuse, ReusePrior
 from .room import HINT, PIN, SPECULATION, Room
 from .speculation import Speculation
 from .visit import Visit
@@ -252,6 +252,23 @@ class Scheduler:
             chosen = self._chosen[(layer_idx - steps_ahead) % num_layers]
             p_next = self.calibration.calibrate(layer_idx, steps_ahead, p_next, prior, chosen)
         self._expect(steps_ahead, layer_idx, p_next, wanted=self.prefetch_on)
+
+    def foresee_reuse(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> None:
+        """A predictor says which experts a layer's next visits will use: eviction goes by it. Fetches nothing.
+
+        Args:
+            layer_idx: the layer that it was made from, and is about.
+            log_odds: of use within the next visits `[num_experts]`, see `ReusePrior.foresee`.
+            begun: whether the visit that it was made from has begun.
+        """
+        num_experts = self.config.num_experts[layer_idx]
+        odds = np.asarray(log_odds, dtype=np.float32)
+        assert odds.shape == (num_experts,), f"layer {layer_idx}: {odds.shape} log odds, {num_experts} experts"
+        if not np.isfinite(odds).all():
+            return  # what is no number must not enter the prior, which would never forget it
+        self._prior.foresee(layer_idx, np.minimum(np.maximum(odds, -MAX_LOG_ODDS), MAX_LOG_ODDS), begun)
+        self.eviction.announced(layer_idx)
+        self._invalidate()
 
     def score_forecasts(self) -> None:
         """Tell the observer what all forecasts were worth whose visit has come; it is told of many at once."""

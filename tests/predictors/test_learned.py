@@ -8,7 +8,7 @@ import torch
 
 from predictors.trained_predictors import EXPERTS, HIDDEN, LAYERS, LOOKAHEAD, TOP_K, Gate, make
 from promoe.errors import ConfigError
-from promoe.predictors import LayerVisit, PredictorContext, learned
+from promoe.predictors import Forecast, LayerVisit, PredictorContext, ReuseForecast, learned
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.trained import TRAINED_KINDS
 
@@ -142,3 +142,29 @@ def test_a_predictor_of_another_model_is_refused(changes: dict[str, Any], messag
         LearnedPredictor(make(), context(**changes), 1)
     assert "trained for demo/model " + message in str(caught.value)
     assert "promoe-train" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("lookahead", [1, LOOKAHEAD])
+def test_it_foresees_the_reuse_that_the_networks_say(lookahead: int, num_tokens: int) -> None:
+    trained = make(foresees_reuse=True)
+    trained.reuse_weights.fill_(0.5)
+    predictor = LearnedPredictor(trained, context(), lookahead)
+    x = torch.randn(num_tokens, LAYERS, HIDDEN)
+    with torch.inference_mode():
+        odds, reuse = trained.log_odds(trained.scores(x)).double(), trained.reuse_log_odds(x)
+    for layer_idx in range(LAYERS):
+        foreseen, *forecasts = predictor.predict(visit(layer_idx, x[:, layer_idx]))
+        assert isinstance(foreseen, ReuseForecast)
+        assert foreseen.layer_idx == layer_idx
+        np.testing.assert_allclose(foreseen.log_odds, reuse[layer_idx].mean(0).numpy(), rtol=1e-4, atol=1e-5)
+        assert len(forecasts) == lookahead
+        for step, forecast in enumerate(forecasts):
+            expected = 1 - (1 - torch.sigmoid(odds[layer_idx, step])).prod(0)
+            np.testing.assert_allclose(forecast.probabilities, expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_reuse_prior_that_weighs_it_no_reuse_is_foreseen() -> None:
+    predictor = LearnedPredictor(make(foresees_reuse=True), context(), 1)
+    assert predictor.reuse is None
+    assert [type(found) for found in predictor.predict(visit(0, torch.randn(1, HIDDEN)))] == [Forecast]

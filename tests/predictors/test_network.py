@@ -54,6 +54,19 @@ def test_residual_starts_as_the_targets_gate_on_inputs_of_that_layers_mean_and_d
             torch.testing.assert_close(scores[i, k - 1], renormalised @ gates[j].T, atol=1e-4, rtol=1e-4)
 
 
+def test_reuse_is_one_more_head_that_starts_as_the_layers_own_gate() -> None:
+    network = ResidualNetwork(LAYERS, HIDDEN, EXPERTS, LOOKAHEAD, 8, foresees_reuse=True)
+    mean, deviation = torch.randn(LAYERS, HIDDEN), torch.rand(LAYERS, HIDDEN) + 0.5
+    gates = [torch.randn(EXPERTS, HIDDEN) for _ in range(LAYERS)]
+    network.standardise(mean, deviation)
+    network.start_from_gates(gates)
+    x = torch.randn(6, LAYERS, HIDDEN)
+    heads = network(x)
+    assert heads.shape == (LAYERS, LOOKAHEAD + 1, 6, EXPERTS)
+    for i in range(LAYERS):
+        torch.testing.assert_close(heads[i, -1], x[:, i] @ gates[i].T, atol=1e-4, rtol=1e-4)
+
+
 def test_an_mlp_starts_with_something_to_learn_from() -> None:
     network = MlpNetwork(LAYERS, HIDDEN, EXPERTS, LOOKAHEAD, 8)
     network(torch.randn(6, LAYERS, HIDDEN)).square().sum().backward()

@@ -74,6 +74,37 @@ def test_a_damaged_reuse_prior_is_refused() -> None:
         predictor.learned_reuse()
 
 
+def test_what_reuse_is_foreseen_comes_with_its_weight_and_what_is_typical(tmp_path: Path) -> None:
+    predictor = make(foresees_reuse=True)
+    weights = np.array([0.25, 0.5, 0.75, 1.5, 1.0], dtype=np.float32)
+    predictor.keep_reuse(learned()._replace(weights=weights))
+    predictor.save_pretrained(tmp_path)
+    opened = TrainedPredictor.load(str(tmp_path))
+    found = opened.learned_reuse()
+    assert found is not None
+    np.testing.assert_array_equal(found.weights, weights)
+    with torch.inference_mode():
+        typical = opened.reuse_log_odds(opened.network.mean[None])[:, 0].numpy()
+    assert found.foreseen is not None
+    np.testing.assert_array_equal(found.foreseen, typical)
+    assert np.ptp(typical) > 0
+
+
+def test_damaged_networks_that_foresee_reuse_are_refused() -> None:
+    predictor = make(foresees_reuse=True)
+    predictor.reuse_weights.fill_(1.0)
+    with torch.no_grad():
+        predictor.network.bias[1, -1, 2] = float("inf")
+    with pytest.raises(ConfigError, match="networks of the trained predictor are damaged"):
+        predictor.learned_reuse()
+
+
+@pytest.mark.parametrize("kind", ["mlp", "promoe-paper"])
+def test_only_residual_foresees_reuse(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind} foresees no reuse"):
+        make(kind, foresees_reuse=True)
+
+
 def test_which_pairs_are_predicted() -> None:
     pairs = {
         kind: {(i, k) for i in range(LAYERS) for k in range(1, 5) if make(kind).config.predicts(i, k)}

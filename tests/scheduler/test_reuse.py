@@ -13,6 +13,7 @@ from promoe.scheduler.reuse import (
     P_MAX,
     P_MIN,
     START_WEIGHTS,
+    LearnedReuse,
     ReusePrior,
 )
 
@@ -224,3 +225,66 @@ def test_a_layer_with_fewer_experts_is_told_of_those_that_it_has() -> None:
     before = prior.probability(0).copy()
     assert prior.start_from(0, [0.9, 0.0])
     assert prior.probability(0)[2:] == pytest.approx(before[2:])
+
+
+def foreseeing(num_layers: int, num_experts: int, weight: float, typical: float = 0.0) -> ReusePrior:
+    """A prior that a predictor's word is a feature of, of this weight to begin with."""
+    weights = np.array([*START_WEIGHTS[:3], weight, START_WEIGHTS[3]], dtype=np.float32)
+    shape = (num_layers, num_experts)
+    return ReusePrior(
+        *shape,
+        learned=LearnedReuse(
+            weights, np.zeros((*shape, num_experts), dtype=np.float32), np.full(shape, typical, dtype=np.float32)
+        ),
+    )
+
+
+def test_what_is_foreseen_counts_beside_the_frequencies() -> None:
+    prior = foreseeing(2, 3, weight=2.0)
+    before = prior.probability(1).copy()
+    assert np.ptp(before) == 0
+    prior.foresee(0, [1.0, 0.0, -1.0], begun=False)
+    prior.observe(0, [[]])
+    f = prior._frequency[0, :, 0]
+    own = START_WEIGHTS[:3] @ np.log(f / (1 - f)) + START_WEIGHTS[3]
+    within = 1 / (1 + np.exp(-(own + 2.0 * np.array([1.0, 0.0, -1.0]))))
+    np.testing.assert_allclose(prior.probability(0), 1 - (1 - within) ** (1 / HORIZON_VISITS), rtol=1e-5)
+    np.testing.assert_array_equal(prior.probability(1), before)
+
+
+def test_it_makes_no_difference_whether_it_is_foreseen_before_or_after_the_visit() -> None:
+    before, after = foreseeing(1, 6, weight=0.5), foreseeing(1, 6, weight=0.5)
+    rng = np.random.default_rng(0)
+    for turn in range(60):
+        log_odds, tokens = rng.normal(size=6), [rng.permutation(6)[:2].tolist()]
+        before.foresee(0, log_odds, begun=False)
+        before.observe(0, tokens)
+        after.observe(0, tokens)
+        after.foresee(0, log_odds, begun=True)
+        if turn < BATCH_VISITS:  # later on, what is foreseen after a visit is weighed by what this one has taught
+            np.testing.assert_array_equal(before.probability(0), after.probability(0))
+    np.testing.assert_array_equal(before.learned().weights, after.learned().weights)
+    assert not np.array_equal(before.learned().weights, foreseeing(1, 6, weight=0.5).learned().weights)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_how_much_a_predictors_word_is_worth_is_learned(is_right: bool) -> None:
+    prior, rng = foreseeing(1, 8, weight=0.3), np.random.default_rng(0)
+    upcoming = [rng.permutation(8)[:2].tolist() for _ in range(400 + HORIZON_VISITS)]
+    for now in range(400):
+        used = {idx for ids in upcoming[now + 1 : now + 1 + HORIZON_VISITS] for idx in ids}
+        truth = np.array([2.0 if idx in used else -2.0 for idx in range(8)])
+        prior.foresee(0, truth if is_right else rng.permutation(truth), begun=False)
+        prior.observe(0, [upcoming[now]])
+    weight = float(prior.learned().weights[3])
+    assert weight > 1.0 if is_right else abs(weight) < 0.1
+
+
+def test_a_prior_that_nothing_is_foreseen_for_ignores_it() -> None:
+    asked, unasked = ReusePrior(1, 4), ReusePrior(1, 4)
+    asked.foresee(0, [3.0, -3.0, 0.0, 1.0], begun=True)
+    np.testing.assert_array_equal(asked.probability(0), unasked.probability(0))
+
+
+def test_before_anything_is_foreseen_it_goes_by_what_is_typical() -> None:
+    assert foreseeing(1, 2, 1.0, typical=2.0).probability(0)[0] > foreseeing(1, 2, 1.0, typical=-2.0).probability(0)[0]

@@ -7,6 +7,7 @@ import pytest
 
 from promoe.scheduler import ExpertKey, Lease, PoolSpec, Scheduler, SchedulerConfig
 from promoe.scheduler.calibration import START_COEFFICIENTS
+from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 
 from .driven import Driven
 from .replay import Tally
@@ -415,6 +416,50 @@ def test_a_nan_is_no_forecast() -> None:
     assert np.isfinite(run.scheduler.calibration.coefficients(0, 1)).all()
     assert np.isfinite(run.scheduler.eviction.scores(0)).all()
     assert run.causes == {"demand": 1}
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_is_foreseen_not_to_be_used_again_makes_room(begun: bool) -> None:
+    """Whatever was used last: the others stay."""
+    for victim in (1, 2, 3):
+        three_slots = config(num_slots=3, num_chunks=1)
+        scheduler = Scheduler(three_slots, reuse=foreseeing_reuse(three_slots))
+        fetch_all(scheduler, [1, 2, 3])
+        odds = np.full(8, 3.0)
+        odds[victim] = -3.0
+        scheduler.foresee_reuse(0, odds, begun)
+        fetch_all(scheduler, [4])
+        kept = {key.expert_idx for key in scheduler.resident()}
+        assert kept == {1, 2, 3, 4} - {victim}
+
+
+def foreseeing_reuse(config: SchedulerConfig) -> LearnedReuse:
+    shape = (config.num_layers, max(config.num_experts))
+    weights = np.array([*START_WEIGHTS[:3], 1.0, START_WEIGHTS[3]], dtype=np.float32)
+    return LearnedReuse(weights, np.zeros((*shape, shape[1]), dtype=np.float32), np.zeros(shape, dtype=np.float32))
+
+
+def fetch_all(scheduler: Scheduler, ids: list[int]) -> None:
+    """A visit of layer 0 with these experts."""
+    visit = scheduler.begin_visit(0, ids)
+    visit.admit()
+    while lease := scheduler.next_transfer(1):
+        scheduler.chunk_done(lease)
+    visit.release(visit.ready())
+    visit.close()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_foreseen(odd: float) -> None:
+    config_ = config(num_chunks=1)
+    scheduler = Scheduler(config_, reuse=foreseeing_reuse(config_))
+    before = scheduler.eviction.scores(0).copy()
+    scheduler.foresee_reuse(0, [odd] + [0.0] * 7, begun=True)
+    np.testing.assert_array_equal(scheduler.eviction.scores(0), before)
+    scheduler.foresee_reuse(0, [1e30] + [-1e30] * 7, begun=True)
+    assert np.isfinite(scheduler.eviction.scores(0)).all()
+    with pytest.raises(AssertionError, match="8 experts"):
+        scheduler.foresee_reuse(0, [0.0], begun=True)
 
 
 def test_a_prompt_says_nothing_about_the_worth_of_forecasts() -> None:

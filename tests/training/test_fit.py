@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from promoe.predictors.trained import TrainedConfig
+from promoe.scheduler.reuse import HORIZON_VISITS
 from promoe.training.fit import PredictorModule, TraceData, log_probabilities, new_predictor
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import TraceError
@@ -44,6 +46,30 @@ def test_a_batch_has_this_token_and_the_next(trace: RecordedTrace) -> None:
                     then = batch.chosen[position, LAYERS + layer_idx].nonzero().flatten().tolist()
                     assert then == sorted(experts[row + 1, layer_idx].tolist())
         assert torch.allclose(batch.gate.exp().sum(-1), torch.ones(3, 2 * LAYERS))
+
+
+def test_a_batch_says_what_is_used_again_soon(trace: RecordedTrace) -> None:
+    rows = TraceData(trace, batch_size=32).training
+    batch, experts = rows.__getitems__([5, 16, 17, 19]), trace.routing.experts
+    assert batch.has_horizon.tolist() == [1, 1, 0, 0]  # prompts of 20 tokens
+    for position, row in ((0, 5), (1, 16)):
+        for layer_idx in range(LAYERS):
+            expected = {int(idx) for idx in experts[row + 1 : row + 1 + HORIZON_VISITS, layer_idx].ravel()}
+            assert set(batch.reused[position, layer_idx].nonzero().flatten().tolist()) == expected
+
+
+def test_reuse_is_trained_where_the_prompt_goes_on_for_long_enough(trace: RecordedTrace) -> None:
+    data = TraceData(trace, 32)
+    predictor = new_predictor(trace, data.training, replace(config(), foresees_reuse=True), seed=0)
+    module = PredictorModule(predictor, "ce_kl", 1e-3, 0.0)
+    for positions, is_trained in (([0, 5], True), ([17, 19], False)):
+        batch = data.training.__getitems__(positions)
+        predictor.zero_grad()
+        module._mean_loss(batch, module._scored(batch)).backward()
+        gradient = predictor.network.bias.grad
+        assert gradient is not None
+        assert bool(gradient[:, -1].any()) == is_trained
+        assert gradient[:, :-1].any()
 
 
 def test_every_training_row_is_seen_once_an_epoch_in_an_order_that_the_seed_and_epoch_give(
@@ -89,22 +115,23 @@ def test_only_predicted_pairs_are_trained(kind: str, trace: RecordedTrace) -> No
     data = TraceData(trace, 32)
     predictor = new_predictor(trace, data.training, config(kind), seed=0)
     module = PredictorModule(predictor, "bce", 1e-3, 0.0)
-    scores, chosen, weight = module._scored(data.training.__getitems__([0, 19]))
-    module._mean_loss(data.training.__getitems__([0, 19]), scores, chosen, weight).backward()
+    batch = data.training.__getitems__([0, 19])
+    scored = module._scored(batch)
+    module._mean_loss(batch, scored).backward()
     gradient = predictor.network.bias.grad
     assert gradient is not None
     for i in range(LAYERS):
         for k in (1, 2):
             assert bool(gradient[i, k - 1].any()) == predictor.config.predicts(i, k)
             if i + k >= LAYERS:  # token 19 is its prompt's last
-                assert weight[i, k - 1].tolist() == ([1, 0] if kind == "residual" else [0, 0])
+                assert scored.weight[i, k - 1].tolist() == ([1, 0] if kind == "residual" else [0, 0])
 
 
 def test_targets_are_the_layers_ahead(trace: RecordedTrace) -> None:
     data = TraceData(trace, 32)
     module = PredictorModule(new_predictor(trace, data.training, config(), 0), "bce", 1e-3, 0.0)
     batch = data.training.__getitems__([3, 4])
-    _, chosen, _ = module._scored(batch)
+    chosen = module._scored(batch).chosen
     for i in range(LAYERS):
         for k in (1, 2):
             assert torch.equal(chosen[i, k - 1], batch.chosen[:, i + k])

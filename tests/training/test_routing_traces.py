@@ -43,6 +43,15 @@ def test_the_first_tokens_are_a_trace_of_their_own() -> None:
     assert trace.first(6).token_ids.tolist() == trace.token_ids[:6].tolist()
 
 
+def test_the_last_tokens() -> None:
+    trace = random_trace(prompts=3, length=4)
+    assert trace.last(6).prompt_lengths.tolist() == [2, 4]
+    assert trace.last(8).prompt_lengths.tolist() == [4, 4]
+    assert trace.last(99).prompt_lengths.tolist() == [4, 4, 4]
+    np.testing.assert_array_equal(trace.last(6).experts, trace.experts[-6:])
+    assert trace.last(6).first_row == trace.first_row + 6
+
+
 def test_one_prompt_cannot_be_split() -> None:
     with pytest.raises(TraceError, match=r"1 prompts cannot be split.*Collect more"):
         random_trace(prompts=1).split()
