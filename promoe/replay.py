@@ -37,6 +37,10 @@ class Replay:
         result: npt.NDArray[np.bool_] = states == RESIDENT
         return result
 
+    def foresee_reuse(self, layer_idx: int, log_odds: npt.ArrayLike) -> None:
+        """What a predictor says of the reuse of a layer's experts `[num_experts]` at the visit that comes next."""
+        self._scheduler.foresee_reuse(layer_idx, log_odds, begun=False)
+
     def visit(self, layer_idx: int, tokens: Sequence[Sequence[int]], num_sequences: int = 1) -> int:
         """One layer's visit with the experts of each token `[num_tokens][top_k]`; returns the bytes that it fetches.
 

@@ -7,6 +7,7 @@ import pytest
 
 from promoe.replay import Replay
 from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
+from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 
 
 def replay_of(num_slots: int, num_layers: int = 1) -> Replay:
@@ -37,6 +38,17 @@ def test_layers_share_the_pool_and_are_told_apart() -> None:
 @pytest.mark.parametrize("switch", ["prefetch", "hints"])
 def test_it_neither_prefetches_nor_hints(switch: str) -> None:
     assert not getattr(replay_of(2)._scheduler.config, switch)
+
+
+def test_it_keeps_what_is_foreseen_to_be_used_again() -> None:
+    weights = np.array([*START_WEIGHTS[:3], 2.0, START_WEIGHTS[3]], dtype=np.float32)
+    nothing = LearnedReuse(weights, np.zeros((1, 4, 4), dtype=np.float32), np.zeros((1, 4), dtype=np.float32))
+    for kept, log_odds in ((0, [3.0, -3.0, 0.0, 0.0]), (1, [-3.0, 3.0, 0.0, 0.0])):
+        replay = Replay(SchedulerConfig([4], [(10,)], [PoolSpec(2, (0,))]), nothing)
+        replay.visit(0, [[0, 1]])
+        replay.foresee_reuse(0, log_odds)
+        assert replay.visit(0, [[2]]) == 10
+        assert replay.residency(0).nonzero()[0].tolist() == [kept, 2]
 
 
 def test_beside_a_system_that_is_shown_each_visit_first_it_finds_the_same() -> None:
