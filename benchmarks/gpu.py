@@ -78,7 +78,7 @@ def pinned_bandwidth(device: Device, nbytes: int = PROBE_BYTES) -> float:
     times_s = []
     for _ in range(PROBES):
         start_s = time.perf_counter()
-        queue.copy(target, source)
+        queue.copy_all([(target, source)])
         queue.mark().wait_on_host()
         times_s.append(time.perf_counter() - start_s)
     return nbytes / min(times_s)
@@ -145,8 +145,8 @@ class StreamedLayers:
     def _fetch(self, idx: int) -> None:
         if (read := self._read[idx % 2]) is not None:
             self._queue.wait(read)
-        for own, part in zip(self._at_home[idx], self._parts(idx), strict=True):
-            self._queue.copy(part, own.view(-1).view(torch.uint8))
+        sources = [own.view(-1).view(torch.uint8) for own in self._at_home[idx]]
+        self._queue.copy_all(list(zip(self._parts(idx), sources, strict=True)))
         self._arrived[idx] = self._queue.mark()
 
     def _parts(self, idx: int) -> Sequence[torch.Tensor]:

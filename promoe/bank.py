@@ -216,7 +216,7 @@ def _grouped_mm(
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
     rows = [call.packed_row(expert, name) for expert in experts]  # raises where one is not ready
-    if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x):
+    if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x.device, x.dtype):
         stack = call.rows.stacks[name]
         return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if transposed else stack)
     return products(x, factors(rows, transposed), sizes, bank.shape[2])

@@ -16,6 +16,7 @@ from promoe.errors import PromoeError
 
 # Up to here ids are handled as Python lists, which is faster than tensor operations.
 MAX_LISTED_IDS = 256
+BUFFER_BYTES = 4096  # of pinned memory, at least
 
 
 Chosen = tuple[torch.Tensor, list[list[int]] | None, list[int]]
@@ -73,7 +74,6 @@ class _Reading(NamedTuple):
     layer: str
     source: torch.Tensor  # held, so that its memory is no other tensor's
     version: int | None
-    kept: torch.Tensor  # a copy on the device
     chosen: Chosen
 
     def is_of(self, layer: str, index: torch.Tensor) -> bool:
@@ -89,19 +89,29 @@ class _Reading(NamedTuple):
         return same and layer == self.layer and _version(index) == self.version
 
 
+class _Copied(NamedTuple):
+    """A tensor on its way to the host."""
+
+    there: torch.Tensor  # in `buffer`
+    buffer: torch.Tensor
+
+
 class _Local(threading.local):
     """Of each thread that runs the model."""
 
-    latest: _Reading | None = None
-    unseen: tuple[tuple[str, torch.Tensor], ...] = ()
-    """Layers whose ids were not read again, and whether they had changed, `[]` bool on the device."""
+    def __init__(self) -> None:
+        self.latest: _Reading | None = None
+        self.unseen: list[tuple[str, torch.Tensor, _Copied]] = []
+        """Layers whose experts were launched with ids that were read at the gate: these, and as they were by then."""
+        self.buffers: list[torch.Tensor] = []
+        """Pinned memory that no copy goes to."""
 
 
 class DeviceIds:
     """Indices on a device are copied to pinned memory. The host waits once per visit, for the copy at the gate.
 
-    That the ids have not changed until the experts run is compared on the device; the verdict comes to the host with the
-    next layer's ids, or at the end of the pass.
+    When the experts run, they are copied once more; whether they are the same is seen when the host waits next, for the next
+    layer's ids or at the end of the pass.
 
     Args:
         device: where indices are.
@@ -114,7 +124,7 @@ class DeviceIds:
     def at_gate(self, layer: str, index: torch.Tensor) -> Chosen:
         """See `IdReader`."""
         chosen = self._read(index)
-        self._local.latest = _Reading(layer, index, _version(index), index.clone(), chosen)
+        self._local.latest = _Reading(layer, index, _version(index), chosen)
         return chosen
 
     def at_experts(self, layer: str, index: torch.Tensor) -> Chosen:
@@ -122,7 +132,7 @@ class DeviceIds:
         latest = self._local.latest
         if latest is None or not latest.is_of(layer, index):
             return self._read(index)
-        self._local.unseen += ((layer, (index != latest.kept).any()),)
+        self._local.unseen.append((layer, latest.chosen[0], self._copy(self._device.current(), index)))
         return latest.chosen
 
     def check(self) -> None:
@@ -132,24 +142,29 @@ class DeviceIds:
 
     def _read(self, index: torch.Tensor) -> Chosen:
         queue = self._device.current()
-        on_host = self._copy(queue, index)
+        copied = self._copy(queue, index)
         self._wait_for(queue)
+        on_host = copied.there.clone()
+        self._local.buffers.append(copied.buffer)
         return on_host, *chosen_experts(on_host)
 
     def _wait_for(self, queue: Queue) -> None:
-        """Wait for the copies that were put into `queue`, and for verdicts."""
-        unseen, self._local.unseen = self._local.unseen, ()
-        verdicts = [(layer, self._copy(queue, changed)) for layer, changed in unseen]
-        queue.mark().wait_on_host()
-        if wrong := [layer for layer, changed in verdicts if changed]:
+        """Wait for the copies that were put into `queue`, and see what they say."""
+        unseen, self._local.unseen = self._local.unseen, []
+        queue.wait_on_host()
+        if wrong := [layer for layer, read, used in unseen if not torch.equal(read, used.there)]:
             raise _changed_in_place(wrong)
+        self._local.buffers += [used.buffer for _, _, used in unseen]
 
-    def _copy(self, queue: Queue, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, queue: Queue, tensor: torch.Tensor) -> _Copied:
         """`tensor` in pinned memory, once what `queue` has now is done."""
-        memory = self._device.allocate_pinned(tensor.nbytes)
-        on_host = memory.view(tensor.dtype).view(tensor.shape)
-        queue.copy_to_host(on_host, tensor)
-        return on_host
+        buffers, nbytes = self._local.buffers, tensor.nbytes
+        buffer = buffers.pop() if buffers else None
+        if buffer is None or buffer.nbytes < nbytes:
+            buffer = self._device.allocate_pinned(max(BUFFER_BYTES, nbytes))
+        there = buffer[:nbytes].view(tensor.dtype).view(tensor.shape)
+        queue.copy_to_host(there, tensor)
+        return _Copied(there, buffer)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

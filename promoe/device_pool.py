@@ -35,10 +35,12 @@ class DeviceSlot:
         self._awaited: set[Hashable] = set()  # queues that wait for it already
         self._reads: dict[Hashable, Event] = {}  # by queue, after its latest read
 
-    def begin_write(self, queue: Queue) -> None:
-        """What `queue` is given from now on may overwrite the slot."""
+    def begin_write(self, queue: Queue, awaited: set[Event]) -> None:
+        """What `queue` is given from now on may overwrite the slot. It waits for events in `awaited` already."""
         for read in self._reads.values():
-            queue.wait(read)
+            if read not in awaited:
+                queue.wait(read)
+                awaited.add(read)
         self._reads.clear()
 
     def end_write(self, arrived: Event) -> None:
@@ -46,15 +48,20 @@ class DeviceSlot:
         self._arrived = arrived
         self._awaited.clear()
 
-    def begin_read(self, queue: Queue) -> None:
-        """What `queue` is given from now on may read what was written."""
-        if self._arrived is not None and queue.key not in self._awaited:
-            queue.wait(self._arrived)
-            self._awaited.add(queue.key)
+    def begin_read(self, queue: Queue, key: Hashable, awaited: set[Event]) -> None:
+        """What `queue` (of this `key`) is given from now on may read what was written. It waits for events in `awaited`
+        already."""
+        arrived = self._arrived
+        if arrived is None or key in self._awaited:
+            return
+        if arrived not in awaited:
+            queue.wait(arrived)
+            awaited.add(arrived)
+        self._awaited.add(key)
 
-    def end_read(self, queue: Queue, read: Event) -> None:
-        """All reads that were put into `queue` are before `read`."""
-        self._reads[queue.key] = read
+    def end_read(self, key: Hashable, read: Event) -> None:
+        """All reads that were put into the queue of this `key` are before `read`."""
+        self._reads[key] = read
 
     def wait_for_reads(self) -> None:
         """Return when no kernel reads it any more."""
@@ -121,17 +128,18 @@ class DevicePool:
     def begin_read(self, slots: Sequence[int]) -> None:
         """The calling thread's kernels may read these slots from now on."""
         queue = self._device.current()
+        key, awaited = queue.key, set[Event]()  # experts that came together share an event
         for idx in slots:
-            self._slots[idx].begin_read(queue)
+            self._slots[idx].begin_read(queue, key, awaited)
 
     def end_read(self, slots: Sequence[int]) -> None:
         """The calling thread has launched all that reads these slots; to be said before they are given back."""
         if not slots:
             return
         queue = self._device.current()
-        read = queue.mark()
+        key, read = queue.key, queue.mark()
         for idx in slots:
-            self._slots[idx].end_read(queue, read)
+            self._slots[idx].end_read(key, read)
 
     def poison(self) -> None:
         """Fill every slot with NaN, for tests."""
@@ -148,8 +156,9 @@ class DevicePool:
         slot_bytes = self.layout.slot_bytes
         slots = [DeviceSlot(slot) for slot in room.split(slot_bytes)]
         queue = self._device.current()
+        key, awaited = queue.key, set[Event]()
         for slot in self._slots:  # also those that are not kept: their memory goes
-            slot.begin_read(queue)
+            slot.begin_read(queue, key, awaited)
         queue.mark().wait_on_host()
         for source, target in kept.items():
             slots[target].memory.copy_(self._slots[source].memory)

@@ -23,11 +23,14 @@ import torch
 from promoe.activation import WholeActivation, depends_on_shape
 from promoe.bank import CallRows, ExpertRows, FirstRows, SlotBank
 from promoe.combine import EagerSum, PlacedRows, WeightedSum
+from promoe.devices import send
 from promoe.errors import UnsupportedModelError
 from promoe.moe_layers import MoELayer
 from promoe.pairs import FEW_PAIRS, Pairs
 from promoe.part_space import PartSpace
 from promoe.row_kernel import RowKernel
+from promoe.slot_decode import SlotDecode
+from promoe.slot_rows import MAX_GROUPS, SlotRows, has_grouped_kernel
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
@@ -272,6 +275,43 @@ def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> to
     return hidden.dtype
 
 
+def _reads_slots(layer: MoELayer, implementation: str, hidden: torch.Tensor, rows: SlotRows) -> bool:
+    """Whether the stock kernel can take a pool's slots for the experts, and their numbers for the ids.
+
+    Its loop (eager) adds in the order of the ids. The other kernels sort by them: rows of an expert then come in another order,
+    on which their bits do not depend on a GPU.
+    """
+    if implementation == "eager" or not layer.adapter.sums_rows or layer.num_ids > layer.num_experts:
+        return False
+    if len(hidden) > 1 and not hidden.is_cuda:
+        return False
+    if implementation == "batched_mm":
+        return True
+    return rows.num_slots <= MAX_GROUPS and has_grouped_kernel(hidden.device, layer.stacked_shapes[0][2])
+
+
+def _call_over_slots(
+    layer: MoELayer,
+    implementation: str,
+    hidden: torch.Tensor,
+    weights: torch.Tensor,
+    rows: SlotRows,
+    slots: list[int],
+    attributes: Mapping[str, Any],
+) -> torch.Tensor:
+    """One call that reads the pool's slots as a stack of experts; `slots` are those of the flattened index."""
+    stock = layer.stock_forward_of(implementation)
+
+    def run_stock() -> torch.Tensor:
+        index = send(slots, hidden.device).view(weights.shape)
+        stand_in = layer.adapter.stand_in(layer.experts, {**rows.stacks, **attributes, "num_experts": rows.num_slots})
+        return stock(stand_in, hidden, index, weights)
+
+    if implementation == "grouped_mm" and len(hidden) == 1 and not attributes:
+        return SlotDecode(layer.experts, stock).run(hidden, weights, slots, rows, run_stock)
+    return run_stock()
+
+
 def _call_stock(
     layer: MoELayer,
     implementation: str,
@@ -283,6 +323,8 @@ def _call_stock(
     attributes: Mapping[str, Any] = NO_ATTRIBUTES,
 ) -> torch.Tensor:
     """One stock call over `rows`; `ids`, if known, is the flattened `index`; `attributes` hide the module's own."""
+    if ids and isinstance(rows, SlotRows) and _reads_slots(layer, implementation, hidden, rows):
+        return _call_over_slots(layer, implementation, hidden, weights, rows, rows.slots_of(ids), attributes)
     # grouped_mm sorts the pairs by expert before it reads anything; eager reads expert by expert.
     if implementation == "eager":
         ids = None

@@ -7,6 +7,7 @@ call of torch's grouped product over it is what the stock kernel calls over the 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -36,13 +37,34 @@ class SlotRows(dict[int, Mapping[str, torch.Tensor]]):
         self.slots = slots
         self.stacks = stacks
 
+    @property
+    def num_slots(self) -> int:
+        """Of the pool."""
+        return len(next(iter(self.stacks.values())))
 
-def has_grouped_kernel(x: torch.Tensor) -> bool:
-    """Whether torch multiplies groups of `x`'s rows in one kernel. Elsewhere it multiplies them one by one, and waits for the
-    device to know how many there are."""
-    if x.device.type != "cuda":
+    def slots_of(self, experts: Sequence[int]) -> list[int]:
+        """The slot of each.
+
+        Raises:
+            AssertionError: one was not made ready for this call.
+        """
+        try:
+            return [self.slots[expert] for expert in experts]
+        except KeyError as error:
+            raise AssertionError(f"expert {error} has no slot here; ready: {sorted(self.slots)}") from None
+
+
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies groups of rows in one kernel. Elsewhere it multiplies them one by one, and waits for the device
+    to know how many there are."""
+    if device.type != "cuda":
         return True  # one by one, and nothing waits
-    return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)  # H100, B200
+    return dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)  # H100, B200
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 class SlotOrder:

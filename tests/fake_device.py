@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 
 import torch
@@ -62,21 +63,25 @@ class FakeQueue:
         else:
             self._work.append((event,))
 
+    def wait_on_host(self) -> None:
+        self.mark().wait_on_host()
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """What is waited for is over; kernels are done where they are called."""
         self.run_until(self.mark())
         yield
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self.device.copied_bytes += source.numel()
-        self.put(lambda: destination.copy_(source))
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for destination, source in copies:
+            self.device.copied_bytes += source.numel()
+            self.put(partial(destination.copy_, source))
 
     def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        assert any(destination.data_ptr() == memory.data_ptr() for memory in self.device.pinned_buffers)
+        assert not destination.nbytes or any(destination.data_ptr() == memory.data_ptr() for memory in self.device.pinned_buffers)
         if self._eager:  # what the kernels after it do to the source is done before it
             source = source.clone()
-        self._work.append(lambda: destination.copy_(source))
+        self._work.append(partial(_copy, destination, source))
 
     def put(self, work: Callable[[], object]) -> None:
         """Put in a kernel."""
@@ -108,6 +113,11 @@ class FakeQueue:
                 if isinstance(first, tuple) and not first[0].done:
                     first[0].queue.run_until(first[0])
                 self.step()
+
+
+@torch.inference_mode()  # whoever has the work done may not be
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
 
 
 class FakeDevice:
@@ -149,7 +159,8 @@ class FakeDevice:
         return memory[-memory.data_ptr() % ALIGNMENT_BYTES :][:nbytes]
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        self.pinned_buffers.append(torch.full((nbytes,), 0xFF, dtype=torch.uint8))
+        with torch.inference_mode(False):
+            self.pinned_buffers.append(torch.full((nbytes,), 0xFF, dtype=torch.uint8))
         return self.pinned_buffers[-1]
 
     def current(self) -> FakeQueue:

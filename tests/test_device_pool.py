@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -43,34 +45,51 @@ def test_no_slots_and_no_memory_are_said() -> None:
 
 
 class Machine:
-    """Writes and reads one slot through queues that run as they like, and remembers what every read saw."""
+    """Writes and reads some slots at a time through queues that run as they like, and remembers what every read saw."""
 
     def __init__(self, readers: int) -> None:
         self.device = FakeDevice(eager=False)
-        self.slot = DeviceSlot(torch.full((1,), 255, dtype=torch.uint8))
+        self.slots = [DeviceSlot(torch.full((1,), 255, dtype=torch.uint8)) for _ in range(3)]
         self.copies = self.device.new_queue()
         self.readers: list[FakeQueue] = [self.device.compute, *(self.device.new_queue() for _ in range(readers - 1))]
-        self.written = 255
+        self.written = [255] * len(self.slots)
         self.seen: list[tuple[int, int]] = []  # what was to be read, what was
 
-    def write(self, value: int) -> None:
-        self.slot.begin_write(self.copies)
-        self.copies.copy(self.slot.memory, torch.tensor([value], dtype=torch.uint8))
-        self.slot.end_write(self.copies.mark())
-        self.written = value
+    def write(self, some: int, value: int) -> None:
+        awaited: set[Any] = set()
+        chosen = self._chosen(some)
+        for idx in chosen:
+            self.slots[idx].begin_write(self.copies, awaited)
+            self.copies.copy_all([(self.slots[idx].memory, torch.tensor([value], dtype=torch.uint8))])
+            self.written[idx] = value
+        copied = self.copies.mark()
+        for idx in chosen:
+            self.slots[idx].end_write(copied)
 
-    def read(self, reader: int) -> None:
-        queue, expected = self.readers[reader % len(self.readers)], self.written
-        self.slot.begin_read(queue)
-        queue.put(lambda: self.seen.append((expected, int(self.slot.memory))))
-        self.slot.end_read(queue, queue.mark())
+    def read(self, some: int, reader: int) -> None:
+        queue = self.readers[reader % len(self.readers)]
+        awaited: set[Any] = set()
+        chosen = self._chosen(some)
+        for idx in chosen:
+            self.slots[idx].begin_read(queue, queue.key, awaited)
+            queue.put(partial(self._see, self.slots[idx], self.written[idx]))
+        read = queue.mark()
+        for idx in chosen:
+            self.slots[idx].end_read(queue.key, read)
+
+    def _chosen(self, some: int) -> list[int]:
+        return [idx for idx in range(len(self.slots)) if some >> idx & 1]
+
+    def _see(self, slot: DeviceSlot, expected: int) -> None:
+        self.seen.append((expected, int(slot.memory)))
 
 
+some_slots = st.integers(1, 7)
 operations = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), st.integers(0, 254)),
-        st.tuples(st.just("read"), st.integers(0, 2)),
-        st.tuples(st.just("run"), st.integers(1, 8)),
+        st.tuples(st.just("write"), some_slots, st.integers(0, 254)),
+        st.tuples(st.just("read"), some_slots, st.integers(0, 2)),
+        st.tuples(st.just("run"), st.integers(1, 8), st.just(0)),
     ),
     max_size=40,
 )
@@ -78,15 +97,15 @@ operations = st.lists(
 
 @given(operations, st.integers(1, 3), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_every_read_sees_the_last_write_before_it(todo: list[tuple[str, int]], readers: int, seed: int) -> None:
+def test_every_read_sees_the_last_write_before_it(todo: list[tuple[str, int, int]], readers: int, seed: int) -> None:
     machine, draw = Machine(readers), random.Random(seed)
-    for name, number in todo:
+    for name, number, other in todo:
         if name == "run":
             machine.device.run_some(draw, number)
         else:
-            getattr(machine, name)(number)
+            getattr(machine, name)(number, other)
     machine.device.run_all(draw)
-    assert len(machine.seen) == sum(name == "read" for name, _ in todo)
+    assert len(machine.seen) == sum(number.bit_count() for name, number, _ in todo if name == "read")
     assert all(expected == found for expected, found in machine.seen)
     assert machine.device.host_waits == 0, "the host waits for nothing that a queue can wait for"
 
@@ -99,8 +118,8 @@ def test_without_any_one_of_its_waits_it_would_be_wrong(forgotten: str, monkeypa
     for seed in range(50):
         machine, draw = Machine(2), random.Random(seed)
         for number in range(6):
-            machine.write(number)
-            machine.read(number)
+            machine.write(7, number)
+            machine.read(7, number)
         machine.device.run_all(draw)
         wrong += any(expected != found for expected, found in machine.seen)
     assert wrong > 0
@@ -114,8 +133,8 @@ def test_with_another_number_of_slots_what_is_kept_is_where_it_was_said_to_be(nu
     copies = device.new_queue()
     for idx in range(3):
         slot = pool.slot(idx)
-        slot.begin_write(copies)
-        copies.copy(slot.memory, torch.full_like(slot.memory, idx + 1))
+        slot.begin_write(copies, set())
+        copies.copy_all([(slot.memory, torch.full_like(slot.memory, idx + 1))])
         slot.end_write(copies.mark())
     kept = {0: 1, 2: 0} if num_slots == 2 else {0: 0, 1: 1, 2: 2}
     pool.resize(num_slots, kept, pool.room_for(num_slots))

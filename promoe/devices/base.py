@@ -39,12 +39,16 @@ class Queue(Protocol):
         """What is put into it from now on begins after `event`. Returns at once."""
         ...
 
+    def wait_on_host(self) -> None:
+        """Return as soon as all that was put into it so far was done, at the cost of a core that spins."""
+        ...
+
     def running(self) -> AbstractContextManager[object]:
         """Meanwhile the calling thread's kernels go there."""
         ...
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Put in a copy of bytes from host memory to the device. Returns at once where `source` is pinned."""
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put in copies of bytes, (to the device, from host memory). Returns at once where the latter is pinned."""
         ...
 
     def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
@@ -98,11 +102,11 @@ class Device(Protocol):
         ...
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 in host memory that copies need not be staged from."""
+        """`[nbytes]` uint8 in host memory that copies need not be staged from; to be written in inference mode and out of it."""
         ...
 
     def current(self) -> Queue:
-        """Where the calling thread's kernels go."""
+        """Where the calling thread's kernels go; to be used at once, by this thread."""
         ...
 
     def new_queue(self) -> Queue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -36,12 +36,18 @@ class CudaEvent:
 
 
 class CudaQueue:
-    """A stream."""
+    """A stream.
 
-    __slots__ = ("_stream",)
+    Args:
+        stream: torch's.
+        is_current: it is the calling thread's already.
+    """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    __slots__ = ("_is_current", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream, is_current: bool = False) -> None:
         self._stream = stream
+        self._is_current = is_current
 
     @property
     def key(self) -> Hashable:
@@ -59,17 +65,29 @@ class CudaQueue:
         """Let the stream wait."""
         self._stream.wait_event(event.raw)
 
+    def wait_on_host(self) -> None:
+        """Spin: to be woken takes twice as long as what there usually is to wait for."""
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        event.synchronize()
+
     def running(self) -> AbstractContextManager[object]:
         """As torch's current stream."""
+        if self._is_current:
+            return nullcontext()
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return stream
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy to the device."""
         with self.running():
-            destination.copy_(source, non_blocking=True)
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
 
-    copy_to_host = copy
+    def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy to the host."""
+        with self.running():
+            destination.copy_(source, non_blocking=True)
 
 
 class CudaDevice:
@@ -120,15 +138,16 @@ class CudaDevice:
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Pinned host memory; ordinary memory, with a warning, where the system gives none."""
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            logger.warning("No pinned memory (%s): copies to %s are slower.", error, self.torch_device)
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):
+            try:
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                logger.warning("No pinned memory (%s): copies to %s are slower.", error, self.torch_device)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def current(self) -> CudaQueue:
         """The calling thread's stream."""
-        return CudaQueue(torch.cuda.current_stream(self.torch_device))
+        return CudaQueue(torch.cuda.current_stream(self.torch_device), is_current=True)
 
     def new_queue(self) -> CudaQueue:
         """A stream of its own."""

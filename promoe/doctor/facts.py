@@ -218,7 +218,7 @@ def _gpu(index: int) -> Gpu:
     queue = device.new_queue()
 
     def copy() -> None:
-        queue.copy(destination, source)
+        queue.copy_all([(destination, source)])
         queue.mark().wait_on_host()
 
     return Gpu(device.name, device.free_bytes(), _per_second(COPIED_BYTES, copy))

@@ -161,6 +161,8 @@ class Engine(Monitor):
                 hits = self.scheduler.hint(layer_idx, ids)
                 if hits < len(ids) and not self.forwards_copy:
                     self.wake_workers()
+        if hits < len(ids) and self.queues:
+            self.copy_demand()
         return hits
 
     def visit(

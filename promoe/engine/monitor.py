@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -26,11 +27,12 @@ from promoe.errors import (
     PatchStateError,
     PromoeError,
 )
-from promoe.links import Link
+from promoe.links import Link, QueueingLink
 from promoe.memory import Pool
 from promoe.recorder import Recorder
-from promoe.scheduler import ExpertKey, Lease, Scheduler
+from promoe.scheduler import NO_LIMIT, ExpertKey, Lease, Scheduler
 from promoe.stores import Store, first_tensors
+from promoe.stores.base import Chunk
 from promoe.tracing import LINK_IN_FORWARD, Tracer, link_worker
 
 logger = logging.getLogger(__name__)
@@ -96,7 +98,8 @@ class Monitor:
             first_tensors(store, layer_idx, count) for layer_idx, count in enumerate(scheduler.config.first_chunks)
         ]
         longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
-        self.forwards_copy = link.copies_from_ram and longest <= SHORT_CHUNK_BYTES
+        self._queueing: QueueingLink | None = link if isinstance(link, QueueingLink) and link.queues else None
+        self.forwards_copy = self._queueing is not None or (link.copies_from_ram and longest <= SHORT_CHUNK_BYTES)
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
         self.held: Waiting | None = None
@@ -117,6 +120,11 @@ class Monitor:
         """Whether the calling thread has the lock: it is in a signal handler, or a finalizer, that interrupted it there."""
         owned: bool = getattr(self.lock, "_is_owned", bool)()
         return owned
+
+    @property
+    def queues(self) -> bool:
+        """Whether `copy_demand` only puts copies into a device's queue, so that it need not wait for the visit."""
+        return self._queueing is not None
 
     # -- what can be served at all ------------------------------------------------------------------------------
 
@@ -214,8 +222,12 @@ class Monitor:
         if not self._closed and (lease := self._next_order(speculate)) is not None:
             orders.append(lease)
 
+    @property
+    def _may_order(self) -> bool:
+        return not (self._broken is not None or self._ending or self.held) and self.scheduler.has_orders
+
     def _next_order(self, speculate: bool = True) -> Lease | None:
-        if self._broken is not None or self._ending or self.held or not self.scheduler.has_orders:
+        if not self._may_order:
             return None
         leases = self.scheduler.next_chunks(1, speculate)
         return leases[0] if leases else None
@@ -230,6 +242,10 @@ class Monitor:
             self.link.transfer(chunk, pool.slot(lease.slot), pool.address(lease.slot))
         except Exception as error:  # whatever a link raises is reported to the forward that needs the expert
             return error
+        self._trace(lease, chunk, worker_idx, start_s)
+        return None
+
+    def _trace(self, lease: Lease, chunk: Chunk, worker_idx: int, start_s: float) -> None:
         if (tracer := self.tracer) is not None:  # another thread may end the timeline at any time
             tracer.span(
                 LINK_IN_FORWARD if worker_idx == self.link.workers else link_worker(worker_idx),
@@ -242,10 +258,48 @@ class Monitor:
                 chunk=lease.chunk_idx,
                 nbytes=chunk.nbytes,
             )
-        return None
 
     def copy_demand(self) -> None:
         """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
+        if self._queueing is not None:
+            self._queue_demand(self._queueing)
+        else:
+            self._copy_one_by_one()
+
+    def _queue_demand(self, link: QueueingLink) -> None:
+        orders: list[Lease] = []
+        try:
+            with self.lock, Changing(self):
+                if self._may_order:
+                    orders = self.scheduler.next_chunks(NO_LIMIT, speculate=False)
+            if orders:
+                self._publish(orders, self._transfer_all(link, orders))
+        except BaseException:
+            if orders:  # put in again: others may need them, too
+                self._publish(orders, self._again(partial(self._transfer_all, link, orders)))
+            raise
+
+    def _publish(self, orders: list[Lease], error: Exception | None) -> None:
+        """Publish the completion of all `orders`."""
+        with self.lock, Changing(self):
+            while orders and not self.torn:
+                self._completed(orders.pop(), error)
+            if any(visit.may_go_on() for visit in self.waiting_visits):
+                self.notify_visits()
+
+    def _transfer_all(self, link: QueueingLink, orders: Sequence[Lease]) -> Exception | None:
+        start_s = time.perf_counter()
+        chunks = [self.store.chunks(lease.key)[lease.chunk_idx] for lease in orders]
+        slots = [self.pool_of[lease.key.layer_idx].slot(lease.slot) for lease in orders]
+        try:
+            link.transfer_all(list(zip(chunks, slots, strict=True)))
+        except Exception as error:
+            return error
+        for lease, chunk in zip(orders, chunks, strict=True):
+            self._trace(lease, chunk, self.link.workers, start_s)
+        return None
+
+    def _copy_one_by_one(self) -> None:
         orders: list[Lease] = []
         try:
             with self.lock, Changing(self):
@@ -254,12 +308,13 @@ class Monitor:
                 self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
         except BaseException:
             if orders:  # a short copy is made again: others may need it, too, and whatever else is demanded
-                self._complete(orders, self._copy_again(orders[0]), goes_on=False)
+                self._complete(orders, self._again(partial(self._transfer, orders[0], self.link.workers)), goes_on=False)
             raise
 
-    def _copy_again(self, lease: Lease) -> Exception | None:
+    @staticmethod
+    def _again(transfer: Callable[[], Exception | None]) -> Exception | None:
         try:
-            return self._transfer(lease, self.link.workers)
+            return transfer()
         except BaseException as interruption:
             return EngineError(f"The copy was interrupted by {interruption!r}.")
 
@@ -273,11 +328,7 @@ class Monitor:
             lease = orders.pop()
             if self.torn:
                 return
-            self.progress += 1
-            self._chunks_completed += 1
-            first_failure = error is not None and self._failed(lease, error)
-            if error is None and self.scheduler.chunk_done(lease):
-                self._load_errors.pop(lease.key, None)
+            first_failure = self._completed(lease, error)
             if error is None and any(visit.may_go_on() for visit in self.waiting_visits):
                 self.notify_visits()
             if goes_on:
@@ -289,6 +340,16 @@ class Monitor:
         if first_failure and lease.cause == "prefetch":
             # As text: an error that a log keeps would keep the slots that its traceback knows.
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))
+
+    def _completed(self, lease: Lease, error: Exception | None) -> bool:
+        """A transfer is over, with the lock held; says whether it is the first failure of its expert since that last arrived."""
+        self.progress += 1
+        self._chunks_completed += 1
+        if error is not None:
+            return self._failed(lease, error)
+        if self.scheduler.chunk_done(lease):
+            self._load_errors.pop(lease.key, None)
+        return False
 
     def _failed(self, lease: Lease, error: Exception) -> bool:
         """Publish a failure, with the lock held; says whether it is the expert's first since it last arrived."""

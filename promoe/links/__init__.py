@@ -5,7 +5,7 @@ Bandwidth probes are in `promoe.links.probe`.
 
 from __future__ import annotations
 
-from promoe.links.base import Link
+from promoe.links.base import Link, QueueingLink
 from promoe.links.emulated import BoundEmulatedLink, EmulatedLink
 from promoe.links.faults import Fault, Faults, FaultyLink
 from promoe.links.file import FileLink, FileStore, drop_page_cache
@@ -21,5 +21,6 @@ __all__ = [
     "FileStore",
     "HostLink",
     "Link",
+    "QueueingLink",
     "drop_page_cache",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from promoe.stores.base import Chunk
@@ -39,4 +40,20 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Give back files and buffers; transfers afterwards raise OSError. Closing twice is allowed."""
+        ...
+
+
+@runtime_checkable
+class QueueingLink(Protocol):
+    """A link whose transfers may cost the host no more than a word to a device's copy engine."""
+
+    queues: bool
+    """Whether they do: who needs experts then has them copied himself, instead of waking a thread for it."""
+
+    def transfer_all(self, transfers: Sequence[tuple[Chunk, Any]]) -> None:
+        """`transfer` several chunks, each with its destination, behind what is in the queue already.
+
+        Raises:
+            OSError: none of them counts as transferred.
+        """
         ...

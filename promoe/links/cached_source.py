@@ -63,6 +63,8 @@ class CachedSource:
         ConfigError: that is too little to read and copy at the same time, or the system has not so much.
     """
 
+    at_hand = False
+
     def __init__(self, link: Link, store: Store, device: Device, nbytes: int) -> None:
         slot_bytes, fewest = _slot_bytes(store), FEWEST_PER_WORKER * link.workers
         if nbytes < fewest * slot_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +18,9 @@ from promoe.wire import IN_FLIGHT
 
 class Source(Protocol):
     """Where a device link takes bytes from: host memory, pinned if copies are to go on beside the host."""
+
+    at_hand: bool
+    """Whether `fetch` neither reads, copies nor waits, whatever is asked for."""
 
     def fetch(self, chunk: Chunk) -> torch.Tensor:
         """The chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `sent` was called for it.
@@ -42,9 +46,9 @@ class Source(Protocol):
 class DeviceLink:
     """Copies chunks to slots on a device. A transfer is over when its copy is in the device's queue.
 
-    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it, and the next transfer
-    waits, on the host, until no more than two copies are in flight, so that what is more urgent never waits for more than
-    these.
+    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it, and the next
+    `transfer` waits, on the host, until no more than two copies are in flight, so that what is more urgent never waits for
+    more than these. That is what `transfer_all` is for: it waits for nothing.
 
     Args:
         source: where bytes come from.
@@ -58,9 +62,11 @@ class DeviceLink:
         self.workers = workers
         self._source = source
         self._device = device
+        self.queues = source.at_hand
         self._queue = device.new_queue()
+        self._turn = threading.Lock()  # of who waits for those in flight
         self._lock = threading.Lock()
-        self._in_flight: deque[Event] = deque()
+        self._in_flight: deque[Event] = deque(maxlen=IN_FLIGHT)  # what was put in last: copies are made in order
         self._closed = False
 
     def transfer(self, chunk: Chunk, destination: DeviceSlot, address: int) -> None:
@@ -68,19 +74,38 @@ class DeviceLink:
         fetched = self._source.fetch(chunk)
         copied = None
         try:
-            with self._lock:  # one queue, in order; who waits here would have to wait in any case
-                if self._closed:
-                    raise OSError(errno.EBADF, "The link is closed")
-                while len(self._in_flight) >= IN_FLIGHT:
-                    self._in_flight.popleft().wait_on_host()
-                destination.begin_write(self._queue)
-                start = chunk.slot_offset_bytes
-                self._queue.copy(destination.memory[start : start + chunk.nbytes], fetched)
-                copied = self._queue.mark()
-                destination.end_write(copied)
-                self._in_flight.append(copied)
+            with self._turn:
+                self._wait_for_one()
+                copied = self._put([(chunk, destination, fetched)])
         finally:
             self._source.sent(copied)
+
+    def transfer_all(self, transfers: Sequence[tuple[Chunk, DeviceSlot]]) -> None:
+        """See `QueueingLink`; not unless it `queues`."""
+        assert self.queues
+        self._put([(chunk, destination, self._source.fetch(chunk)) for chunk, destination in transfers])
+
+    def _wait_for_one(self) -> None:
+        """Return when fewer than `IN_FLIGHT` are."""
+        with self._lock:
+            oldest = self._in_flight[0] if len(self._in_flight) == IN_FLIGHT else None
+        if oldest is not None:
+            oldest.wait_on_host()
+
+    def _put(self, copies: Sequence[tuple[Chunk, DeviceSlot, torch.Tensor]]) -> Event:
+        queue = self._queue
+        with self._lock:  # one queue, in order
+            if self._closed:
+                raise OSError(errno.EBADF, "The link is closed")
+            awaited: set[Event] = set()
+            for _, destination, _ in copies:
+                destination.begin_write(queue, awaited)
+            queue.copy_all([(_place(chunk, slot), fetched) for chunk, slot, fetched in copies])
+            copied = queue.mark()
+            for _, destination, _ in copies:
+                destination.end_write(copied)
+            self._in_flight.append(copied)
+            return copied
 
     def describe(self) -> str:
         """One line for reports: "pinned memory to NVIDIA H100, 2 copies in flight"."""
@@ -93,3 +118,8 @@ class DeviceLink:
             while self._in_flight:
                 self._in_flight.popleft().wait_on_host()
         self._source.close()
+
+
+def _place(chunk: Chunk, slot: DeviceSlot) -> torch.Tensor:
+    start = chunk.slot_offset_bytes
+    return slot.memory[start : start + chunk.nbytes]

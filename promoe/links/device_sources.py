@@ -30,6 +30,7 @@ class PinnedSource:
     def __init__(self, store: HostStore, device: Device) -> None:
         self._store = store
         self._pinned = device.pin(store.tensors)
+        self.at_hand = all(map(self._pinned.covers, store.tensors))
         longest = max(max(store.chunk_bytes(layer_idx)) for layer_idx in range(len(store.num_experts)))
         self._buffers = _Buffers(device.allocate_pinned, longest)
         if refused_bytes := self._pinned.refused_bytes:
@@ -104,6 +105,8 @@ class StagedSource:
         device: that the buffers are copied to.
         slot_bytes: of the largest slot: a link writes a chunk where it would be in one.
     """
+
+    at_hand = False
 
     def __init__(self, link: Link, device: Device, slot_bytes: int) -> None:
         self._link = link
