@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -49,7 +49,6 @@ from promoe.running import load_tokenizer, prompt_inputs
 from promoe.units import aligned, format_megabytes, format_memory, format_ms, format_percent, format_times, ratio
 
 DTYPE, MIB = torch.bfloat16, 2**20
-CHUNK_BYTES = 8 * MIB
 LONG_TOKENS = 512
 RESIDENT, OFFLOAD, STREAMED = "all on the GPU", "accelerate cpu_offload", "streamed layers"
 PROBE_BYTES, PROBES, ID_PROBES = 64 * MIB, 20, 200
@@ -204,9 +203,8 @@ def opened(
             found[OFFLOAD] = cpu_offload(sharing_experts(base), execution_device=device.torch_device)
         systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
         for system in systems:
-            config = replace(system.config, chunk_bytes=CHUNK_BYTES)
             model = found[system.name] = sharing_experts(base)
-            promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=config)
+            promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=system.config)
             close.callback(promoe.unpatch, model)
         yield found
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError, shown
+from promoe.layout import DEFAULT_CHUNK_BYTES
 from promoe.scheduler.config import EvictionName
 
 # A predictor is asked about passes of up to this many tokens.
 MAX_PREDICTED_TOKENS = 8
 # Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
 STREAMED_SHARE = 0.7
+DEVICE_CHUNK_BYTES = 32 * 2**20  # from RAM to a device
 # Far more than any link gains from: each worker is a thread, with memory for a chunk of its own.
 MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30
 ReadMode = Literal["auto", "page_cache", "direct"]
@@ -38,9 +40,11 @@ class PromoeConfig:
             surer a prediction has to be; 1 sets no limit.
         governor: measure whether prefetch pays, and switch it off while it does not.
         bypass: when the cache holds every expert, simply load them and run the stock forward.
-        chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096.
+        chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096. None: 4 MiB;
+            32 MiB from RAM to a GPU, which a copy engine moves in the time that it takes to order three such copies.
         min_group_bytes: experts of a layer that take less memory together than this run in one call when the last has
-            come; larger ones run as they come. To run a group by itself costs about as much as to read this many bytes.
+            come; larger ones run as they come. To run a group by itself costs about as much as to read this many bytes. On a
+            GPU, which waits for copies by itself, all that slots have room for run in one call.
         workers: transfer threads.
         pinned_bytes: for experts on disk and slots on a GPU: pinned RAM in which what was read stays; None: as much as is
             free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
@@ -65,7 +69,7 @@ class PromoeConfig:
     waste_share: float = 0.025
     governor: bool = True
     bypass: bool = True
-    chunk_bytes: int = 4 * 1024 * 1024
+    chunk_bytes: int | None = None
     min_group_bytes: int = 4 * 1024 * 1024
     workers: int = 2
     pinned_bytes: int | None = None
@@ -78,7 +82,7 @@ class PromoeConfig:
     def __post_init__(self) -> None:
         for name in ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        for name in ("lookahead", "chunk_bytes", "min_group_bytes", "workers"):
+        for name in ("lookahead", "min_group_bytes", "workers"):
             self._require(_is_int(getattr(self, name)), name, "a whole number")
         for name in ("min_probability", "waste_share", "stall_timeout_s"):
             self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
@@ -103,11 +107,19 @@ class PromoeConfig:
         self._require(self.min_group_bytes >= 0, "min_group_bytes", "at least 0 bytes")
         self._require(1 <= self.workers <= MAX_WORKERS, "workers", f"1 to {MAX_WORKERS} threads")
         self._require(self.stall_timeout_s > 0, "stall_timeout_s", "more than 0 seconds")
+        chunk_bytes = self.chunk_bytes
         self._require(
-            4096 <= self.chunk_bytes <= MAX_CHUNK_BYTES and self.chunk_bytes % 4096 == 0,
+            chunk_bytes is None
+            or (_is_int(chunk_bytes) and 4096 <= chunk_bytes <= MAX_CHUNK_BYTES and chunk_bytes % 4096 == 0),
             "chunk_bytes",
-            "a positive multiple of 4096 bytes, at most 1 GiB",
+            "None or a positive multiple of 4096 bytes, at most 1 GiB",
         )
+
+    def longest_chunk(self, onto_device: bool = False) -> int:
+        """`chunk_bytes`, or what stands for None: between files and RAM, or from RAM `onto_device`."""
+        if self.chunk_bytes is not None:
+            return self.chunk_bytes
+        return DEVICE_CHUNK_BYTES if onto_device else DEFAULT_CHUNK_BYTES
 
     def _require(self, holds: bool, name: str, allowed: str) -> None:
         if not holds:

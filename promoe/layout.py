@@ -11,6 +11,7 @@ import torch
 from promoe.errors import ConfigError
 
 PAGE_BYTES = 4096
+DEFAULT_CHUNK_BYTES = 4 * 2**20  # of a transfer, at most
 CACHE_LINE_BYTES = 64
 # From here on a tensor starts on a page, so that O_DIRECT can read it straight into the slot.
 PAGE_ALIGNED_FROM_BYTES = 64 * 1024

@@ -81,13 +81,13 @@ def from_pretrained(
     check_cache(cache)
     check_choices(predictor, link, on_disk=True, on_device=target is not None)
     opened = open_without_experts(
-        path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.chunk_bytes, **from_pretrained_kwargs
+        path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.longest_chunk(), **from_pretrained_kwargs
     )
     model, layers, plain = opened.model, opened.layers, opened.store
     store = plain
     try:
         if target is None:
-            store = open_packed(layers, plain, packed, config.chunk_bytes)
+            store = open_packed(layers, plain, packed, config.longest_chunk())
         plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes(model, layers, target))
         chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
         all_fit = sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts)

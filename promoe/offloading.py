@@ -95,12 +95,12 @@ class Offloaded:
         self._experts = [_Expert.of(layer, path) for layer in layers for path in layer.paths]
         _check_nobody_else_computes_with(self._experts, model)
         self._spooled: TemporaryDirectory[str] | None = None
-        live = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
+        live = HostStore([layer.rows() for layer in layers], config.longest_chunk())
         self._rests = [_rests(layer) for layer in layers]
         try:
-            store = _checkpoint(model, layers, live, config.chunk_bytes)
+            store = _checkpoint(model, layers, live, config.longest_chunk())
             if store is None:
-                store, self._spooled = spool(layers, live, config.spool_folder, config.chunk_bytes)
+                store, self._spooled = spool(layers, live, config.spool_folder, config.longest_chunk())
         finally:
             live.close()
         self.store: SafetensorsStore = store

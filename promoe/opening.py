@@ -25,9 +25,9 @@ import torch
 from promoe.adapters.base import set_tensor
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.guard import guard_parameter
+from promoe.layout import DEFAULT_CHUNK_BYTES
 from promoe.model_class import class_to_open
 from promoe.opening_checks import check_arguments, check_dtype, check_missing, check_shapes, prepare_config
-from promoe.stores.base import DEFAULT_CHUNK_BYTES
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
 from promoe.stores.safetensors_files import SafetensorsFiles

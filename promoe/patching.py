@@ -17,7 +17,7 @@ from promoe.forwards import check_idle
 from promoe.links.free_ram import own_ram_bytes
 from promoe.moe_layers import MoELayer, check_module, find_moe_layers, model_type_of
 from promoe.offloading import Offloaded
-from promoe.placement import free_bytes
+from promoe.placement import free_bytes, place
 from promoe.resident import ResidentHandle
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stores import HostStore
@@ -109,13 +109,17 @@ def patch(
             )
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
+    if target is not None and all_fit and config.bypass and not on_disk:
+        undo = place(model, layers, target, with_experts=True)
+        model.promoe = ResidentHandle(model, layers, config, "host", undo)  # type: ignore[assignment]
+        return model
     if on_disk:
         offloaded = Offloaded(model, layers, config)
         with offloaded.guarded(model):
             parts = Parts(layers, offloaded.store, plans, config, chosen, name, target, freed_bytes)
             attach(model, parts, link, restore=offloaded.restore)
         return model
-    host = HostStore([layer.rows() for layer in layers], config.chunk_bytes)
+    host = HostStore([layer.rows() for layer in layers], config.longest_chunk(onto_device=target is not None))
     attach(model, Parts(layers, host, plans, config, chosen, name, target), link, restore=lambda: None)
     return model
 

@@ -34,18 +34,26 @@ def free_bytes(model: nn.Module, layers: Sequence[MoELayer], device: Device | No
     return free_ram_bytes() if device is None else device.free_bytes() - other_bytes(model, layers)
 
 
-def place(model: nn.Module, layers: Sequence[MoELayer], device: Device) -> Callable[[], None]:
+def place(
+    model: nn.Module, layers: Sequence[MoELayer], device: Device, with_experts: bool = False
+) -> Callable[[], None]:
     """Move them to a device. The tensor objects stay, so that ties between them do. Returns the undo.
+
+    Args:
+        model: whose.
+        layers: its MoE layers.
+        device: where to.
+        with_experts: experts as well; in RAM they stay beside, and are there again after the undo.
 
     Raises:
         ConfigError: the device has no room for them; nothing was moved then.
     """
-    moved: list[tuple[torch.Tensor, torch.device]] = []
+    moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
 
     def undo() -> None:
         while moved:
             tensor, before = moved.pop()
-            tensor.data = tensor.data.to(before)
+            tensor.data = tensor.data.to(before) if isinstance(before, torch.device) else before
 
     try:
         with torch.inference_mode(False):
@@ -53,6 +61,11 @@ def place(model: nn.Module, layers: Sequence[MoELayer], device: Device) -> Calla
                 before = tensor.device
                 tensor.data = tensor.data.to(device.torch_device)
                 moved.append((tensor, before))
+            for layer in layers if with_experts else ():
+                for tensor in layer.parameters():
+                    at_home = tensor.data
+                    tensor.data = at_home.to(device.torch_device)
+                    moved.append((tensor, at_home))
     except BaseException as error:
         undo()
         if not isinstance(error, torch.OutOfMemoryError):

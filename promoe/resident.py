@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 
@@ -22,8 +22,16 @@ from promoe.tracing import Tracer, check_writable
 class ResidentHandle:
     """`model.promoe` where nothing needs to be served. Counters stay at zero; the answers say why."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig, store: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[MoELayer],
+        config: PromoeConfig,
+        store: str,
+        undo: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
+        self._undo = undo
         self._model = model
         self._store = store
         num_experts = [layer.num_experts for layer in layers]
@@ -81,5 +89,6 @@ class ResidentHandle:
         """Nothing to stop."""
 
     def detach(self) -> None:
-        """Remove the handle."""
+        """Remove the handle, and what came with it."""
+        self._undo()
         del self._model.promoe

@@ -150,9 +150,10 @@ class Runtime:
                     if rows is not None:
                         result = run_resident(layer, hidden, index, weights, rows, tokens, host_index, beside)
                     else:
-                        at_once = self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes or (
-                            not self._on_device
-                            and depends_on_groups(layer, layer.implementation, hidden, index.numel())
+                        at_once = (
+                            self._on_device
+                            or self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
+                            or depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )
                         begin = not at_once and bool(self.engine.first_names[layer.layer_idx])
                         if at_once or not visit.anything_ready:  # it waits before it computes

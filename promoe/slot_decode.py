@@ -74,7 +74,9 @@ class SlotDecode:
         if same or not bool(expected.isnan().any()):  # what is no number differs from itself, and says nothing
             self._verdicts[key] = same
         if not same:
-            logger.info("%s: a token's bits are not those of the stock kernel, which is used", type(self._experts).__name__)
+            logger.info(
+                "%s: a token's bits are not those of the stock kernel, which is used", type(self._experts).__name__
+            )
         return expected
 
     def _compute(

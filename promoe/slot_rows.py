@@ -62,6 +62,11 @@ def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)  # H100, B200
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of that generation (H100, H200)."""
+    return device.type == "cuda" and _capability(device)[0] == 9
+
+
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)

@@ -78,7 +78,9 @@ class FakeQueue:
             self.put(partial(destination.copy_, source))
 
     def copy_to_host(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        assert not destination.nbytes or any(destination.data_ptr() == memory.data_ptr() for memory in self.device.pinned_buffers)
+        assert not destination.nbytes or any(
+            destination.data_ptr() == memory.data_ptr() for memory in self.device.pinned_buffers
+        )
         if self._eager:  # what the kernels after it do to the source is done before it
             source = source.clone()
         self._work.append(partial(_copy, destination, source))

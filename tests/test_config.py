@@ -10,7 +10,7 @@ import pytest
 from promoe import ConfigError, PromoeConfig, PromoeError
 
 BOOLEANS = ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict")
-WHOLE_NUMBERS = ("lookahead", "chunk_bytes", "min_group_bytes", "workers")
+WHOLE_NUMBERS = ("lookahead", "min_group_bytes", "workers")
 NUMBERS = ("min_probability", "waste_share", "stall_timeout_s")
 
 
@@ -31,7 +31,7 @@ def test_defaults() -> None:
         "waste_share": 0.025,
         "governor": True,
         "bypass": True,
-        "chunk_bytes": 4 * 2**20,
+        "chunk_bytes": None,
         "min_group_bytes": 4 * 2**20,
         "workers": 2,
         "pinned_bytes": None,
@@ -51,7 +51,7 @@ def test_every_field_is_explained() -> None:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    others = {"eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
+    others = {"chunk_bytes", "eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
     assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, *others}
 
 
@@ -135,10 +135,12 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("stall_timeout_s", -1, "more than 0 seconds"),
         ("stall_timeout_s", math.nan, "more than 0 seconds"),
         ("min_group_bytes", -1, "at least 0 bytes"),
-        ("chunk_bytes", 0, "a positive multiple of 4096 bytes"),
-        ("chunk_bytes", -4096, "a positive multiple of 4096 bytes"),
-        ("chunk_bytes", 4095, "a positive multiple of 4096 bytes"),
-        ("chunk_bytes", 4097, "a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 0, "None or a positive multiple of 4096 bytes"),
+        ("chunk_bytes", -4096, "None or a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 4095, "None or a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 4097, "None or a positive multiple of 4096 bytes"),
+        ("chunk_bytes", 4096.0, "None or a positive multiple of 4096 bytes"),
+        ("chunk_bytes", True, "None or a positive multiple of 4096 bytes"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused(name: str, value: Any, allowed: str) -> None:
@@ -167,7 +169,8 @@ def test_the_error_says_field_allowed_and_found() -> None:
     with pytest.raises(ConfigError) as caught:
         config(chunk_bytes=5000)
     assert str(caught.value) == (
-        "The 'chunk_bytes' field of PromoeConfig must be a positive multiple of 4096 bytes, at most 1 GiB. Got 5000 instead."
+        "The 'chunk_bytes' field of PromoeConfig must be None or a positive multiple of 4096 bytes, at most 1 GiB. "
+        "Got 5000 instead."
     )
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, PromoeError)

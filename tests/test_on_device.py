@@ -29,7 +29,7 @@ from promoe.links import EmulatedLink
 from promoe.moe_layers import MoELayer
 
 NEW_TOKENS = 4
-CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, min_group_bytes=0, chunk_bytes=4096)
+CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
 
 
 @pytest.fixture

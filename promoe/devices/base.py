@@ -102,7 +102,7 @@ class Device(Protocol):
         ...
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 in host memory that copies need not be staged from; to be written in inference mode and out of it."""
+        """`[nbytes]` uint8 in host memory that copies need not be staged from; for use in inference mode and out of it."""
         ...
 
     def current(self) -> Queue:

@@ -308,7 +308,9 @@ class Monitor:
                 self._complete(orders, self._transfer(orders[0], self.link.workers), speculate=False)
         except BaseException:
             if orders:  # a short copy is made again: others may need it, too, and whatever else is demanded
-                self._complete(orders, self._again(partial(self._transfer, orders[0], self.link.workers)), goes_on=False)
+                self._complete(
+                    orders, self._again(partial(self._transfer, orders[0], self.link.workers)), goes_on=False
+                )
             raise
 
     @staticmethod
@@ -342,7 +344,7 @@ class Monitor:
             logger.warning("prefetch of %s failed, it will be fetched on demand: %s", lease.key, str(error))
 
     def _completed(self, lease: Lease, error: Exception | None) -> bool:
-        """A transfer is over, with the lock held; says whether it is the first failure of its expert since that last arrived."""
+        """A transfer is over, with the lock held; says whether its expert failed for the first time since it last arrived."""
         self.progress += 1
         self._chunks_completed += 1
         if error is not None:

@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
-from promoe.layout import ExpertLayout
+from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.model_class import class_to_open
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.opening import as_loaded, open_headers
@@ -24,7 +24,7 @@ from promoe.placement import other_bytes
 from promoe.planning.kv_cache import find_kv_cache
 from promoe.planning.sizes import ExpertsOfLayer, ModelSizes
 from promoe.scheduler import ExpertKey
-from promoe.stores.base import DEFAULT_CHUNK_BYTES, split_at_pages
+from promoe.stores.base import split_at_pages
 from promoe.stores.packed_store import packings_in
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from promoe.stores.base import (
-    DEFAULT_CHUNK_BYTES,
     Chunk,
     Store,
     convert_chunk,
@@ -16,7 +15,6 @@ from promoe.stores.host import HostStore
 from promoe.stores.safetensors_store import SafetensorsStore
 
 __all__ = [
-    "DEFAULT_CHUNK_BYTES",
     "Chunk",
     "HostStore",
     "SafetensorsStore",

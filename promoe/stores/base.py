@@ -11,10 +11,8 @@ import numpy as np
 import torch
 
 from promoe.errors import ConfigError
-from promoe.layout import PAGE_BYTES, ExpertLayout
+from promoe.layout import DEFAULT_CHUNK_BYTES, PAGE_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
-
-DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from promoe.layout import ExpertLayout
+from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
-from promoe.stores.base import DEFAULT_CHUNK_BYTES, Chunk
+from promoe.stores.base import Chunk
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
 from promoe.stores.expert_pieces import LayerPlan

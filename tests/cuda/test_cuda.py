@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 from collections.abc import Iterator
@@ -21,14 +22,15 @@ import promoe
 from promoe.devices.cuda import OWN_PAGES_BYTES
 from promoe.errors import ConfigError, PromoeError
 from promoe.pairs import Pairs
-from promoe.slot_rows import MAX_GROUPS, SlotOrder
+from promoe.slot_decode import _VERDICTS
+from promoe.slot_rows import MAX_GROUPS, SlotOrder, is_hopper
 from promoe.units import aligned
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, min_group_bytes=0, chunk_bytes=4096)
+CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
 NEW_TOKENS = 8
 
 
@@ -155,7 +157,7 @@ def allocated_bytes() -> int:
 
 
 def test_experts_are_never_all_on_the_gpu_and_nothing_stays_there() -> None:
-    model = build("qwen2_moe", hidden=256, intermediate=512, num_experts=32)
+    model = build("qwen2_moe", hidden=256, intermediate=512, num_experts=128)
     layers = promoe.find_moe_layers(model)
     experts_bytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
     for _ in range(2):  # the first time, libraries take memory that they keep
@@ -171,29 +173,75 @@ def test_experts_are_never_all_on_the_gpu_and_nothing_stays_there() -> None:
         left_bytes = allocated_bytes() - before
     mib = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (peak_bytes, experts_bytes, rest_bytes, left_bytes)]
     print("peak {}, of experts {}, of the rest {}, left after unpatching {}".format(*mib))
-    assert peak_bytes < rest_bytes + 0.1 * experts_bytes + 64 * 2**20
-    assert peak_bytes < experts_bytes
+    libraries_bytes = 80 * 2**20  # cuBLAS works in up to 32 MiB for each of two streams on this generation
+    assert peak_bytes < rest_bytes + 0.1 * experts_bytes + libraries_bytes
+    assert peak_bytes < experts_bytes / 2
     assert left_bytes == 0
 
 
-@pytest.mark.parametrize("large", [True, False])
-def test_the_experts_memory_is_pinned_while_it_is_served(large: bool) -> None:
-    """Blocks with pages of their own; small ones share theirs with others, whose copies would fail, and go through buffers."""
-    sizes: dict[str, Any] = {"hidden": 512, "intermediate": 1024, "num_experts": 16, "layers": 1} if large else {}
+@pytest.mark.parametrize(
+    ("large", "implementation", "dtype"),
+    [
+        (False, "eager", torch.float32),
+        (True, "eager", torch.float32),
+        (True, "grouped_mm", torch.bfloat16),
+        (True, "grouped_mm", torch.float32),
+        (True, "batched_mm", torch.bfloat16),
+    ],
+)
+def test_the_experts_memory_is_pinned_while_it_is_served(large: bool, implementation: str, dtype: torch.dtype) -> None:
+    """Blocks with pages of their own; small ones share theirs with others, whose copies would fail, and go through buffers.
+
+    Forwards put the copies of what is pinned into the queue themselves.
+    """
+    sizes: dict[str, Any] = {"experts_implementation": implementation, "dtype": dtype}
+    if large:
+        sizes |= {"hidden": 512, "intermediate": 2048, "num_experts": 16, "layers": 2}
     ids = token_ids(1, 12, seed=1)
-    tokens, scores = answer(build("qwen2_moe", experts_implementation="eager", **sizes).to("cuda"), ids)
-    model = build("qwen2_moe", experts_implementation="eager", **sizes)
+    tokens, scores = answer(build("qwen2_moe", **sizes).to("cuda"), ids)
+    model = build("qwen2_moe", **sizes)
     parameter = promoe.find_moe_layers(model)[0].parameters()[0]
     assert (parameter.nbytes >= OWN_PAGES_BYTES) is large
     assert not parameter.is_pinned()
     promoe.patch(model, device="cuda", cache="30%", config=CONFIG)
     assert parameter.is_pinned() is large
     assert parameter.view(-1)[-1:].is_pinned() is large
+    assert model.promoe.runtime.engine.queues is large  # type: ignore[union-attr]
     found = answer(model, ids)
     promoe.unpatch(model)
     assert not parameter.is_pinned()
     assert torch.equal(found[0], tokens)
     assert torch.equal(found[1], scores)
+
+
+def test_one_token_is_computed_with_the_bits_of_the_stock_kernel() -> None:
+    """By fewer kernels, where torch has one for groups: those of this size are proven."""
+    model = build("qwen2_moe", experts_implementation="grouped_mm", dtype=torch.bfloat16, hidden=512, intermediate=1024)
+    ids = token_ids(1, 12, seed=1)
+    expected = answer(copy.deepcopy(model).to("cuda"), ids)
+    promoe.patch(model, device="cuda", cache="50%", config=CONFIG)
+    experts = [layer.experts for layer in promoe.find_moe_layers(model)]
+    found = answer(model, ids)
+    promoe.unpatch(model)
+    assert torch.equal(found[0], expected[0])
+    if is_hopper(torch.device("cuda")):
+        assert torch.equal(found[1], expected[1])
+        assert [list(_VERDICTS[one].values()) for one in experts] == [[True]] * len(experts)
+
+
+def test_a_cache_for_all_experts_runs_the_stock_forward_on_the_gpu() -> None:
+    ids = token_ids(1, 12, seed=1)
+    expected = answer(build("qwen2_moe").to("cuda"), ids)
+    model = build("qwen2_moe")
+    experts = promoe.find_moe_layers(model)[0].parameters()[0].data_ptr()
+    promoe.patch(model, device="cuda", cache="100%")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    found = answer(model, ids)
+    promoe.unpatch(model)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert promoe.find_moe_layers(model)[0].parameters()[0].data_ptr() == experts
 
 
 @pytest.mark.parametrize("kept", [None, 4, 0])
@@ -252,13 +300,13 @@ def test_a_stream_that_is_not_the_default_one_waits_for_copies() -> None:
 @pytest.mark.parametrize("lacking", ["slots", "the rest"])
 def test_no_memory_on_the_gpu_leaves_the_model_as_it_was(lacking: str) -> None:
     """No room for the slots; or for them, but then not for everything else."""
-    sizes: dict[str, Any] = {"hidden": 512, "intermediate": 2048, "num_experts": 32}
+    sizes: dict[str, Any] = {"hidden": 512, "intermediate": 1024, "num_experts": 24}
     if lacking == "the rest":
-        sizes |= {"intermediate": 32, "vocab_size": 400_000}
+        sizes |= {"intermediate": 32, "vocab_size": 150_000}
     model, reference = build("qwen2_moe", **sizes), build("qwen2_moe", **sizes)
     torch.cuda.empty_cache()
     free_bytes = torch.cuda.mem_get_info()[0]
-    hog = torch.empty(max(0, free_bytes - 2**28), dtype=torch.uint8, device="cuda")
+    hog = torch.empty(max(0, free_bytes - 2**27), dtype=torch.uint8, device="cuda")
     with pytest.raises(ConfigError, match="Choose a smaller cache"):
         promoe.patch(model, device="cuda", cache="100%", config=CONFIG)
     del hog
