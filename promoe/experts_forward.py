@@ -307,7 +307,7 @@ def _call_over_slots(
         stand_in = layer.adapter.stand_in(layer.experts, {**rows.stacks, **attributes, "num_experts": rows.num_slots})
         return stock(stand_in, hidden, index, weights)
 
-    if implementation == "grouped_mm" and len(hidden) == 1 and not attributes:
+    if implementation == "batched_mm" and len(hidden) == 1 and not attributes:
         return SlotDecode(layer.experts, stock).run(hidden, weights, slots, rows, run_stock)
     return run_stock()
 

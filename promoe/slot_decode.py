@@ -1,8 +1,7 @@
-"""One token's experts on a GPU: what the stock grouped_mm does, less what it does to find out what the host knows already.
+"""One token's experts on a GPU: what the stock batched_mm does, with what the host knows already.
 
-For one token the stock kernel launches about thirty kernels per layer, half of them to sort four ids, to count them, and to put
-the rows back; where launching takes longer than computing, that is what a token costs. The host has the ids, so it sends the
-order along with the ends of the groups.
+`generate` decodes with batched_mm. For one token, launching its kernels takes longer than computing, and so does Python between
+them: half of these repeat the token, clamp the ids, or give tensors other shapes.
 
 Whether that gives the bits of the stock kernel is not taken for granted: each layer's first token is computed both ways and
 compared. Where they differ, the stock kernel is used for good.
@@ -19,15 +18,13 @@ import torch
 from torch import nn
 
 from promoe.devices import send
-from promoe.slot_rows import MAX_GROUPS, SlotRows
+from promoe.slot_rows import SlotRows
 
 logger = logging.getLogger(__name__)
 
 Verdicts = dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], bool]
 # Of each experts module: (stock function, dtype of hidden, of the routing weights) -> were the bits the same.
 _VERDICTS: WeakKeyDictionary[nn.Module, Verdicts] = WeakKeyDictionary()
-
-ALIGNMENT = 4  # of int32 numbers, which kernels read 16 bytes at a time
 
 
 class SlotDecode:
@@ -62,47 +59,33 @@ class SlotDecode:
         """
         key = self._stock, hidden.dtype, weights.dtype
         verdict = self._verdicts.get(key)
-        window = max(slots) - min(slots) + 1
-        has_norm = getattr(self._experts, "has_post_expert_norm", False)  # Transformers has it from 5.20 on
-        if verdict is False or has_norm or window > MAX_GROUPS or len(set(slots)) < len(slots):
-            return run_stock()
         if verdict:
             return self._compute(hidden, weights, slots, rows)
         expected = run_stock()
-        found = self._compute(hidden, weights, slots, rows)
-        same = found.dtype == expected.dtype and torch.equal(found, expected)
-        if same or not bool(expected.isnan().any()):  # what is no number differs from itself, and says nothing
-            self._verdicts[key] = same
-        if not same:
-            logger.info(
-                "%s: a token's bits are not those of the stock kernel, which is used", type(self._experts).__name__
-            )
+        if verdict is None:
+            found = self._compute(hidden, weights, slots, rows)
+            same = found.dtype == expected.dtype and torch.equal(found, expected)
+            if same or not bool(expected.isnan().any()):  # what is no number differs from itself, and says nothing
+                self._verdicts[key] = same
         return expected
 
     def _compute(
         self, hidden: torch.Tensor, weights: torch.Tensor, slots: Sequence[int], rows: SlotRows
     ) -> torch.Tensor:
-        experts, count = self._experts, len(slots)
-        by_slot = sorted(range(count), key=slots.__getitem__)
-        in_order = [slots[place] for place in by_slot]
-        back = [0] * count
-        for row, place in enumerate(by_slot):
-            back[place] = row
-        first, last = in_order[0], in_order[-1]
-        ends: list[int] = []
-        for number, slot in enumerate([*in_order[1:], last + 1], 1):
-            ends += [number] * (slot - first - len(ends))
-        numbers = [*back, *in_order, *[0] * (-2 * count % ALIGNMENT), *ends]
-        sent = send(torch.tensor(numbers, dtype=torch.int32, device="cpu"), hidden.device)
-        offs = sent[-len(ends) :]
+        experts, stacks = self._experts, rows.stacks
+        index = send(slots, hidden.device)
 
         def linear(x: torch.Tensor, name: str) -> torch.Tensor:
-            stack = rows.stacks[name][first : last + 1]
-            out = torch._grouped_mm(x.to(stack.dtype), stack if experts.is_transposed else stack.mT, offs=offs)
-            return out.add_(rows.stacks[f"{name}_bias"][sent[count : 2 * count]]) if experts.has_bias else out
+            """Of `x[K or 1, in]`."""
+            matrices = stacks[name].index_select(0, index)
+            if experts.is_transposed:
+                out = torch.bmm(x.unsqueeze(1).expand(len(slots), -1, -1), matrices).squeeze(1)
+            else:
+                out = torch.bmm(matrices, x.unsqueeze(2).expand(len(slots), -1, -1)).squeeze(2)
+            return out.add_(stacks[f"{name}_bias"].index_select(0, index)) if experts.has_bias else out
 
-        x = hidden.expand(count, -1).contiguous()
-        raw = linear(x, "gate_up_proj" if experts.has_gate else "up_proj")
+        raw = linear(hidden, "gate_up_proj" if experts.has_gate else "up_proj")
         raw = linear(experts._apply_gate(raw) if experts.has_gate else experts.act_fn(raw), "down_proj")
-        weighted = raw[sent[:count]] * weights.reshape(-1, 1)
-        return weighted.unsqueeze(0).sum(dim=1).to(hidden.dtype)
+        if getattr(experts, "has_post_expert_norm", False):  # Transformers has it from 5.20 on
+            raw = experts.post_expert_norm(raw)
+        return (raw * weights.t()).sum(dim=0, keepdim=True).to(hidden.dtype)

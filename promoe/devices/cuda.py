@@ -40,20 +40,13 @@ class CudaQueue:
 
     Args:
         stream: torch's.
-        is_current: it is the calling thread's already.
     """
 
-    __slots__ = ("_is_current", "_stream")
+    __slots__ = ("_stream", "key")
 
-    def __init__(self, stream: torch.cuda.Stream, is_current: bool = False) -> None:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._is_current = is_current
-
-    @property
-    def key(self) -> Hashable:
-        """The stream's handle."""
-        handle: int = self._stream.cuda_stream
-        return handle
+        self.key: Hashable = stream.cuda_stream
 
     def mark(self) -> CudaEvent:
         """Record an event. It blocks who waits for it on the host instead of letting a core spin."""
@@ -73,8 +66,8 @@ class CudaQueue:
 
     def running(self) -> AbstractContextManager[object]:
         """As torch's current stream."""
-        if self._is_current:
-            return nullcontext()
+        if torch.cuda.current_device() == self._stream.device_index:
+            return _Current(self._stream)
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
         return stream
 
@@ -88,6 +81,37 @@ class CudaQueue:
         """Copy to the host."""
         with self.running():
             destination.copy_(source, non_blocking=True)
+
+
+class _Current:
+    """`torch.cuda.stream` for a stream of the current device, in a tenth of its time.
+
+    Args:
+        stream: to be current meanwhile.
+    """
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self._stream.device_index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        stream_id, device_index, device_type = self._before
+        torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+
+
+class _CurrentQueue(CudaQueue):
+    """The stream that is its thread's already."""
+
+    __slots__ = ()
+
+    def running(self) -> AbstractContextManager[object]:
+        """Nothing is to be changed."""
+        return nullcontext()
 
 
 class CudaDevice:
@@ -110,6 +134,7 @@ class CudaDevice:
                 'device="cpu", or install a build of torch for your GPU.'
             )
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+        self._streams: dict[tuple[int, int, int], _CurrentQueue] = {}  # by what torch calls them; it has some dozens
 
     @property
     def name(self) -> str:
@@ -146,8 +171,12 @@ class CudaDevice:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def current(self) -> CudaQueue:
-        """The calling thread's stream."""
-        return CudaQueue(torch.cuda.current_stream(self.torch_device), is_current=True)
+        """The calling thread's stream. Several times per layer, and torch.cuda.current_stream takes 20 us."""
+        which: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.torch_device.index)
+        queue = self._streams.get(which)
+        if queue is None:
+            queue = self._streams[which] = _CurrentQueue(torch.cuda.current_stream(self.torch_device))
+        return queue
 
     def new_queue(self) -> CudaQueue:
         """A stream of its own."""

@@ -30,7 +30,7 @@ from promoe.errors import (
 from promoe.links import Link, QueueingLink
 from promoe.memory import Pool
 from promoe.recorder import Recorder
-from promoe.scheduler import NO_LIMIT, ExpertKey, Lease, Scheduler
+from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stores import Store, first_tensors
 from promoe.stores.base import Chunk
 from promoe.tracing import LINK_IN_FORWARD, Tracer, link_worker
@@ -242,11 +242,12 @@ class Monitor:
             self.link.transfer(chunk, pool.slot(lease.slot), pool.address(lease.slot))
         except Exception as error:  # whatever a link raises is reported to the forward that needs the expert
             return error
-        self._trace(lease, chunk, worker_idx, start_s)
+        self._trace(lease, worker_idx, start_s)
         return None
 
-    def _trace(self, lease: Lease, chunk: Chunk, worker_idx: int, start_s: float) -> None:
+    def _trace(self, lease: Lease, worker_idx: int, start_s: float) -> None:
         if (tracer := self.tracer) is not None:  # another thread may end the timeline at any time
+            chunks = self.store.chunks(lease.key)[lease.chunk_idx : lease.chunk_idx + lease.num_chunks]
             tracer.span(
                 LINK_IN_FORWARD if worker_idx == self.link.workers else link_worker(worker_idx),
                 f"{lease.cause} L{lease.key.layer_idx} E{lease.key.expert_idx}",
@@ -256,7 +257,7 @@ class Monitor:
                 layer=lease.key.layer_idx,
                 expert=lease.key.expert_idx,
                 chunk=lease.chunk_idx,
-                nbytes=chunk.nbytes,
+                nbytes=sum(chunk.nbytes for chunk in chunks),
             )
 
     def copy_demand(self) -> None:
@@ -271,7 +272,7 @@ class Monitor:
         try:
             with self.lock, Changing(self):
                 if self._may_order:
-                    orders = self.scheduler.next_chunks(NO_LIMIT, speculate=False)
+                    orders = self.scheduler.next_demand()
             if orders:
                 self._publish(orders, self._transfer_all(link, orders))
         except BaseException:
@@ -289,14 +290,17 @@ class Monitor:
 
     def _transfer_all(self, link: QueueingLink, orders: Sequence[Lease]) -> Exception | None:
         start_s = time.perf_counter()
-        chunks = [self.store.chunks(lease.key)[lease.chunk_idx] for lease in orders]
-        slots = [self.pool_of[lease.key.layer_idx].slot(lease.slot) for lease in orders]
+        transfers: list[tuple[Chunk, Any]] = []
+        for lease in orders:
+            slot = self.pool_of[lease.key.layer_idx].slot(lease.slot)
+            chunks = self.store.chunks(lease.key)[lease.chunk_idx : lease.chunk_idx + lease.num_chunks]
+            transfers += [(chunk, slot) for chunk in chunks]
         try:
-            link.transfer_all(list(zip(chunks, slots, strict=True)))
+            link.transfer_all(transfers)
         except Exception as error:
             return error
-        for lease, chunk in zip(orders, chunks, strict=True):
-            self._trace(lease, chunk, self.link.workers, start_s)
+        for lease in orders if self.tracer is not None else ():
+            self._trace(lease, self.link.workers, start_s)
         return None
 
     def _copy_one_by_one(self) -> None:

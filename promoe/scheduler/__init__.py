@@ -6,7 +6,7 @@ the threaded engine, the replay and the property tests drive the same code.
 
 from .config import PoolSpec, SchedulerConfig
 from .keys import ExpertKey
-from .scheduler import NO_LIMIT, Lease, Scheduler
+from .scheduler import Lease, Scheduler
 from .visit import Visit
 
-__all__ = ["NO_LIMIT", "ExpertKey", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit"]
+__all__ = ["ExpertKey", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit"]

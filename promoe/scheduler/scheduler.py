@@ -317,6 +317,13 @@ class Scheduler:
             leases.append(lease)
         return leases
 
+    def next_demand(self) -> list[Lease]:
+        """All that is demanded and has a slot, pinned or by a hint: each expert as one transfer, reported done once."""
+        leases: list[Lease] = []
+        while (lease := self._next_demand(whole=True) or self._next_hint(NO_LIMIT)) is not None:
+            leases.append(lease)
+        return leases
+
     def next_transfer(self, count: int) -> Lease | None:
         """The next chunk, and with it those of its expert that are certain to follow, if up to `count` are sent now.
 
