@@ -1,18 +1,18 @@
 """RAM to GPU: the tests that need one, then systems beside each other at several cache sizes. At most 8 minutes, on one GPU.
 
-    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75%] [--pairs 3] [--new-tokens 32] [--repeat 208] [--minutes 8] [--no-tests]
-        [--implementation grouped_mm] [--json FILE]
+    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75% 100%] [--real-cache 25% 50%] [--pairs 3] [--new-tokens 32]
+        [--repeat 208] [--minutes 8] [--no-tests] [--implementation grouped_mm] [--folder promoe-out] [--json FILE]
 
 Two models: the demo model with its experts widened to real size (208: 17 MB each), and one with the geometry of
 Qwen1.5-MoE-A2.7B (24 layers of 60 experts of 17 MB, 28.6 GB in all) and random weights, whose routing is random too, so that
-its hit rates say nothing. Experts are in RAM, shared by all systems; everything else of each system is on the GPU. Systems
-take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with everything on the GPU, B the bytes that the same
-policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those of the model on the GPU are counted.
-What no time or no memory is left for is left out, and said.
+its hit rates say nothing. Experts are in RAM, pinned and shared by all systems; everything else of each system is on the GPU.
+Systems take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with everything on the GPU, B the bytes that
+the same policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those of the model on the GPU are
+counted. What no time or no memory is left for is left out, and said.
 
-`accelerate cpu_offload` brings every layer's weights when it runs; `streamed layers` is the same idea at its best: experts
-pinned, and the next layer's copied while this one computes. (They share the experts' memory: accelerate copies from pinned
-memory, too.)
+`accelerate cpu_offload` brings every layer's weights when it runs; `streamed layers` is the same idea at its best: the next
+layer's experts copied while this one computes. Both bring all experts whatever the cache, and are measured once, over
+`WHOLE_TOKENS` tokens; accelerate copies from pinned memory, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import promoe
 from promoe.adapters.base import set_tensor
 from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
 from promoe.demo.example import find_example
-from promoe.demo.systems import SYSTEMS, learned_prefetch, load_stock
+from promoe.demo.systems import SYSTEMS, System, learned_prefetch, load_stock
 from promoe.devices import Device, Event, open_device
 from promoe.links.free_ram import free_ram_bytes
 from promoe.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
@@ -51,7 +51,9 @@ from promoe.units import aligned, format_megabytes, format_memory, format_ms, fo
 DTYPE, MIB = torch.bfloat16, 2**20
 LONG_TOKENS = 512
 RESIDENT, OFFLOAD, STREAMED = "all on the GPU", "accelerate cpu_offload", "streamed layers"
+BYPASS, IN_SLOTS = "promoe, defaults", "promoe, slots for all"
 PROBE_BYTES, PROBES, ID_PROBES = 64 * MIB, 20, 200
+WHOLE_TOKENS = 8
 TESTS_S, REAL_S = 150.0, 120.0  # at most for the tests; what the second model needs
 REAL = {
     "vocab_size": 151936,
@@ -189,19 +191,27 @@ def move_the_rest(model: Any, device: Device) -> Any:
 
 
 @contextmanager
-def opened(
-    base: Any, cache: str, predictor: Path | None, device: Device, with_offload: bool
-) -> Iterator[dict[str, Any]]:
-    """All systems but the one with everything on the device, over one set of experts."""
+def whole_models(base: Any, device: Device, with_offload: bool) -> Iterator[dict[str, Any]]:
+    """Systems that bring every layer's experts whenever it runs."""
+    found: dict[str, Any] = {}
+    streamed = found[STREAMED] = move_the_rest(with_own_experts(sharing_experts(base)), device)
+    if with_offload and find_spec("accelerate") is not None:
+        from accelerate import cpu_offload
+
+        found[OFFLOAD] = cpu_offload(sharing_experts(base), execution_device=device.torch_device)
+    with ExitStack() as close:
+        close.callback(StreamedLayers(streamed, device).close)
+        yield found
+
+
+@contextmanager
+def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[dict[str, Any]]:
+    """Of promoe, over one set of experts; with a cache for all of them, the defaults, and slots all the same."""
+    systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
+    if cache == "100%":
+        systems = [System(BYPASS, promoe.PromoeConfig()), System(IN_SLOTS, SYSTEMS[-2].config)]
     found: dict[str, Any] = {}
     with ExitStack() as close:
-        streamed = found[STREAMED] = move_the_rest(with_own_experts(sharing_experts(base)), device)
-        close.callback(StreamedLayers(streamed, device).close)
-        if with_offload and find_spec("accelerate") is not None:
-            from accelerate import cpu_offload
-
-            found[OFFLOAD] = cpu_offload(sharing_experts(base), execution_device=device.torch_device)
-        systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
         for system in systems:
             model = found[system.name] = sharing_experts(base)
             promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=system.config)
@@ -277,46 +287,57 @@ class Bench:
     device: Device
 
     @classmethod
-    def of(cls, base: Any, prompts: list[Any], run: Run, bandwidth: float, device: Device) -> Bench:
-        """Put a copy of a model on the device, and record its routing."""
-        resident = with_own_experts(sharing_experts(base)).to(device.torch_device)
-        routing = []
-        with RoutingRecorder(resident) as recorder:
-            for prompt in [prompts[0], *prompts]:
-                run(resident, prompt)
-                routing.append(recorder.take())
-        return cls(base, resident, prompts, run, routing, bandwidth, device)
+    @contextmanager
+    def of(cls, base: Any, prompts: list[Any], run: Run, bandwidth: float, device: Device) -> Iterator[Bench]:
+        """Pin a model's experts, put a copy of it on the device, and record its routing."""
+        pinned = device.pin([tensor for layer in promoe.find_moe_layers(base) for tensor in layer.parameters()])
+        try:
+            resident = with_own_experts(sharing_experts(base)).to(device.torch_device)
+            routing = []
+            with RoutingRecorder(resident) as recorder:
+                for prompt in [prompts[0], *prompts]:
+                    run(resident, prompt)
+                    routing.append(recorder.take())
+            yield cls(base, resident, prompts, run, routing, bandwidth, device)
+        finally:
+            pinned.undo()
 
-    def at(self, cache: str, predictor: Path | None, with_offload: bool) -> list[dict[str, Any]]:
+    def at(self, cache: str, predictor: Path | None) -> list[dict[str, Any]]:
         """Measure one cache size, and print its table."""
-        with opened(self.base, cache, predictor, self.device, with_offload) as systems:
-            models = {RESIDENT: self.resident, **systems}
-            answers = self._measure(models)
-            rows = [self._row(cache, name, model, answers) for name, model in models.items()]
-        print(f"\ncache {cache}\n" + "\n".join(aligned([_HEAD, *map(_cells, rows)])), flush=True)
-        return rows
+        with patched_models(self.base, cache, predictor) as systems:
+            return self._compare(f"cache {cache}", {RESIDENT: self.resident, **systems}, self.run, self.prompts)
 
-    def _measure(self, models: dict[str, Any]) -> dict[str, list[Generation]]:
+    def whole(self, run: Run, with_offload: bool) -> list[dict[str, Any]]:
+        """Measure what brings all experts, on a short prompt and the long one."""
+        prompts = [self.prompts[0], self.prompts[-1]]
+        with whole_models(self.base, self.device, with_offload) as systems:
+            return self._compare("no cache", {RESIDENT: self.resident, **systems}, run, prompts)
+
+    def _compare(self, title: str, models: dict[str, Any], run: Run, prompts: list[Any]) -> list[dict[str, Any]]:
         for model in models.values():
-            self.run(model, self.prompts[0])
+            run(model, prompts[0])
             if hasattr(model, "promoe"):
                 model.promoe.reset_stats()
-        systems = {name: (lambda prompt, model=model: self.run(model, prompt)) for name, model in models.items()}
-        return interleaved(systems, self.prompts)
+        systems = {name: (lambda prompt, model=model: run(model, prompt)) for name, model in models.items()}
+        answers = interleaved(systems, prompts)
+        rows = [self._row(title, name, model, answers) for name, model in models.items()]
+        print(f"\n{title}\n" + "\n".join(aligned([_HEAD, *map(_cells, rows)])), flush=True)
+        return rows
 
-    def _row(self, cache: str, name: str, model: Any, answers: dict[str, list[Generation]]) -> dict[str, Any]:
+    def _row(self, title: str, name: str, model: Any, answers: dict[str, list[Generation]]) -> dict[str, Any]:
         compute, times = tpots_s(answers[RESIDENT])[:-1], tpots_s(answers[name])[:-1]
         pairs = zip(answers[name], answers[RESIDENT], strict=True)
         row = {
-            "cache": cache,
+            "cache": title.removeprefix("cache "),
             "system": name,
             "ttft_512_s": ttfts_s(answers[name])[-1],
             "tpot_s": median(times),
             "tpots_s": times,
             "same_answers": sum(own.tokens == other.tokens for own, other in pairs),
-            "answers": len(self.prompts),
+            "answers": len(answers[name]),
+            "to_resident": median(own / other for own, other in zip(times, compute, strict=True)),
         }
-        if hasattr(model, "promoe"):
+        if hasattr(getattr(model, "promoe", None), "runtime"):
             decode = model.promoe.stats().decode
             missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
             bounds = [token_bound_s(c, nbytes, self.bandwidth) for c, nbytes in zip(compute, missed, strict=True)]
@@ -329,7 +350,7 @@ class Bench:
         return row
 
 
-_HEAD = ("", "TTFT 512, ms", "TPOT, ms", "bound, ms", "x bound", "stall, ms", "hit %", "MB/token", "same tokens")
+_HEAD = ("", "TTFT 512, ms", "TPOT, ms", "x on GPU", "bound, ms", "x bound", "hit %", "MB/token", "same tokens")
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -338,9 +359,9 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         row["system"],
         format_ms(row["ttft_512_s"]),
         format_ms(row["tpot_s"]),
+        format_times(row["to_resident"]).removesuffix("x"),
         format_ms(bound_s),
         format_times(None if bound_s is None else ratio(row["tpot_s"], bound_s)).removesuffix("x"),
-        format_ms(row.get("stall_s")),
         format_percent(row.get("hit_rate")),
         format_megabytes(row.get("bytes_per_token")),
         f"{row['same_answers']} of {row['answers']}",
@@ -366,17 +387,17 @@ class Clock:
 
 
 def sweep(
-    bench: Bench, caches: Sequence[str], predictor: Path | None, with_offload: bool, clock: Clock, keep_s: float
+    bench: Bench, caches: Sequence[str], predictor: Path | None, clock: Clock, keep_s: float
 ) -> list[dict[str, Any]]:
     """All cache sizes that there is time for, beside `keep_s` for something else."""
     tables: list[dict[str, Any]] = []
-    latest_s = 20.0
+    longest_s = 20.0
     for cache in caches:
-        if not clock.allows(f"cache {cache}", latest_s + keep_s):
-            break
+        if not clock.allows(f"cache {cache}", longest_s + keep_s):
+            continue
         start_s = time.perf_counter()
-        tables += bench.at(cache, predictor, with_offload)
-        latest_s = time.perf_counter() - start_s
+        tables += bench.at(cache, predictor)
+        longest_s = max(longest_s, time.perf_counter() - start_s)
     return tables
 
 
@@ -418,13 +439,15 @@ def real_model_fits(device: Device) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", nargs="*", default=["12.5%", "25%", "50%", "75%"])
+    parser.add_argument("--cache", nargs="*", default=["25%", "50%", "100%", "12.5%", "75%"])
+    parser.add_argument("--real-cache", nargs="*", default=["25%", "50%"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=208)
     parser.add_argument("--implementation", default="grouped_mm")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--no-tests", action="store_true")
+    parser.add_argument("--folder", type=Path, default=Path("promoe-out"), help="for the widened model, 6.6 GB")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/gpu.json"))
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -432,7 +455,8 @@ def main() -> int:
         return 1
     clock, device = Clock(options.minutes), open_device("cuda")
     assert device is not None
-    print(f"{device.name}, capability {torch.cuda.get_device_capability()}, torch {torch.__version__}", end="")
+    print(f"{device.name}, capability {torch.cuda.get_device_capability()}, CUDA {torch.version.cuda}", end="")
+    print(f", torch {torch.__version__}", end="")
     print(f", transformers {transformers.__version__}; {options.implementation}, {torch.get_num_threads()} threads")
     failed = 0 if options.no_tests else run_tests()
     bandwidth, latency_s, spinning_s = pinned_bandwidth(device), id_latency_s(device), spinning_latency_s()
@@ -443,14 +467,15 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
 
     example = find_example()
-    checkpoint = example.widened(Path("promoe-out"), options.repeat, DTYPE)
+    checkpoint = example.widened(options.folder, options.repeat, DTYPE)
     prompts, tokenizer = demo_prompts(checkpoint, options.pairs)
     base = load_stock(checkpoint, DTYPE)
     base.set_experts_implementation(options.implementation)
     run = answering(options.new_tokens, tokenizer.pad_token_id)
-    bench = Bench.of(base, on_device(prompts, device), run, bandwidth, device)
-    found["demo"] = sweep(bench, options.cache, example.predictor, True, clock, REAL_S)
-    options.json.write_text(json.dumps(found, indent=1))
+    with Bench.of(base, on_device(prompts, device), run, bandwidth, device) as bench:
+        found["demo"] = bench.whole(answering(WHOLE_TOKENS, tokenizer.pad_token_id), with_offload=True)
+        found["demo"] += sweep(bench, options.cache, example.predictor, clock, REAL_S)
+        options.json.write_text(json.dumps(found, indent=1))
     del bench, base
     torch.cuda.empty_cache()
 
@@ -458,9 +483,10 @@ def main() -> int:
         print("\ngeometry of Qwen1.5-MoE-A2.7B, random weights, random routing")
         base = random_model(device, options.implementation, **REAL)
         prompts = random_prompts(1, REAL["vocab_size"])
-        bench = Bench.of(base, on_device(prompts, device), answering(options.new_tokens, 0), bandwidth, device)
-        found["qwen1.5-moe-a2.7b"] = sweep(bench, ["10%"], None, False, clock, 0.0)
-        options.json.write_text(json.dumps(found, indent=1))
+        run = answering(options.new_tokens, 0)
+        with Bench.of(base, on_device(prompts, device), run, bandwidth, device) as bench:
+            found["qwen1.5-moe-a2.7b"] = sweep(bench, options.real_cache, None, clock, 0.0)
+            options.json.write_text(json.dumps(found, indent=1))
     print(f"\nwritten to {options.json}")
     return failed
 

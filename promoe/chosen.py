@@ -16,7 +16,6 @@ from promoe.errors import PromoeError
 
 # Up to here ids are handled as Python lists, which is faster than tensor operations.
 MAX_LISTED_IDS = 256
-BUFFER_BYTES = 4096  # of pinned memory, at least
 
 
 Chosen = tuple[torch.Tensor, list[list[int]] | None, list[int]]
@@ -89,22 +88,15 @@ class _Reading(NamedTuple):
         return same and layer == self.layer and _version(index) == self.version
 
 
-class _Copied(NamedTuple):
-    """A tensor on its way to the host."""
-
-    there: torch.Tensor  # in `buffer`
-    buffer: torch.Tensor
-
-
 class _Local(threading.local):
     """Of each thread that runs the model."""
 
     def __init__(self) -> None:
         self.latest: _Reading | None = None
-        self.unseen: list[tuple[str, torch.Tensor, _Copied]] = []
+        self.unseen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """Layers whose experts were launched with ids that were read at the gate: these, and as they were by then."""
-        self.buffers: list[torch.Tensor] = []
-        """Pinned memory that no copy goes to."""
+        self.spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        """Few ids in pinned memory that no copy goes to."""
 
 
 class DeviceIds:
@@ -144,27 +136,31 @@ class DeviceIds:
         queue = self._device.current()
         copied = self._copy(queue, index)
         self._wait_for(queue)
-        on_host = copied.there.clone()
-        self._local.buffers.append(copied.buffer)
+        on_host = copied.clone()
+        self._keep(copied)
         return on_host, *chosen_experts(on_host)
 
     def _wait_for(self, queue: Queue) -> None:
         """Wait for the copies that were put into `queue`, and see what they say."""
         unseen, self._local.unseen = self._local.unseen, []
         queue.wait_on_host()
-        if wrong := [layer for layer, read, used in unseen if not torch.equal(read, used.there)]:
+        if wrong := [layer for layer, read, used in unseen if not torch.equal(read, used)]:
             raise _changed_in_place(wrong)
-        self._local.buffers += [used.buffer for _, _, used in unseen]
+        for _, _, used in unseen:
+            self._keep(used)
 
-    def _copy(self, queue: Queue, tensor: torch.Tensor) -> _Copied:
+    def _copy(self, queue: Queue, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` in pinned memory, once what `queue` has now is done."""
-        buffers, nbytes = self._local.buffers, tensor.nbytes
-        buffer = buffers.pop() if buffers else None
-        if buffer is None or buffer.nbytes < nbytes:
-            buffer = self._device.allocate_pinned(max(BUFFER_BYTES, nbytes))
-        there = buffer[:nbytes].view(tensor.dtype).view(tensor.shape)
-        queue.copy_to_host(there, tensor)
-        return _Copied(there, buffer)
+        shape, dtype = tensor.shape, tensor.dtype
+        spare = self._local.spare.get((shape, dtype))
+        on_host = spare.pop() if spare else self._device.allocate_pinned(tensor.nbytes).view(dtype).view(shape)
+        queue.copy_to_host(on_host, tensor)
+        return on_host
+
+    def _keep(self, copied: torch.Tensor) -> None:
+        """For the next of its kind, as decoding makes many alike; of long prompts each has a length of its own."""
+        if copied.numel() <= MAX_LISTED_IDS:
+            self._local.spare.setdefault((copied.shape, copied.dtype), []).append(copied)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

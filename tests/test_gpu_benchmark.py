@@ -85,23 +85,26 @@ def test_systems_beside_each_other(
 ) -> None:
     base = build("qwen2_moe")
     run = gpu.answering(NEW_TOKENS, 0)
-    bench = gpu.Bench.of(base, gpu.random_prompts(2, 64, long_tokens=20), run, 1e9, device)
-    rows = gpu.sweep(bench, ["30%", "100%"], None, False, gpu.Clock(60), 0.0)
+    with gpu.Bench.of(base, gpu.random_prompts(2, 64, long_tokens=20), run, 1e9, device) as bench:
+        rows = bench.whole(run, with_offload=False)
+        assert [(row["system"], row["answers"]) for row in rows] == [(gpu.RESIDENT, 2), (gpu.STREAMED, 2)]
+        rows += gpu.sweep(bench, ["30%", "100%"], None, gpu.Clock(60), 0.0)
     printed = capsys.readouterr().out
-    names = [row["system"] for row in rows]
-    assert names[:2] == [gpu.RESIDENT, gpu.STREAMED]
-    assert len(names) == 2 * (2 + len(gpu.SYSTEMS))
+    names = [row["system"] for row in rows[2:]]
+    patched = [system.name for system in gpu.SYSTEMS]
+    assert names == [gpu.RESIDENT, *patched, gpu.RESIDENT, gpu.BYPASS, gpu.IN_SLOTS]
     for row in rows:
-        assert row["same_answers"] == row["answers"] == 3
+        assert row["same_answers"] == row["answers"]
         assert row["tpot_s"] > 0
+        assert row["to_resident"] == 1.0 or row["system"] != gpu.RESIDENT
         assert row["system"] in printed
-        assert ("bound_s" in row) == (row["system"] not in (gpu.RESIDENT, gpu.STREAMED))
+        assert ("bound_s" in row) == (row["system"] in (*patched, gpu.IN_SLOTS))
     assert not hasattr(base, "promoe")
     assert device.pinned == []
 
 
 def test_without_time_things_are_left_out_and_that_is_said(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.sweep(None, ["30%"], None, False, gpu.Clock(1), 50.0) == []
+    assert gpu.sweep(None, ["30%"], None, gpu.Clock(1), 50.0) == []
     assert "cache 30%: left out" in capsys.readouterr().out
 
 

@@ -215,7 +215,7 @@ def test_the_experts_memory_is_pinned_while_it_is_served(large: bool, implementa
 
 
 def test_one_token_is_computed_with_the_bits_of_the_stock_kernel() -> None:
-    """By fewer kernels, where torch has one for groups: those of this size are proven."""
+    """By fewer kernels: those of this size are proven. (`generate` decodes by batched_mm.)"""
     model = build("qwen2_moe", experts_implementation="grouped_mm", dtype=torch.bfloat16, hidden=512, intermediate=1024)
     ids = token_ids(1, 12, seed=1)
     expected = answer(copy.deepcopy(model).to("cuda"), ids)
