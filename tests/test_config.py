@@ -43,6 +43,13 @@ def test_defaults() -> None:
     }
 
 
+def test_chunks_are_as_long_as_it_says_or_else_as_its_copies_are_worth() -> None:
+    assert PromoeConfig().longest_chunk() == 4 * 2**20
+    assert PromoeConfig().longest_chunk(onto_device=True) == 32 * 2**20
+    for onto_device in (True, False):
+        assert PromoeConfig(chunk_bytes=8192).longest_chunk(onto_device) == 8192
+
+
 def test_every_field_is_explained() -> None:
     assert PromoeConfig.__doc__ is not None
     for field in dataclasses.fields(PromoeConfig):

@@ -27,6 +27,7 @@ from promoe.devices import open_device
 from promoe.errors import ConfigError, PromoeError
 from promoe.links import EmulatedLink
 from promoe.moe_layers import MoELayer
+from promoe.seam import is_patched
 
 NEW_TOKENS = 4
 CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
@@ -207,6 +208,38 @@ def test_ids_that_are_changed_in_place_are_an_error(layer_idx: int, device: Fake
             served(**PROMPTS["one"])
         hook.remove()
         assert_same_answers(served, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_cache_for_all_experts_runs_the_stock_forward(implementation: str, device: FakeDevice) -> None:
+    model = build("qwen2_moe", experts_implementation=implementation)
+    expected = answer(model)
+    before = snapshot(model)
+    promoe.patch(model, device="cuda", cache="100%")
+    layers = promoe.find_moe_layers(model)
+    assert not any(is_patched(layer.experts) for layer in layers)
+    assert "every expert is in memory" in model.promoe.stats().link
+    assert_same_answers(model, expected)
+    promoe.unpatch(model)
+    assert_same(snapshot(model), before)
+    assert (device.copied_bytes, device.host_waits) == (0, 0)
+
+
+def test_a_device_without_room_for_all_experts_leaves_the_model_as_it_was(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("qwen2_moe")
+    last = promoe.find_moe_layers(model)[-1].parameters()[-1]
+    to = torch.Tensor.to
+
+    def full(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        if tensor.data_ptr() == last.data_ptr():
+            raise torch.OutOfMemoryError("full")
+        return to(tensor, *args)
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    with leaving_untouched(model), pytest.raises(ConfigError, match="Choose a smaller cache"):
+        promoe.patch(model, device="cuda", cache="100%")
 
 
 def test_experts_stay_where_they_are_and_nothing_is_left(device: FakeDevice) -> None:

@@ -10,7 +10,7 @@ import torch
 from fake_device import FakeDevice, FakeEvent, FakeQueue
 
 from promoe.device_pool import DevicePool
-from promoe.links import HostLink, Link
+from promoe.links import HostLink, Link, QueueingLink
 from promoe.links.cached_source import CachedSource
 from promoe.links.device import DeviceLink
 from promoe.links.device_sources import PinnedSource, StagedSource
@@ -71,6 +71,45 @@ def test_at_most_two_copies_are_in_flight(store: HostStore) -> None:
         assert device.host_waits == max(0, number - IN_FLIGHT)
     link.close()
     assert device.host_waits == len(chunks), "the host's memory is given back when nothing reads it any more"
+
+
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
+def test_it_queues_what_is_pinned_where_it_lies(source: str, store: HostStore) -> None:
+    link = link_over(source, store, FakeDevice())
+    assert isinstance(link, QueueingLink)
+    assert link.queues is (source == "pinned")
+    link.close()
+
+
+def test_several_chunks_at_once_wait_for_nothing_and_arrive_together(
+    store: HostStore, tensors: dict[str, torch.Tensor]
+) -> None:
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("pinned", store, device)
+    marks = len(device.queues[-1]._work)
+    link.transfer_all([(chunk, pool.slot(idx)) for idx in range(EXPERTS) for chunk in store.chunks(ExpertKey(0, idx))])
+    assert device.host_waits == 0
+    events = [work for work in device.queues[-1]._work if isinstance(work, FakeEvent)]
+    assert len(events) - marks == 1
+    pool.begin_read(range(EXPERTS))
+    for idx in range(EXPERTS):
+        assert all(torch.equal(pool.tensors(idx)[name], stack[idx]) for name, stack in tensors.items())
+    link.close()
+    with pytest.raises(OSError, match="closed"):
+        link.transfer_all([(store.chunks(ExpertKey(0, 0))[0], pool.slot(0))])
+
+
+def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostStore) -> None:
+    """What is speculative is never many copies ahead of what will be demanded."""
+    device = FakeDevice()
+    pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("pinned", store, device)
+    chunk = store.chunks(ExpertKey(0, 0))[0]
+    for _ in range(5):
+        link.transfer_all([(chunk, pool.slot(0))])
+    assert device.host_waits == 0
+    link.transfer(chunk, pool.slot(1), 0)
+    assert device.host_waits == 1
+    link.close()
 
 
 @pytest.mark.parametrize("source", ["staged", "unpinnable", "cached"])

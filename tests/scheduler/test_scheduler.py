@@ -106,6 +106,37 @@ def test_a_transfer_is_done_once_with_all_its_bytes() -> None:
     assert scheduler.is_resident(0, 1)
 
 
+def test_all_demand_at_once_is_one_transfer_per_expert() -> None:
+    scheduler = Scheduler(config(num_slots=8, num_layers=3, num_chunks=3))
+    scheduler.forecast(2, 2, certain(5))
+    scheduler.hint(1, [4])
+    scheduler.begin_visit(0, [1, 2]).admit()
+    leases = scheduler.next_demand()
+    assert [(*lease.key, lease.chunk_idx, lease.num_chunks) for lease in leases] == [
+        (0, 1, 0, 3),
+        (0, 2, 0, 3),
+        (1, 4, 0, 3),
+    ]
+    scheduler.check_integrity()
+    assert scheduler.next_demand() == []
+    assert all(scheduler.chunk_done(lease) for lease in leases)
+    assert [scheduler.is_resident(*lease.key) for lease in leases] == [True] * 3
+    assert transfer(scheduler) == (2, 5, 0, 1), "speculation is no demand"
+
+
+def test_all_demand_at_once_is_what_has_slots() -> None:
+    scheduler = Scheduler(config(num_slots=2, num_layers=3, num_chunks=3))
+    visit = scheduler.begin_visit(0, [1, 2, 3])
+    visit.admit()
+    leases = scheduler.next_demand()
+    assert [lease.key.expert_idx for lease in leases] == [1, 2]
+    for lease in leases:
+        scheduler.chunk_done(lease)
+    visit.release([1, 2])
+    visit.admit()
+    assert [lease.key.expert_idx for lease in scheduler.next_demand()] == [3]
+
+
 def test_behind_one_that_waits_for_its_slot_chunks_go_one_by_one() -> None:
     """Of two slots one is an unfinished hint's, the other in flight to an expert that nobody will use."""
     scheduler = Scheduler(config(num_slots=2, num_layers=3, num_chunks=3))
