@@ -213,7 +213,7 @@ def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[di
     found: dict[str, Any] = {}
     with ExitStack() as close:
         for system in systems:
-            model = found[system.name] = sharing_experts(base)
+            model = found[system.name] = with_own_experts(sharing_experts(base))
             promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=system.config)
             close.callback(promoe.unpatch, model)
         yield found

@@ -103,6 +103,18 @@ def test_systems_beside_each_other(
     assert device.pinned == []
 
 
+def test_patched_models_share_the_memory_of_experts_and_no_parameter(gpu: ModuleType, device: FakeDevice) -> None:
+    """One that is moved to the device whole must not take the others' along."""
+    base = build("qwen2_moe")
+    own = {id(parameter) for parameter in base.parameters()}
+    addresses = [parameter.data_ptr() for layer in promoe.find_moe_layers(base) for parameter in layer.parameters()]
+    with gpu.patched_models(base, "100%", None) as models:
+        for model in models.values():
+            found = [parameter for layer in promoe.find_moe_layers(model) for parameter in layer.parameters()]
+            assert [parameter.data_ptr() for parameter in found] == addresses
+            assert not own.intersection(map(id, model.parameters()))
+
+
 def test_without_time_things_are_left_out_and_that_is_said(gpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.sweep(None, ["30%"], None, gpu.Clock(1), 50.0) == []
     assert "cache 30%: left out" in capsys.readouterr().out
