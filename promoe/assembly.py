@@ -204,7 +204,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             undo.callback(pools[-1].close)
         if parts.device is not None:
             _say_what_is_exact(layers, parts.device)
-            undo.callback(place(model, layers, parts.device))
+            undo.callback(place(model, layers, parts.device).undo)
         link = open_link(link_choice, parts)
         undo.callback(link.close)
         settings = scheduler_config(parts)

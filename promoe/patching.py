@@ -110,8 +110,8 @@ def patch(
         model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
         return model
     if target is not None and all_fit and config.bypass and not on_disk:
-        undo = place(model, layers, target, with_experts=True)
-        model.promoe = ResidentHandle(model, layers, config, "host", undo)  # type: ignore[assignment]
+        placed = place(model, layers, target, with_experts=True)
+        model.promoe = ResidentHandle(model, layers, config, "host", placed)  # type: ignore[assignment]
         return model
     if on_disk:
         offloaded = Offloaded(model, layers, config)

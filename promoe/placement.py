@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -34,45 +34,52 @@ def free_bytes(model: nn.Module, layers: Sequence[MoELayer], device: Device | No
     return free_ram_bytes() if device is None else device.free_bytes() - other_bytes(model, layers)
 
 
-def place(
-    model: nn.Module, layers: Sequence[MoELayer], device: Device, with_experts: bool = False
-) -> Callable[[], None]:
-    """Move them to a device. The tensor objects stay, so that ties between them do. Returns the undo.
+class Placed:
+    """Tensors that were moved, and where from. Copied or pickled along with its model, it is of the copy's tensors."""
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
+
+    def move(self, tensor: torch.Tensor, device: torch.device, keep: bool) -> None:
+        """Move one; `keep` the memory that it was in, and have it back."""
+        before = tensor.data
+        self._moved.append((tensor, before if keep else before.device))  # first: Ctrl-C may come between
+        tensor.data = before.to(device)
+
+    def undo(self) -> None:
+        """All are where they were. Safe to repeat."""
+        while self._moved:
+            tensor, before = self._moved.pop()
+            tensor.data = tensor.data.to(before) if isinstance(before, torch.device) else before
+
+
+def place(model: nn.Module, layers: Sequence[MoELayer], device: Device, with_experts: bool = False) -> Placed:
+    """Move them to a device. The tensor objects stay, so that ties between them do.
 
     Args:
         model: whose.
         layers: its MoE layers.
         device: where to.
-        with_experts: experts as well; in RAM they stay beside, and are there again after the undo.
+        with_experts: experts as well, which stay in RAM beside.
 
     Raises:
         ConfigError: the device has no room for them; nothing was moved then.
     """
-    moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
-
-    def undo() -> None:
-        while moved:
-            tensor, before = moved.pop()
-            tensor.data = tensor.data.to(before) if isinstance(before, torch.device) else before
-
+    placed = Placed()
     try:
         with torch.inference_mode(False):
             for tensor in other_tensors(model, layers):
-                before = tensor.device
-                tensor.data = tensor.data.to(device.torch_device)
-                moved.append((tensor, before))
+                placed.move(tensor, device.torch_device, keep=False)
             for layer in layers if with_experts else ():
                 for tensor in layer.parameters():
-                    at_home = tensor.data
-                    tensor.data = at_home.to(device.torch_device)
-                    moved.append((tensor, at_home))
+                    placed.move(tensor, device.torch_device, keep=True)
     except BaseException as error:
-        undo()
+        placed.undo()
         if not isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(
             f"The model without its routed experts takes {format_memory(other_bytes(model, layers))}, and {device.name} has "
-            f"{format_memory(device.free_bytes())} free beside the slots. Choose a smaller cache, or load the model with a "
-            "smaller dtype."
+            f"{format_memory(device.free_bytes())} free beside {'the experts' if with_experts else 'the slots'}. Choose a "
+            "smaller cache, or load the model with a smaller dtype."
         ) from error
-    return undo
+    return placed

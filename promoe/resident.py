@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 
@@ -11,6 +11,7 @@ from torch import nn
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError
 from promoe.moe_layers import MoELayer
+from promoe.placement import Placed
 from promoe.popularity import Popularity, most_used, usage_rates
 from promoe.recorder import Recorder
 from promoe.report import text_report
@@ -28,10 +29,10 @@ class ResidentHandle:
         layers: Sequence[MoELayer],
         config: PromoeConfig,
         store: str,
-        undo: Callable[[], None] = lambda: None,
+        placed: Placed | None = None,
     ) -> None:
         self.config = config
-        self._undo = undo
+        self._placed = placed or Placed()
         self._model = model
         self._store = store
         num_experts = [layer.num_experts for layer in layers]
@@ -89,6 +90,6 @@ class ResidentHandle:
         """Nothing to stop."""
 
     def detach(self) -> None:
-        """Remove the handle, and what came with it."""
-        self._undo()
+        """Remove the handle; what was moved to a device comes back."""
+        self._placed.undo()
         del self._model.promoe

@@ -53,7 +53,7 @@ def opened() -> Iterator[OpenedModel]:
 
 def parts_of(model: PreTrainedModel, cache: str = "25%", predictor: Any = None, **fields: Any) -> Parts:
     layers, settings = promoe.find_moe_layers(model), config(**fields)
-    store = HostStore([layer.rows() for layer in layers], settings.chunk_bytes)
+    store = HostStore([layer.rows() for layer in layers], settings.longest_chunk())
     plans = plan_pools(cache, store.layouts, store.num_experts)
     chosen, name = resolve_predictor(predictor, layers, settings)
     return Parts(layers, store, plans, settings, chosen, name)

@@ -98,7 +98,7 @@ def test_configurations(changes: dict[str, Any]) -> None:
             for name, default in FIELDS.items()
         )
         assert config.workers <= 256
-        assert config.chunk_bytes <= 2**30
+        assert config.chunk_bytes is None or config.chunk_bytes <= 2**30
 
 
 class Command:
