@@ -51,8 +51,12 @@ class Network(nn.Module):
         self.scale = nn.Buffer(torch.ones(num_layers, hidden_size))
         self.inner = nn.Parameter(torch.randn(num_layers, rows, hidden_size) / math.sqrt(hidden_size))
         self.inner_bias = nn.Parameter(torch.zeros(num_layers, rows))
-        self.outer = nn.Parameter(torch.zeros(num_layers, heads, num_experts, width))
+        self.outer = nn.Parameter(self.first_outer(num_layers, heads, num_experts, width))
         self.bias = nn.Parameter(torch.zeros(num_layers, heads, num_experts))
+
+    def first_outer(self, *shape: int) -> torch.Tensor:
+        """What `outer` `[L, heads, E, W]` is to begin with: nothing is added."""
+        return torch.zeros(shape)
 
     def num_shared_rows(self) -> int:
         """Rows of `inner` that all distances use, before the others."""
@@ -124,18 +128,9 @@ class ResidualNetwork(Network):
 class MlpNetwork(Network):
     """Two layers per target and distance."""
 
-    def __init__(
-        self,
-        num_layers: int,
-        hidden_size: int,
-        num_experts: int,
-        lookahead: int,
-        width: int,
-        foresees_reuse: bool = False,
-    ) -> None:
-        assert not foresees_reuse, "only residual networks foresee reuse"
-        super().__init__(num_layers, hidden_size, num_experts, lookahead, width)
-        nn.init.normal_(self.outer, std=1.0 / math.sqrt(width))
+    def first_outer(self, *shape: int) -> torch.Tensor:
+        """Drawn: there is nothing else that tells experts apart."""
+        return nn.init.normal_(torch.empty(shape), std=1.0 / math.sqrt(self.width))
 
     def num_shared_rows(self) -> int:
         """None."""

@@ -150,19 +150,18 @@ class Forecaster:
         end_s = time.perf_counter()
         for forecast in forecasts:
             if isinstance(forecast, ReuseForecast):
-                self._check(forecast.layer_idx, forecast.log_odds)
+                self._check(forecast.layer_idx, forecast.log_odds, "log odds")
                 engine.foresee_reuse(origin_step, forecast.layer_idx, forecast.log_odds)
-            elif (
-                not self._foresees_reuse or engine.scheduler.prefetch_on
-            ):  # else it was asked for eviction's sake alone
-                self._check(forecast.layer_idx, forecast.probabilities)
+            # With prefetch off it was asked for eviction's sake alone.
+            elif not self._foresees_reuse or engine.scheduler.prefetch_on:
+                self._check(forecast.layer_idx, forecast.probabilities, "probabilities")
                 engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
         with engine.lock:
             engine.recorder.predictor_time(end_s - start_s)
         if (tracer := engine.tracer) is not None:
             tracer.span(PREDICTOR, f"predict from L{visit.layer_idx}", start_s, end_s, forecasts=len(forecasts))
 
-    def _check(self, layer_idx: int, values: npt.ArrayLike) -> None:
+    def _check(self, layer_idx: int, values: npt.ArrayLike, what: str) -> None:
         num_experts = self._engine.scheduler.config.num_experts
         if not 0 <= layer_idx < len(num_experts):
             raise ConfigError(
@@ -171,8 +170,8 @@ class Forecaster:
         shape, expected = np.shape(values), (num_experts[layer_idx],)
         if shape != expected:
             raise ConfigError(
-                f"The predictor gave probabilities of shape {shape} for layer {layer_idx}, which has {expected[0]} experts. "
-                f"Give one probability per expert, {expected}."
+                f"The predictor gave {what} of shape {shape} for layer {layer_idx}, which has {expected[0]} experts. "
+                f"Give one number per expert, {expected}."
             )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from promoe.replay import Replay
 from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
-from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
+from promoe.scheduler.reuse import LearnedReuse
 
 
 def replay_of(num_slots: int, num_layers: int = 1) -> Replay:
@@ -41,8 +41,7 @@ def test_it_neither_prefetches_nor_hints(switch: str) -> None:
 
 
 def test_it_keeps_what_is_foreseen_to_be_used_again() -> None:
-    weights = np.array([*START_WEIGHTS[:3], 2.0, START_WEIGHTS[3]], dtype=np.float32)
-    nothing = LearnedReuse(weights, np.zeros((1, 4, 4), dtype=np.float32), np.zeros((1, 4), dtype=np.float32))
+    nothing = LearnedReuse.foreseeing(np.zeros((1, 4), dtype=np.float32), weight=2.0)
     for kept, log_odds in ((0, [3.0, -3.0, 0.0, 0.0]), (1, [-3.0, 3.0, 0.0, 0.0])):
         replay = Replay(SchedulerConfig([4], [(10,)], [PoolSpec(2, (0,))]), nothing)
         replay.visit(0, [[0, 1]])

@@ -85,6 +85,7 @@ def run_fit(task: Fit, out: TextIO) -> None:
     if not trainer.is_global_zero:
         return  # one of several processes
     calibrate(predictor, data.validation)
+    predictor.to(torch.bfloat16).float()  # as it will be kept: what is learned of its word must be of that
     predictor.keep_reuse(fit_reuse(trace.routing.split()[0], predictor=predictor))
     folder = task.out / PREDICTOR_FOLDER
     predictor.to(torch.bfloat16).save_pretrained(folder)

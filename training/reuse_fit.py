@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from tqdm.auto import tqdm
 
 from promoe.scheduler.association import LogOdds
-from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse, ReusePrior
+from promoe.scheduler.reuse import LearnedReuse, ReusePrior
 from promoe.training.routing_traces import RoutingTrace
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ def fit_reuse(
     foreseeing = predictor if predictor is not None and predictor.config.foresees_reuse else None
     trace = trace.last(MAX_TOKENS)
     num_experts = num_experts or trace.num_experts
-    prior = ReusePrior(trace.num_layers, num_experts, learned=_unlearned(trace.num_layers, num_experts, foreseeing))
+    unlearned = None if foreseeing is None else LearnedReuse.foreseeing(foreseeing.typical_reuse())
+    prior = ReusePrior(trace.num_layers, num_experts, learned=unlearned)
     with tqdm(total=trace.num_tokens, desc="fit reuse", unit="token", disable=None, leave=False) as progress:
         for start in range(0, trace.num_tokens, BLOCK_TOKENS):
             block = trace.tokens(slice(start, min(start + BLOCK_TOKENS, trace.num_tokens)))
@@ -46,15 +46,6 @@ def fit_reuse(
                 prior.observe(layer_idx, [ids])
             progress.update(block.num_tokens)
     return prior.learned()
-
-
-def _unlearned(num_layers: int, num_experts: int, predictor: TrainedPredictor | None) -> LearnedReuse | None:
-    """Where a reuse prior begins that a predictor's word is to be one more feature of, of weight 0."""
-    if predictor is None:
-        return None
-    weights = np.array([*START_WEIGHTS[:-1], 0.0, START_WEIGHTS[-1]], dtype=np.float32)
-    associations = np.zeros((num_layers, num_experts, num_experts), dtype=np.float32)
-    return LearnedReuse(weights, associations, predictor.typical_reuse())
 
 
 def _foreseen(predictor: TrainedPredictor, block: RoutingTrace) -> LogOdds:

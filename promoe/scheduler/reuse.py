@@ -49,6 +49,17 @@ class LearnedReuse(NamedTuple):
     foreseen: LogOdds | None = None
     """What is taken for foreseen before anything is, `[num_layers, num_experts]`; None: nothing ever will be."""
 
+    @classmethod
+    def foreseeing(cls, typical: LogOdds, weight: float = 0.0) -> LearnedReuse:
+        """Nothing learned yet, but what will be foreseen is a feature, of this weight to begin with.
+
+        Args:
+            typical: `foreseen`.
+            weight: of the log odds that are foreseen.
+        """
+        weights = np.array([*START_WEIGHTS[:-1], weight, START_WEIGHTS[-1]], dtype=np.float32)
+        return cls(weights, np.zeros((*typical.shape, typical.shape[1]), dtype=np.float32), typical)
+
 
 class _Recent:
     """The latest visits of one layer, oldest first, that nothing was learned from yet; at most `MAX_VISITS`."""
@@ -188,8 +199,9 @@ class ReusePrior:
         self._answered[layer_idx] = 0
         return True
 
-    def foresee(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> None:
-        """A predictor says, from what a layer's gate sees, which experts the layer's next visits will use.
+    def foresee(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> bool:
+        """A predictor says, from what a layer's gate sees, which experts the layer's next visits will use; returns whether
+        that counts: not where nothing was learned of how to weigh it.
 
         Args:
             layer_idx: the layer.
@@ -197,7 +209,7 @@ class ReusePrior:
             begun: the visit that this was made from has been observed; else it is the next one.
         """
         if self._foreseen is None:
-            return
+            return False
         foreseen = self._foreseen[layer_idx]
         foreseen[: np.size(log_odds)] = log_odds
         if begun:
@@ -205,6 +217,7 @@ class ReusePrior:
             features[len(HALF_LIVES_TOKENS)] = foreseen
             self._own[layer_idx] = self._weights.values.dot(features)
             self._answered[layer_idx] = 0
+        return True
 
     def _judge(self, layer_idx: int) -> None:
         """What a layer's experts have by themselves, from its frequencies and what is foreseen."""

@@ -266,9 +266,9 @@ class Scheduler:
         assert odds.shape == (num_experts,), f"layer {layer_idx}: {odds.shape} log odds, {num_experts} experts"
         if not np.isfinite(odds).all():
             return  # what is no number must not enter the prior, which would never forget it
-        self._prior.foresee(layer_idx, np.minimum(np.maximum(odds, -MAX_LOG_ODDS), MAX_LOG_ODDS), begun)
-        self.eviction.announced(layer_idx)
-        self._invalidate()
+        if self._prior.foresee(layer_idx, np.minimum(np.maximum(odds, -MAX_LOG_ODDS), MAX_LOG_ODDS), begun):
+            self.eviction.announced(layer_idx)
+            self._invalidate()
 
     def score_forecasts(self) -> None:
         """Tell the observer what all forecasts were worth whose visit has come; it is told of many at once."""

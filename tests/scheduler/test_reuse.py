@@ -229,21 +229,15 @@ def test_a_layer_with_fewer_experts_is_told_of_those_that_it_has() -> None:
 
 def foreseeing(num_layers: int, num_experts: int, weight: float, typical: float = 0.0) -> ReusePrior:
     """A prior that a predictor's word is a feature of, of this weight to begin with."""
-    weights = np.array([*START_WEIGHTS[:3], weight, START_WEIGHTS[3]], dtype=np.float32)
     shape = (num_layers, num_experts)
-    return ReusePrior(
-        *shape,
-        learned=LearnedReuse(
-            weights, np.zeros((*shape, num_experts), dtype=np.float32), np.full(shape, typical, dtype=np.float32)
-        ),
-    )
+    return ReusePrior(*shape, learned=LearnedReuse.foreseeing(np.full(shape, typical, dtype=np.float32), weight))
 
 
 def test_what_is_foreseen_counts_beside_the_frequencies() -> None:
     prior = foreseeing(2, 3, weight=2.0)
     before = prior.probability(1).copy()
     assert np.ptp(before) == 0
-    prior.foresee(0, [1.0, 0.0, -1.0], begun=False)
+    assert prior.foresee(0, [1.0, 0.0, -1.0], begun=False)
     prior.observe(0, [[]])
     f = prior._frequency[0, :, 0]
     own = START_WEIGHTS[:3] @ np.log(f / (1 - f)) + START_WEIGHTS[3]
@@ -282,7 +276,7 @@ def test_how_much_a_predictors_word_is_worth_is_learned(is_right: bool) -> None:
 
 def test_a_prior_that_nothing_is_foreseen_for_ignores_it() -> None:
     asked, unasked = ReusePrior(1, 4), ReusePrior(1, 4)
-    asked.foresee(0, [3.0, -3.0, 0.0, 1.0], begun=True)
+    assert not asked.foresee(0, [3.0, -3.0, 0.0, 1.0], begun=True)
     np.testing.assert_array_equal(asked.probability(0), unasked.probability(0))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from promoe.scheduler import ExpertKey, Lease, PoolSpec, Scheduler, SchedulerConfig
 from promoe.scheduler.calibration import START_COEFFICIENTS
-from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
+from promoe.scheduler.reuse import LearnedReuse
 
 from .driven import Driven
 from .replay import Tally
@@ -466,8 +466,7 @@ def test_what_is_foreseen_not_to_be_used_again_makes_room(begun: bool) -> None:
 
 def foreseeing_reuse(config: SchedulerConfig) -> LearnedReuse:
     shape = (config.num_layers, max(config.num_experts))
-    weights = np.array([*START_WEIGHTS[:3], 1.0, START_WEIGHTS[3]], dtype=np.float32)
-    return LearnedReuse(weights, np.zeros((*shape, shape[1]), dtype=np.float32), np.zeros(shape, dtype=np.float32))
+    return LearnedReuse.foreseeing(np.zeros(shape, dtype=np.float32), weight=1.0)
 
 
 def fetch_all(scheduler: Scheduler, ids: list[int]) -> None:
