@@ -26,6 +26,11 @@ def widened_demo(out: Path, count: int) -> tuple[Path, list[torch.Tensor]]:
     return checkpoint, [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(count)]
 
 
+def on_the_way(misses: float, lru: float, belady: float) -> str:
+    """A cell: misses per token, and per cent of the way from LRU's to Belady's."""
+    return f"{misses:.2f} ({100 * (lru - misses) / (lru - belady):.0f}%)"
+
+
 def save(path: Path, results: Any) -> None:
     """As JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)

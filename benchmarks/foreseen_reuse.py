@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import save
+from common import on_the_way, save
 
 from promoe.predictors import TrainedPredictor
 from promoe.replay import Replay
@@ -87,10 +87,7 @@ def main() -> None:
     print(f"{held_out.num_tokens:,} tokens; misses per token (and per cent of the way from LRU to Belady)")
     table = [("policy", *results)]
     for policy in next(iter(results.values())):
-        cells = [
-            f"{found[policy]:.2f} ({100 * (found['lru'] - found[policy]) / (found['lru'] - found['belady']):.0f}%)"
-            for found in results.values()
-        ]
+        cells = (on_the_way(found[policy], found["lru"], found["belady"]) for found in results.values())
         table.append((policy, *cells))
     print("\n".join(aligned(table)))
     save(options.json, results)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import save
+from common import on_the_way, save
 
 from promoe.simulation.machine import MACHINES, geometry_of
 from promoe.simulation.run import Scenario, simulate
@@ -106,8 +106,8 @@ def main() -> None:
             for policy in options.policies:
                 cells = []
                 for rate in options.rates:
-                    lru, least, here = (found[name, rate]["misses_per_token"] for name in ("lru", "belady", policy))
-                    cells.append(f"{here:.2f} ({100 * (lru - here) / (lru - least):.0f}%)")
+                    misses = (found[name, rate]["misses_per_token"] for name in (policy, "lru", "belady"))
+                    cells.append(on_the_way(*misses))
                 rows.append((policy, *cells))
             print("\n".join(aligned(rows)))
             print(f"TPOT, ms, on {some['hardware']} (and its bound)")

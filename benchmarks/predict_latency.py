@@ -32,7 +32,8 @@ from promoe.measure import paired_speedup
 from promoe.prediction import Forecaster
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.learned import LearnedPredictor
-from promoe.predictors.trained import TrainedConfig, TrainedPredictor
+from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor
+from promoe.scheduler.reuse import LearnedReuse
 from promoe.training.fit_command import default_width
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 27, 2048, 64, 8
@@ -50,8 +51,12 @@ class Gate(nn.Module):
 def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
     """Random weights, of the size that real models need."""
     width = default_width(kind, HIDDEN)
-    trained = TrainedPredictor(TrainedConfig(kind, "any", LAYERS, HIDDEN, EXPERTS, TOP_K, lookahead, width))
+    foresees_reuse = NETWORKS[kind].may_foresee_reuse
+    config = TrainedConfig(kind, "any", LAYERS, HIDDEN, EXPERTS, TOP_K, lookahead, width, foresees_reuse=foresees_reuse)
+    trained = TrainedPredictor(config)
     nn.init.normal_(trained.network.outer, std=0.01)
+    if foresees_reuse:
+        trained.keep_reuse(LearnedReuse.foreseeing(trained.typical_reuse(), weight=1.0))
     context = PredictorContext([Gate() for _ in range(LAYERS)], [EXPERTS] * LAYERS, [TOP_K] * LAYERS, "any")
     return LearnedPredictor(trained, context, lookahead)
 

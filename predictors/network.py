@@ -34,6 +34,9 @@ class Network(nn.Module):
         foresees_reuse: whether there is a head for the layer's own next visits, the last of all heads.
     """
 
+    may_foresee_reuse = False
+    """Whether it may have that head."""
+
     def __init__(
         self,
         num_layers: int,
@@ -91,6 +94,8 @@ class Network(nn.Module):
 
 class ResidualNetwork(Network):
     """The target gate, re-normalised, plus a correction that is zero to begin with."""
+
+    may_foresee_reuse = True
 
     def num_shared_rows(self) -> int:
         """The trunk."""

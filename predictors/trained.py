@@ -117,8 +117,9 @@ class TrainedConfig:
                 raise ConfigError(
                     f"{name} of a trained predictor cannot be {getattr(self, name)!r:.80}. Train it anew."
                 )
-        if self.foresees_reuse and self.kind != "residual":
-            raise ConfigError(f"A trained predictor of kind {self.kind} foresees no reuse; only residual does.")
+        if self.foresees_reuse and not NETWORKS[self.kind].may_foresee_reuse:
+            able = ", ".join(kind for kind, network in NETWORKS.items() if network.may_foresee_reuse)
+            raise ConfigError(f"A trained predictor of kind {self.kind} foresees no reuse; only {able} does.")
         if self.lookahead > self.num_layers:
             raise ConfigError(
                 f"The lookahead must be at most the number of MoE layers, {self.num_layers}. Got {self.lookahead} instead."

@@ -18,7 +18,7 @@ from sklearn.linear_model import LogisticRegression
 import promoe
 from promoe.errors import ConfigError
 from promoe.output import write_atomically
-from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
+from promoe.predictors.trained import NETWORKS, TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
 from promoe.training.losses import LOSSES
@@ -63,7 +63,7 @@ class Fit:
         """What must be the same for a run to be gone on with."""
         values = asdict(self)
         del values["out"]
-        values["reuse_foreseen"] = foresees_reuse(self.kind)
+        values["reuse_foreseen"] = NETWORKS[self.kind].may_foresee_reuse
         values["trainer"] = {"max_epochs": self.trainer.max_epochs, "precision": self.trainer.precision}
         return values
 
@@ -106,14 +106,9 @@ def _config(task: Fit, trace: RecordedTrace) -> TrainedConfig:
         width=task.width or default_width(task.kind, info.hidden_size),
         base_model=info.model,
         base_revision=info.revision,
-        foresees_reuse=foresees_reuse(task.kind),
+        foresees_reuse=NETWORKS[task.kind].may_foresee_reuse,
         versions={**info.versions, "promoe": promoe.__version__, "lightning": lightning.__version__},
     )
-
-
-def foresees_reuse(kind: str) -> bool:
-    """Whether predictors of this kind are trained to, the others being as published."""
-    return kind == "residual"
 
 
 def default_width(kind: str, hidden_size: int) -> int:

@@ -55,6 +55,5 @@ def _foreseen(predictor: TrainedPredictor, block: RoutingTrace) -> LogOdds:
     assert block.recorded is not None, "there is nothing to foresee from"
     rows = slice(block.first_row, block.first_row + block.num_tokens)
     with torch.inference_mode():
-        seen = torch.stack([block.recorded.layer_inputs(layer_idx, rows) for layer_idx in range(block.num_layers)], 1)
-        log_odds: LogOdds = predictor.reuse_log_odds(seen).numpy()
+        log_odds: LogOdds = predictor.reuse_log_odds(block.recorded.gate_inputs(rows)).numpy()
     return log_odds

@@ -45,6 +45,10 @@ class GateRecords(Protocol):
         """Parameters and buffers of each layer's gate, by name."""
         ...
 
+    def gate_inputs(self, rows: slice) -> torch.Tensor:
+        """All layers', bfloat16 `[n, layers, hidden_size]`."""
+        ...
+
     def layer_inputs(self, layer_idx: int, rows: slice) -> torch.Tensor:
         """One layer's gate inputs, bfloat16 `[n, hidden_size]`."""
         ...

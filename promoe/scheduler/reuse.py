@@ -167,6 +167,7 @@ class ReusePrior:
         )
         # By the frequencies alone, as of each layer's latest visit: what other layers teach since then comes with its next.
         self._own: LogOdds = np.empty((num_layers, num_experts), dtype=np.float32)
+        self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
         self._associations = [Association(num_experts) for _ in range(num_layers)]
         self._visits = [_Recent(num_experts, num_features) for _ in range(num_layers)]
         for layer_idx in range(num_layers):
@@ -176,7 +177,6 @@ class ReusePrior:
         self._answers = np.empty((num_layers, num_experts))  # probabilities
         self._read_only = self._answers.view()
         self._read_only.flags.writeable = False
-        self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
 
         if learned is not None:
             for association, weights in zip(self._associations, learned.associations, strict=True):
@@ -196,7 +196,6 @@ class ReusePrior:
             return False
         frequency[:, : len(rates)] = rates
         self._judge(layer_idx)
-        self._answered[layer_idx] = 0
         return True
 
     def foresee(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> bool:
@@ -215,19 +214,20 @@ class ReusePrior:
         if begun:
             features = self._visits[layer_idx].latest_features()
             features[len(HALF_LIVES_TOKENS)] = foreseen
-            self._own[layer_idx] = self._weights.values.dot(features)
-            self._answered[layer_idx] = 0
+            self._weigh(layer_idx, features)
         return True
 
     def _judge(self, layer_idx: int) -> None:
         """What a layer's experts have by themselves, from its frequencies and what is foreseen."""
         foreseen = None if self._foreseen is None else self._foreseen[layer_idx]
-        features = self._visits[layer_idx].write_features(self._frequency[layer_idx], foreseen)
+        self._weigh(layer_idx, self._visits[layer_idx].write_features(self._frequency[layer_idx], foreseen))
+
+    def _weigh(self, layer_idx: int, features: LogOdds) -> None:
         self._own[layer_idx] = self._weights.values.dot(features)
+        self._answered[layer_idx] = 0
 
     def observe(self, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
         """Learn the experts chosen by each token of a visit, oldest first; `tokens` is `[num_tokens][at most top_k]`."""
-        self._answered[layer_idx] = 0
         self._announced.pop(layer_idx, None)
         visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
         if visits.tokens and len(visits.tokens[-1]) != len(tokens):

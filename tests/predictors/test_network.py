@@ -39,12 +39,18 @@ def test_what_mlp_computes() -> None:
             torch.testing.assert_close(scores[i, k], hidden @ network.outer[i, k].T + network.bias[i, k])
 
 
-def test_residual_starts_as_the_targets_gate_on_inputs_of_that_layers_mean_and_deviation() -> None:
-    network = ResidualNetwork(LAYERS, HIDDEN, EXPERTS, LOOKAHEAD, 8)
+def started(foresees_reuse: bool = False) -> tuple[ResidualNetwork, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """A network that has learned nothing yet, and the means, deviations and gates that it starts from."""
+    network = ResidualNetwork(LAYERS, HIDDEN, EXPERTS, LOOKAHEAD, 8, foresees_reuse)
     mean, deviation = torch.randn(LAYERS, HIDDEN), torch.rand(LAYERS, HIDDEN) + 0.5
     gates = [torch.randn(EXPERTS, HIDDEN) for _ in range(LAYERS)]
     network.standardise(mean, deviation)
     network.start_from_gates(gates)
+    return network, mean, deviation, gates
+
+
+def test_residual_starts_as_the_targets_gate_on_inputs_of_that_layers_mean_and_deviation() -> None:
+    network, mean, deviation, gates = started()
     x = torch.randn(6, LAYERS, HIDDEN)
     scores = network(x)
     for i in range(LAYERS):
@@ -55,11 +61,7 @@ def test_residual_starts_as_the_targets_gate_on_inputs_of_that_layers_mean_and_d
 
 
 def test_reuse_is_one_more_head_that_starts_as_the_layers_own_gate() -> None:
-    network = ResidualNetwork(LAYERS, HIDDEN, EXPERTS, LOOKAHEAD, 8, foresees_reuse=True)
-    mean, deviation = torch.randn(LAYERS, HIDDEN), torch.rand(LAYERS, HIDDEN) + 0.5
-    gates = [torch.randn(EXPERTS, HIDDEN) for _ in range(LAYERS)]
-    network.standardise(mean, deviation)
-    network.start_from_gates(gates)
+    network, _, _, gates = started(foresees_reuse=True)
     x = torch.randn(6, LAYERS, HIDDEN)
     heads = network(x)
     assert heads.shape == (LAYERS, LOOKAHEAD + 1, 6, EXPERTS)

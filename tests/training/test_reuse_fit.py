@@ -75,7 +75,7 @@ def recorded_at_random() -> RoutingTrace:
     class Records:
         gates: Sequence[dict[str, torch.Tensor]] = ()
 
-        def layer_inputs(self, layer_idx: int, rows: slice) -> torch.Tensor:
-            return torch.arange(rows.start, rows.stop).float()[:, None]
+        def gate_inputs(self, rows: slice) -> torch.Tensor:
+            return torch.arange(rows.start, rows.stop).float()[:, None, None]
 
     return replace(random_trace(prompts=20), recorded=Records())
