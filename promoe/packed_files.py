@@ -25,7 +25,7 @@ from promoe.moe_layers import MoELayer
 from promoe.packed import Packing
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
-from promoe.stores.packed_store import PackedStore, Packings
+from promoe.stores.packed_store import NO_PACKINGS, PackedStore, Packings, packings_in
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import header_of, layer_path, write_layer
@@ -62,6 +62,17 @@ def _packings_of_layer(layer: MoELayer) -> dict[str, Packing]:
         if spec.name in names
     }
     return {name: packing for name, packing in found.items() if packing is not None}
+
+
+def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packings:
+    """What `write_packed` would pack of a checkpoint; nothing where it would refuse to, and where that is done."""
+    if packings_in(store):
+        return NO_PACKINGS
+    try:
+        _check_stored(layers, store)
+    except UnsupportedModelError:
+        return NO_PACKINGS
+    return {layout: packings for layout, packings in packings_of(layers).items() if packings}
 
 
 def write_packed(

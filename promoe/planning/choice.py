@@ -100,7 +100,7 @@ def _limit(found: Prediction, room: Room, link: str) -> str:
     if speed.tpot_s <= NEAR * speed.compute_s:
         return (
             f"Computing limits it: with every expert in {room.where} a token takes {compute}, and here "
-            f"{format_seconds(speed.tpot_s)}. Only a faster processor, or fewer bits per weight, would help."
+            f"{format_seconds(speed.tpot_s)}. A faster processor, or fewer bits per weight, would help."
         )
     megabytes, seconds = format_megabytes(speed.bytes_per_token), format_seconds(speed.transfer_s)
     moved = f"{megabytes} MB per token are not in the slots and take {seconds}"

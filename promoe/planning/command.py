@@ -21,6 +21,7 @@ from promoe.links.file import choose_mode
 from promoe.links.free_ram import free_ram_bytes
 from promoe.links.probe import ProbeMode
 from promoe.output import check_writable
+from promoe.packed_files import packable
 from promoe.planning import show
 from promoe.planning.choice import Choice, choose, rates_to_try
 from promoe.planning.fits import Room, largest_rate, pools, rate_name, rate_of, slots_bytes
@@ -34,7 +35,7 @@ from promoe.planning.sizes import ModelSizes
 from promoe.planning.stand_in import EXPERTS_BYTES, StandIn
 from promoe.planning.times import LinkSpeed
 from promoe.planning.verification import verify
-from promoe.stores.packed_store import packings_in
+from promoe.stores.packed_store import NO_PACKINGS, Packings, packings_in
 from promoe.taken_cores import CoreWatch, Taken
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
@@ -135,16 +136,31 @@ class _Plan:
         self._print(
             ["", *show.table_lines(sizes, table, [rate for rate in rates if rate not in fitting], choice.prediction)]
         )
-        self._print(["", *show.choice_lines(choice, self._commands(choice), self._columns)])
+        packed_s = self._packed_s()
+        advice = None
+        if packed_s is not None:
+            dtype = "" if task.dtype is None else f" --dtype {shlex.quote(task.dtype)}"
+            pack = f"promoe pack {shlex.quote(task.model)}{dtype}"
+            advice = show.packing_advice(pack, sizes, predictor.compute_s, packed_s)
+        self._print(["", *show.choice_lines(choice, advice, self._commands(choice), self._columns)])
         verified = []
         if task.verify:
             run_at = (
                 [rate for rate in fitting if rate in asked] or [rate for rate in fitting if rate < 1][:3] or fitting
             )
             verified = verify(predictor, run_at, task.prompt_tokens, task.new_tokens, self._settings())
-            self._print(["", *show.verified_lines(verified, predictor.compute_s, self._compute_now_s(), self._columns)])
+            self._print(["", *show.verified_lines(verified, predictor.compute_s, self._compute_s(), self._columns)])
         return Result(
-            sizes, self.room, task.context, predictor.compute, self._links, table, choice, verified, self._taken
+            sizes,
+            self.room,
+            task.context,
+            compute=predictor.compute,
+            packed_compute_s=packed_s,
+            links=self._links,
+            predictions=table,
+            choice=choice,
+            verified=verified,
+            taken=self._taken,
         )
 
     def _fits(self, rate: float) -> bool:
@@ -185,16 +201,22 @@ class _Plan:
             return f"its blocks cannot be run alone ({type(error).__name__}: {error})"
         return Predictor(self.sizes, compute, self._link_at, routings)
 
-    def _stand_in(self, read: ReadModel) -> StandIn:
+    def _stand_in(self, read: ReadModel, packings: Packings | None = None) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
-        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings_in(read.store))
+        packings = packings_in(read.store) if packings is None else packings
+        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings)
 
-    def _compute_now_s(self) -> float:
-        """Computing a token once more, after the model was run: whether the machine is still as fast as it was."""
+    def _packed_s(self) -> float | None:
+        """Computing a token if the experts were packed; None: they are, or cannot be."""
+        packings = NO_PACKINGS if self.read.store is None else packable(self.read.layers, self.read.store)
+        return self._compute_s(packings) if packings else None
+
+    def _compute_s(self, packings: Packings | None = None) -> float:
+        """Computing a token once more, as it is or with packed experts. Its blocks are the model's: they are read anew."""
         read = read_model(self.task.model, self.task.dtype)
         if read.store is not None:
             read.store.close()
-        with closing(self._stand_in(read)) as found:
+        with closing(self._stand_in(read, packings)) as found:
             return Predictor(self.sizes, measure_compute(found, 1), self._link_at, ()).compute_s
 
     def _mode(self, rate: float) -> ProbeMode:

@@ -29,6 +29,7 @@ class Result:
         room: fast memory.
         context: tokens that the KV cache is for.
         compute: measured; None: it could not be.
+        packed_compute_s: of a token with every expert in memory, were they packed; None: they are, or cannot be.
         links: measured, by how files are read.
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
@@ -40,6 +41,7 @@ class Result:
     room: Room
     context: int
     compute: ComputeTimes | None = None
+    packed_compute_s: float | None = None
     links: Mapping[Any, LinkSpeed] = dataclasses.field(default_factory=dict)
     predictions: Sequence[Prediction] = ()
     choice: Choice | None = None
@@ -68,6 +70,7 @@ def as_json(result: Result) -> dict[str, Any]:
         },
         "room": {**dataclasses.asdict(room), "reserve_bytes": room.reserve_bytes, "slots_bytes": room.slots_bytes},
         "compute": None if result.compute is None else dataclasses.asdict(result.compute),
+        "packed_compute_s": result.packed_compute_s,
         "links": {mode: dataclasses.asdict(link) for mode, link in result.links.items()},
         "predictions": [dataclasses.asdict(one) for one in result.predictions],
         "choice": None if choice is None else dataclasses.asdict(choice),

@@ -33,6 +33,8 @@ from promoe.units import (
 LABEL = 10
 # By how much computing may become slower or faster while a plan is verified, before it is said.
 DRIFT = 0.15
+# Of what a token takes, what it may take with packed experts for that to be said: less is within what times differ by.
+WORTH_PACKING = 0.95
 
 
 def entry(label: str, text: str, columns: int) -> list[str]:
@@ -181,17 +183,29 @@ def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float
     return "-".join(dict.fromkeys(ends))
 
 
-def choice_lines(choice: Choice, commands: Sequence[str], columns: int) -> list[str]:
-    """What to do, what limits it, and what to copy."""
+def choice_lines(choice: Choice, packing: str | None, commands: Sequence[str], columns: int) -> list[str]:
+    """What to do, what limits it, what packing the experts would change, and what to copy."""
     found = choice.prediction
     speed = _range(found, lambda speed: speed.tokens_per_s, format_number)
     said = f"cache {rate_name(found.rate)} ({format_memory(found.slots_bytes)}), {choice.reason}: {speed} tokens/s"
     return [
         *entry("choice" if choice.reached else "at best", said, columns),
         *entry("limit", choice.limit, columns),
+        *(entry("packing", packing, columns) if packing else ()),
         "",
         *(f"  {line}" for line in commands),
     ]
+
+
+def packing_advice(command: str, sizes: ModelSizes, compute_s: float, packed_s: float) -> str | None:
+    """For experts that are not packed, if computing a token takes longer than with packed ones; else None."""
+    if packed_s > WORTH_PACKING * compute_s:
+        return None
+    return (
+        f"with its experts packed for this processor, a token takes {format_seconds(packed_s)} where it now takes "
+        f"{format_seconds(compute_s)} with every expert in memory (measured). `{command}` does that once, and takes "
+        f"{format_memory(sizes.expert_bytes)} of disk; output stays identical."
+    )
 
 
 def verified_lines(verified: Sequence[Verified], before_s: float, after_s: float, columns: int) -> list[str]:

@@ -9,17 +9,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
 from zoo import families
 
 from planning.planned import link, times
 from promoe import cli
 from promoe.errors import ConfigError
+from promoe.packed import Packing
+from promoe.packing import run_pack
 from promoe.planning import command, verification
 from promoe.planning.command import Task, run_plan
 from promoe.planning.fits import Room
 from promoe.sizes import AUTO_RESERVE_BYTES
 from promoe.taken_cores import Taken
+
+needs_packing = pytest.mark.skipif(
+    Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"
+)
 
 
 @pytest.fixture
@@ -70,6 +78,44 @@ def test_measured_beside_others(folder: Path, tmp_path: Path, monkeypatch: pytes
     assert "cores other processes took 1.50 of 2 cores, the host withheld 0.25, while" in " ".join(text.split())
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["cores_taken"] == {"cores": 2, "by_others": 1.5, "withheld": 0.25}
+
+
+@needs_packing
+@pytest.mark.parametrize(("packed_s", "said"), [(5e-5, True), (0.99e-4, False)])
+def test_packing_is_advised_where_it_makes_tokens_quicker(
+    packed_s: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "check point", chat=False, hidden=128, intermediate=64)
+    monkeypatch.setattr(
+        command, "measure_compute", lambda found, tokens: times(0.0, packed_s if found.packed else 1e-4)
+    )
+    result, text = planned(folder, json=tmp_path / "plan.json")
+    assert (f"`promoe pack '{folder}'` does that once" in " ".join(text.split())) == said
+    assert result.packed_compute_s is not None
+    assert result.packed_compute_s < 1e-4 * len(result.sizes.layers) * result.sizes.layers[0].top_k
+    assert json.loads((tmp_path / "plan.json").read_text())["packed_compute_s"] == result.packed_compute_s
+
+    run_pack(folder, None, None, io.StringIO())
+    result, text = planned(folder)
+    assert "experts packed" in text
+    assert "promoe pack" not in text
+    assert result.packed_compute_s is None
+
+
+@needs_packing
+def test_the_command_to_pack_with_has_the_dtype_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", chat=False, hidden=128, intermediate=64)
+    monkeypatch.setattr(command, "measure_compute", lambda found, tokens: times(0.0, 5e-5 if found.packed else 1e-4))
+    assert f"`promoe pack {folder} --dtype bfloat16`" in " ".join(planned(folder, dtype="bfloat16")[1].split())
+
+
+def test_no_packing_is_advised_where_none_is_possible(folder: Path, tmp_path: Path) -> None:
+    for found in (folder, write_fp8(tmp_path / "fp8", hidden=64, intermediate=64)):
+        result, text = planned(found)
+        assert "promoe pack" not in text
+        assert result.packed_compute_s is None
 
 
 def test_what_to_copy_where_there_is_only_a_configuration(folder: Path, tmp_path: Path) -> None:
