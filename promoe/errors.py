@@ -35,6 +35,13 @@ class ConfigError(PromoeError, ValueError):
     """An argument has a value that cannot work; the message names it, the value and what is allowed."""
 
 
+def check_at_least(least: float, **options: float | None) -> None:
+    """Refuse options of a command, named as in Python, that are less than this; None is an option that was left out."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")
+
+
 class UnsupportedModelError(PromoeError):
     """The model (or its present state: meta tensors, sharding, quantisation) cannot be patched. Nothing was changed."""
 

@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoTokenizer, TextStreamer
 
 import promoe
-from promoe.errors import CheckpointError, ConfigError, shown
+from promoe.errors import CheckpointError, ConfigError, check_at_least, shown
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
@@ -62,8 +62,7 @@ class Request:
     live: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens must be at least 1. Got {self.max_new_tokens} instead.")
+        check_at_least(1, max_new_tokens=self.max_new_tokens)
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
         if self.store == "host" and self.device != "cpu":

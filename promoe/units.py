@@ -47,6 +47,11 @@ def format_megabytes(nbytes: float | None) -> str:
     return format_number(None if nbytes is None else nbytes / 1e6)
 
 
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Of a link, in GB/s (10^9 bytes), three significant digits: `3.51 GB/s`."""
+    return f"{format_number(bytes_per_s / 1e9)} GB/s"
+
+
 def format_number(value: float | None) -> str:
     """A number with three significant digits, without an exponent: `1234`, `74.1`, `0.032`."""
     if value is None or math.isnan(value):

@@ -26,6 +26,12 @@ def defined() -> dict[str, type]:
     return {name: value for name, value in vars(errors).items() if inspect.isclass(value)}
 
 
+def test_options_that_are_too_little_are_named_as_they_are_typed() -> None:
+    with pytest.raises(errors.ConfigError, match=r"^--new-tokens must be at least 2\. Got 1 instead\.$"):
+        errors.check_at_least(2, batch=2, left_out=None, new_tokens=1)
+    errors.check_at_least(2, batch=2, left_out=None)
+
+
 @pytest.mark.parametrize("name", TREE)
 def test_bases(name: str) -> None:
     assert getattr(errors, name).__bases__ == TREE[name]

@@ -19,6 +19,7 @@ def test_traffic_is_written_in_decimal_megabytes() -> None:
     assert units.format_megabytes(212e6) == "212"
     assert units.format_megabytes(9.374e6) == "9.37"
     assert units.format_megabytes(None) == units.DASH
+    assert units.format_bandwidth(3.514e9) == "3.51 GB/s"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.training.trace_folder import TraceInfo, part_paths
 from promoe.units import format_memory
 
@@ -45,8 +45,13 @@ class CollectOptions:
     num_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "max_prompt_tokens", "batch_size", "num_shards"):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        check_at_least(
+            1,
+            max_tokens=self.max_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            batch_size=self.batch_size,
+            num_shards=self.num_shards,
+        )
         _require(
             0 <= self.decode_share <= MAX_DECODE_SHARE, "decode_share", f"0 to {MAX_DECODE_SHARE}", self.decode_share
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 import promoe
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.output import write_atomically
 from promoe.scheduler.config import EvictionName
 from promoe.training.evaluation import evaluate, replay_caches
@@ -19,7 +19,7 @@ from promoe.training.evaluation_table import accuracy_columns, cache_columns, le
 from promoe.training.kinds import check_kinds, note_on_training, prepare
 from promoe.training.measures import Transfer, name_of_rate
 from promoe.training.routing_traces import RoutingTrace, load_npz
-from promoe.units import format_number, format_seconds
+from promoe.units import format_bandwidth, format_number, format_seconds
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def run_evaluation(task: Evaluation, out: TextIO) -> dict[str, Any]:
         ConfigError: no token would be replayed, a trained predictor does not fit, or matplotlib is not installed.
     """
     check_kinds(task.kinds)
-    if task.cache_rates and task.replay_tokens < 1:
-        raise ConfigError(f"--replay-tokens must be at least 1. Got {task.replay_tokens}.")
+    if task.cache_rates:
+        check_at_least(1, replay_tokens=task.replay_tokens)
     if task.plots is not None:
         from promoe.training.plots import check_plots, save_plots
 
@@ -145,7 +145,7 @@ def _conditions(task: Evaluation, trace: RoutingTrace, fit: RoutingTrace, held_o
     if task.transfer is not None:
         link = task.transfer
         lines.append(
-            f"link of {format_number(link.bandwidth_bytes_per_s / 1e9)} GB/s, experts of "
+            f"link of {format_bandwidth(link.bandwidth_bytes_per_s)}, experts of "
             f"{format_number(link.expert_bytes / 1e6)} MB, {format_seconds(link.layer_s)} from layer to layer"
         )
     notes = (note_on_training(name, trace) for name in dict.fromkeys(task.kinds))

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from sklearn.linear_model import LogisticRegression
 
 import promoe
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.output import write_atomically
 from promoe.predictors.trained import NETWORKS, TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
@@ -55,9 +55,9 @@ class Fit:
         for name, found, allowed in (("kind", self.kind, TRAINED_KINDS), ("loss", self.loss, tuple(LOSSES))):
             if found not in allowed:
                 raise ConfigError(f"--{name} must be of {', '.join(allowed)}. Got {found!r} instead.")
-        for name in ("lookahead", "batch_size", "patience", "width"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Got {getattr(self, name)} instead.")
+        check_at_least(
+            1, lookahead=self.lookahead, batch_size=self.batch_size, patience=self.patience, width=self.width
+        )
 
     def settings(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.sizes import check_cache, fixed_bytes
 
 DISK = "disk"
@@ -45,10 +45,7 @@ class Options:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("pairs", 1), ("max_new_tokens", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")
+        check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens)
         if any(length < 1 for length in self.prompt_tokens):
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
         if not self.seconds_per_answer > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from promoe.errors import ConfigError
+from promoe.errors import check_at_least
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,5 @@ class Options:
     skip_widened: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("prompts", 1), ("max_new_tokens", 2), ("repeat", 1)):
-            value = getattr(self, name)
-            if value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")
+        check_at_least(1, prompts=self.prompts, repeat=self.repeat)
+        check_at_least(2, max_new_tokens=self.max_new_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from promoe.doctor.facts import MIB, Facts
-from promoe.units import format_memory, format_number
+from promoe.units import format_bandwidth, format_memory, format_number
 
 TESTED = ("5.17", "5.23")
 """Of transformers, the oldest and the newest version that the tests run on."""
@@ -30,7 +30,7 @@ def _disk(facts: Facts) -> Iterator[str]:
         return
     if disk.direct_bytes_per_s < SLOW_DISK_BYTES_PER_S:
         yield (
-            f"The disk reads {format_number(disk.direct_bytes_per_s / 1e9)} GB/s: an expert of 10 MB takes "
+            f"The disk reads {format_bandwidth(disk.direct_bytes_per_s)}: an expert of 10 MB takes "
             f"{format_number(1e3 * EXPERT_BYTES / disk.direct_bytes_per_s)} ms, and a token that misses many waits for them. A "
             "larger cache helps most; an NVMe disk reads 3 to 7 GB/s."
         )

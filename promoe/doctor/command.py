@@ -13,7 +13,7 @@ from promoe.doctor.advice import advice
 from promoe.doctor.chaos import KINDS, Outcome, chaos
 from promoe.doctor.facts import Facts, find_facts
 from promoe.output import write_atomically
-from promoe.units import aligned, format_memory, format_number
+from promoe.units import aligned, format_bandwidth, format_memory
 
 
 def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO) -> bool:
@@ -48,7 +48,9 @@ def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO
 def facts_lines(facts: Facts) -> list[str]:
     """Names and values, aligned."""
     disk, limit = facts.disk, facts.locked_limit_bytes
-    past_cache = "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{_gigabytes(disk.direct_bytes_per_s)} O_DIRECT"
+    past_cache = (
+        "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{format_bandwidth(disk.direct_bytes_per_s)} O_DIRECT"
+    )
     free = "unknown" if facts.free_ram_bytes is None else format_memory(facts.free_ram_bytes)
     computing = "1 thread computes" if facts.threads == 1 else f"{facts.threads} threads compute"
     pairs = {
@@ -58,15 +60,15 @@ def facts_lines(facts: Facts) -> list[str]:
         + (", bf16 products" if facts.bfloat16 else ""),
         "RAM": f"{format_memory(facts.total_ram_bytes)}, {free} of it free"
         + (" to this process (control group)" if facts.limited_by_group else ""),
-        "": f"{_gigabytes(facts.copy_bytes_per_s)} copied by one core; huge pages: {facts.huge_pages}; may lock "
+        "": f"{format_bandwidth(facts.copy_bytes_per_s)} copied by one core; huge pages: {facts.huge_pages}; may lock "
         + ("any amount" if limit is None else format_memory(limit)),
         "disk": f"{disk.folder}, {format_memory(disk.free_bytes)} free",
-        " ": f"{past_cache}, {_gigabytes(disk.cached_bytes_per_s)} from the page cache",
+        " ": f"{past_cache}, {format_bandwidth(disk.cached_bytes_per_s)} from the page cache",
         "GPU": "none that torch can use",
     }
     for idx, gpu in enumerate(facts.gpus):
         pairs["GPU" + str(idx or "")] = (
-            f"{gpu.name}, {format_memory(gpu.free_bytes)} free, {_gigabytes(gpu.pinned_bytes_per_s)} from pinned memory"
+            f"{gpu.name}, {format_memory(gpu.free_bytes)} free, {format_bandwidth(gpu.pinned_bytes_per_s)} from pinned memory"
         )
     width = max(map(len, pairs)) + 2
     return [line for name, value in pairs.items() for line in labelled(name.strip(), value, width)]
@@ -99,7 +101,3 @@ def verdict(outcomes: Sequence[Outcome]) -> list[str]:
 
 def _what(outcome: Outcome) -> str:
     return next((words for kind, words in KINDS.items() if kind == outcome.kind), outcome.kind)
-
-
-def _gigabytes(bytes_per_s: float) -> str:
-    return f"{format_number(bytes_per_s / 1e9)} GB/s"

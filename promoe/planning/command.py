@@ -16,7 +16,7 @@ import transformers
 
 from promoe.config import PromoeConfig, ReadMode
 from promoe.devices import Device, open_device
-from promoe.errors import ConfigError, PromoeError
+from promoe.errors import ConfigError, PromoeError, check_at_least
 from promoe.links.file import choose_mode
 from promoe.links.free_ram import free_ram_bytes
 from promoe.links.probe import ProbeMode
@@ -69,9 +69,7 @@ class Task:
     json: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("context", "prompt_tokens", "new_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1 token. Got {getattr(self, name)}.")
+        check_at_least(1, context=self.context, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
         if self.tokens_per_second is not None and not 0 < self.tokens_per_second < float("inf"):
             raise ConfigError(f"--tokens-per-second must be more than 0. Got {self.tokens_per_second:g}.")
 

@@ -20,6 +20,7 @@ from promoe.processor import num_cores, processor_name
 from promoe.taken_cores import Taken
 from promoe.units import (
     aligned,
+    format_bandwidth,
     format_memory,
     format_ms,
     format_number,
@@ -116,7 +117,7 @@ def routing_lines(routings: Sequence[Routing], columns: int) -> list[str]:
 
 def link_name(link: LinkSpeed) -> str:
     """For a sentence."""
-    return f"{'disk' if link.name == 'O_DIRECT' else link.name} ({_gigabytes(link.alone_bytes_per_s)})"
+    return f"{'disk' if link.name == 'O_DIRECT' else link.name} ({format_bandwidth(link.alone_bytes_per_s)})"
 
 
 def _computing(predictor: Predictor, compute: ComputeTimes) -> str:
@@ -128,16 +129,13 @@ def _computing(predictor: Predictor, compute: ComputeTimes) -> str:
 
 
 def _link(link: LinkSpeed) -> str:
-    text = f"{link.name}, {_gigabytes(link.alone_bytes_per_s)} ({link.how})"
+    text = f"{link.name}, {format_bandwidth(link.alone_bytes_per_s)} ({link.how})"
     if link.slowdown > 1.005:
-        text += f"; beside computing {_gigabytes(link.bytes_per_s)}, and computing takes {link.slowdown:.2f} times as long then"
+        beside = format_bandwidth(link.bytes_per_s)
+        text += f"; beside computing {beside}, and computing takes {link.slowdown:.2f} times as long then"
     if link.convert_s:
         text += f"; {format_seconds(link.convert_s)} to dequantise an expert"
     return text
-
-
-def _gigabytes(bytes_per_s: float) -> str:
-    return f"{format_number(bytes_per_s / 1e9)} GB/s"
 
 
 def table_lines(

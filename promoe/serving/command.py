@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import transformers
 from transformers.utils.import_utils import is_serve_available
 
-from promoe.errors import ConfigError, UnsupportedModelError
+from promoe.errors import ConfigError, UnsupportedModelError, check_at_least
 from promoe.loading import from_pretrained
 from promoe.running import load_tokenizer
 from promoe.serving.requests import Limits
@@ -58,10 +58,12 @@ class Options:
     warm: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_new_tokens", "max_waiting"):
-            value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1. Got {value} instead.")
+        check_at_least(
+            1,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            max_waiting=self.max_waiting,
+        )
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be from 0 (any that is free) to 65535. Got {self.port} instead.")
         if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):

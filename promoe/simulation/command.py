@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.output import write_atomically
 from promoe.simulation.machine import Geometry, geometry_of, machine_of
 from promoe.simulation.run import PolicyName, Scenario, needs_fit, simulate
@@ -48,8 +48,7 @@ def run_simulation(task: Task, out: TextIO) -> dict[str, Any]:
         TraceError: a trace cannot be read.
         ConfigError: an option does not fit the others, or the trace.
     """
-    if task.max_tokens is not None and task.max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be at least 1. Got {task.max_tokens}.")
+    check_at_least(1, max_tokens=task.max_tokens)
     machine, trace = machine_of(task.hardware), open_trace(task.trace)
     geometry = geometry_of(task.model, trace.num_layers, trace.num_experts, trace.top_k)
     if task.bits is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE, PromoeConfig
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, check_at_least
 from promoe.replay import Replay
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.scheduler.config import EvictionName
@@ -65,12 +65,9 @@ class Scenario:
             )
         if self.policy == "belady" and self.predictor is not None:
             raise ConfigError("Belady's choice knows the future: it has no use for a predictor. Leave --predictor out.")
-        if self.batch < 1:
-            raise ConfigError(f"--batch must be at least 1 sequence. Got {self.batch}.")
+        check_at_least(1, batch=self.batch, lookahead=self.lookahead)
         if self.policy == "belady" and self.batch > 1:
             raise ConfigError("Belady's choice is simulated for one sequence at a time. Leave --batch out.")
-        if self.lookahead < 1:
-            raise ConfigError(f"--lookahead must be at least 1 layer. Got {self.lookahead}.")
 
     @property
     def slots_per_layer(self) -> int:

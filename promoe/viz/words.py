@@ -9,9 +9,9 @@ from typing import NamedTuple
 from promoe.counts import PhaseStats
 from promoe.stats import Stats
 from promoe.units import (
+    format_bandwidth,
     format_megabytes,
     format_memory,
-    format_number,
     format_seconds,
     format_share,
     format_times,
@@ -169,7 +169,7 @@ def _prefill(run: Run) -> list[str]:
 def _speed(phase: PhaseStats) -> str:
     """Traffic over the whole time of the passes, idle times of the link included."""
     bytes_per_s = ratio(phase.bytes_total, phase.duration_s)
-    return f" ({format_number(bytes_per_s / 1e9)} GB/s on average)" if is_number(bytes_per_s) and bytes_per_s else ""
+    return f" ({format_bandwidth(bytes_per_s)} on average)" if is_number(bytes_per_s) and bytes_per_s else ""
 
 
 def _possible(run: Run) -> int:

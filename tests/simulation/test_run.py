@@ -160,8 +160,8 @@ def test_the_figure_that_promoe_starts_from() -> None:
         ({"policy": "clock"}, "no policy 'clock'.*belady"),
         ({"cache_rate": 0.05}, r"less than one slot.*at least 7%"),
         ({"policy": "belady", "predictor": "token"}, "knows the future"),
-        ({"lookahead": 0}, "at least 1 layer"),
-        ({"batch": 0}, "--batch must be at least 1 sequence. Got 0"),
+        ({"lookahead": 0}, "--lookahead must be at least 1. Got 0 instead"),
+        ({"batch": 0}, "--batch must be at least 1. Got 0 instead"),
         ({"batch": 2, "policy": "belady"}, "one sequence at a time"),
     ],
 )
