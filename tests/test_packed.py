@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_packing
 
 from promoe import packed as under_test
 from promoe.packed import PackedMatrix, Packing
 
 BF16 = torch.bfloat16
 SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
-
-needs_packing = pytest.mark.skipif(Packing.of((128, 64), False, BF16) is None, reason="no layout of its own here")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs_packing
 from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
 from tiny_models import build, token_ids
@@ -28,9 +29,7 @@ from promoe.packing import run_pack
 from promoe.resident import ResidentHandle
 from promoe.stores.packed_store import PackedStore
 
-pytestmark = pytest.mark.skipif(
-    Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"
-)
+pytestmark = needs_packing
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from promoe.planning.sizes import ModelSizes
 from promoe.planning.stand_in import EXPERTS_BYTES, StandIn
 from promoe.planning.times import LinkSpeed
 from promoe.planning.verification import verify
-from promoe.stores.packed_store import NO_PACKINGS, Packings, packings_in
+from promoe.stores.packed_store import Packings, packings_in
 from promoe.taken_cores import CoreWatch, Taken
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
@@ -106,6 +106,7 @@ class _Plan:
         self.room = _room(task, read.sizes, device)
         self._links: dict[ProbeMode, LinkSpeed] = {}
         self._taken: Taken | None = None  # while speeds were measured
+        self._packed_s: float | None = None  # computing a token, were the experts packed; None: they are, or cannot be
 
     def run(self, trace: RoutingTrace | None) -> Result:
         """Everything, in the order in which it is printed."""
@@ -134,13 +135,10 @@ class _Plan:
         self._print(
             ["", *show.table_lines(sizes, table, [rate for rate in rates if rate not in fitting], choice.prediction)]
         )
-        packed_s = self._packed_s()
-        advice = None
-        if packed_s is not None:
-            dtype = "" if task.dtype is None else f" --dtype {shlex.quote(task.dtype)}"
-            pack = f"promoe pack {shlex.quote(task.model)}{dtype}"
-            advice = show.packing_advice(pack, sizes, predictor.compute_s, packed_s)
-        self._print(["", *show.choice_lines(choice, advice, self._commands(choice), self._columns)])
+        packing = None
+        if self._packed_s is not None:
+            packing = show.packing_advice(self._pack_command(), sizes, predictor.compute_s, self._packed_s)
+        self._print(["", *show.choice_lines(choice, packing, self._commands(choice), self._columns)])
         verified = []
         if task.verify:
             run_at = (
@@ -153,7 +151,7 @@ class _Plan:
             self.room,
             task.context,
             compute=predictor.compute,
-            packed_compute_s=packed_s,
+            packed_compute_s=self._packed_s,
             links=self._links,
             predictions=table,
             choice=choice,
@@ -193,6 +191,9 @@ class _Plan:
                         mode: fit_overlap(found, self.read.store, mode, compute, link)
                         for mode, link in self._links.items()
                     }
+            # Not before: it takes as much memory.
+            if self.read.store is not None and (packings := packable(self.read.layers, self.read.store)):
+                self._packed_s = self._compute_s(packings)
         except PromoeError as error:
             return str(error)
         except Exception as error:  # of a family's own forward
@@ -203,11 +204,6 @@ class _Plan:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
         packings = packings_in(read.store) if packings is None else packings
         return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings)
-
-    def _packed_s(self) -> float | None:
-        """Computing a token if the experts were packed; None: they are, or cannot be."""
-        packings = NO_PACKINGS if self.read.store is None else packable(self.read.layers, self.read.store)
-        return self._compute_s(packings) if packings else None
 
     def _compute_s(self, packings: Packings | None = None) -> float:
         """Computing a token once more, as it is or with packed experts. Its blocks are the model's: they are read anew."""
@@ -239,6 +235,10 @@ class _Plan:
         if task.read_mode != "auto":
             settings["config"] = PromoeConfig(read_mode=task.read_mode)
         return settings
+
+    def _pack_command(self) -> str:
+        dtype = "" if self.task.dtype is None else f" --dtype {shlex.quote(self.task.dtype)}"
+        return f"promoe pack {shlex.quote(self.task.model)}{dtype}"
 
     def _commands(self, choice: Choice) -> list[str]:
         """To copy: on the command line, where it has the options, and in Python."""

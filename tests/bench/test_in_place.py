@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from needs import needs_packing
 from tiny_models import IMPLEMENTATIONS, build, token_ids
 
 from promoe import experts_forward
 from promoe.bench import in_place as under_test
 from promoe.bench.in_place import in_place, rows_of
 from promoe.moe_layers import find_moe_layers
-from promoe.packed import PackedMatrix, Packing
+from promoe.packed import PackedMatrix
 from promoe.row_kernel import RowKernel
 
 
@@ -62,7 +63,7 @@ def test_long_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(parts) >= 2 * len(layers)
 
 
-@pytest.mark.skipif(Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here")
+@needs_packing
 def test_packed_experts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_moe", dtype=torch.bfloat16, experts_implementation="grouped_mm", hidden=64, intermediate=64)
     layers = find_moe_layers(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from needs import needs_packing
 from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
 from zoo import families
@@ -17,17 +17,12 @@ from zoo import families
 from planning.planned import link, times
 from promoe import cli
 from promoe.errors import ConfigError
-from promoe.packed import Packing
 from promoe.packing import run_pack
 from promoe.planning import command, verification
 from promoe.planning.command import Task, run_plan
 from promoe.planning.fits import Room
 from promoe.sizes import AUTO_RESERVE_BYTES
 from promoe.taken_cores import Taken
-
-needs_packing = pytest.mark.skipif(
-    Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"
-)
 
 
 @pytest.fixture

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from needs import needs_packing
 from tiny_checkpoint import write_checkpoint
 
 from planning.planned import link, times
 from promoe.moe_layers import find_moe_layers
-from promoe.packed import PackedMatrix, Packing
+from promoe.packed import PackedMatrix
 from promoe.packing import run_pack
 from promoe.planning import overlap
 from promoe.planning.overlap import MOST_FACTOR, fit_overlap, fitted
@@ -63,7 +64,7 @@ def test_blocks_are_served_from_the_models_files(tmp_path: Path, monkeypatch: py
         assert len(find_moe_layers(stand_in.model, allow_meta=True)) == len(stand_in.layers) == 4
 
 
-@pytest.mark.skipif(Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here")
+@needs_packing
 def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SECONDS", 0.05)
     folder = write_checkpoint(tmp_path, num_experts=16, layers=6, hidden=128, intermediate=64)
