@@ -4,6 +4,11 @@ For each product, oneDNN first brings a matrix from the model's layout into its 
 rows. Matrices that are in that layout already spare it that. The bits are the same wherever oneDNN adds in the same order,
 which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`).
 
+Comparing takes as long as some products. What few rows spare soon pays for that, many rows only after a while, and with very
+many there is nothing to spare: until it pays, a matrix is brought back into the model's layout for each product. Long prompts,
+of which nearly every expert has another number of rows, would spend more on comparing than on computing, and as much memory on
+oneDNN's programs, otherwise.
+
 The layout belongs to a processor and a version of oneDNN; `Packing.signature` tells one from another.
 """
 
@@ -12,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,8 +33,34 @@ MOST_BYTES = 64 * 2**20
 # Of what is compared: columns of the matrix that cancel each other out, and what they are multiplied by.
 _PAIRS, _LARGE = 32, 2.0**16
 
+# Up to so many rows the first product is compared already; up to so many the `LATER`th; with more, none is.
+FEW_ROWS, MOST_ROWS = 16, 256
+LATER = 16
+
+# Outputs of a linear layer that oneDNN lays side by side, by twos of inputs: `[out / block, in / 2, block, 2]`.
+BLOCKS = (64, 48, 32, 24, 16, 8)
+
 # (shape, transposed, dtype, threads, whether torch uses oneDNN, rows) -> whether the bits were the same.
 _VERDICTS: dict[tuple[Any, ...], bool] = {}
+# The same -> how many products there were before it was compared.
+_UNCOMPARED: dict[tuple[Any, ...], int] = {}
+
+
+class _Space(threading.local):
+    """Of a thread, memory for one matrix at a time. malloc would put some of them into new memory each, for between two
+    matrices it is asked for what oneDNN keeps."""
+
+    _memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """An empty tensor, until the next one."""
+        nbytes = shape[0] * shape[1] * dtype.itemsize
+        if nbytes > len(self._memory):
+            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self._memory[:nbytes].view(dtype).view(shape)
+
+
+_SPACE = _Space()
 
 
 @dataclass(frozen=True)
@@ -39,17 +71,19 @@ class Packing:
         shape: of the matrix as the model has it.
         transposed: whether that is `[in, out]`; else `[out, in]`.
         dtype: of its elements.
+        block: one of `BLOCKS`.
         description: oneDNN's own, opaque.
     """
 
     shape: tuple[int, int]
     transposed: bool
     dtype: torch.dtype
+    block: int
     description: bytes
 
     @classmethod
     def of(cls, shape: Sequence[int], transposed: bool, dtype: torch.dtype) -> Packing | None:
-        """That of this machine; None where there is none, or where it takes other memory than the matrix itself."""
+        """That of this machine; None where there is none, or none that is known (`BLOCKS`)."""
         if len(shape) != 2 or dtype != torch.bfloat16 or not _library().complete:
             return None
         rows, columns = shape
@@ -63,6 +97,12 @@ class Packing:
         return self.shape[0] * self.shape[1] * self.dtype.itemsize
 
     @property
+    def fits(self) -> bool:
+        """Whether such matrices consist of whole blocks."""
+        outputs, inputs = self._linear_shape
+        return outputs % self.block == 0 and inputs % 2 == 0
+
+    @property
     def signature(self) -> str:
         """Tells this layout from others: a checksum of a matrix packed in it."""
         return _signature(self)
@@ -72,6 +112,18 @@ class Packing:
         assert tuple(matrix.shape) == self.shape, (matrix.shape, self)
         packed = _reorder(self._for_linear(matrix))
         return torch.frombuffer(bytearray(_bytes_of(packed)), dtype=torch.uint8)
+
+    def unpack(self, memory: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """What is packed in `memory` `[nbytes]` as the model has it, in `out`."""
+        outputs, inputs = self._linear_shape
+        blocks, twos = outputs // self.block, inputs // 2
+        if self.transposed:
+            target = out.view(twos, 2, blocks, self.block).permute(2, 0, 3, 1)
+            target.copy_(memory.view(self.dtype).view(target.shape))
+        else:  # two inputs, moved as one number
+            whole = out.view(torch.int32).view(blocks, self.block, twos).transpose(1, 2)
+            whole.copy_(memory.view(torch.int32).view(whole.shape))
+        return out
 
     def view(self, memory: torch.Tensor) -> PackedMatrix:
         """What is, or will be, packed in `memory` `[nbytes]`, which stays the caller's; it is read when multiplied by."""
@@ -106,33 +158,40 @@ class PackedMatrix:
 
     def dense(self) -> torch.Tensor:
         """A copy as the model has it."""
-        linear = self._opaque.to_dense()
-        return linear.t().contiguous() if self.packing.transposed else linear
+        return self.packing.unpack(self._memory, torch.empty(self.packing.shape, dtype=self.packing.dtype))
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`x[P, in]` times the matrix: `[P, out]` (`out`), with the bits of `torch.mm` and the model's layout."""
-        if x.dtype == self.packing.dtype and self._same_bits(len(x)):
+        if x.dtype == self.packing.dtype and self._same_bits_known(len(x)):
             found = _linear(x, self._opaque)
             return found if out is None else out.copy_(found)
-        dense = self.dense()
+        packing = self.packing
+        dense = packing.unpack(self._memory, _SPACE.of(packing.shape, packing.dtype))
         if out is None:
             out = x.new_empty((len(x), self.shape[1]))
-        return torch.mm(x, dense if self.packing.transposed else dense.t(), out=out)
+        return torch.mm(x, dense if packing.transposed else dense.t(), out=out)
 
-    def _same_bits(self, num_rows: int) -> bool:
+    def _same_bits_known(self, num_rows: int) -> bool:
+        """Whether products of so many rows are known to have the same bits; it is found out once that pays."""
+        if num_rows > MOST_ROWS:
+            return False
         packing = self.packing
         with_onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags may switch it off
         key = (packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), with_onednn, num_rows)
         verdict = _VERDICTS.get(key)
-        if verdict is None:
-            verdict = _VERDICTS[key] = _compare(packing, self.dense(), num_rows)
-            if not verdict:
-                logger.warning(
-                    "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which "
-                    "takes time. Consider opening the model with packed=None.",
-                    list(packing.shape),
-                    num_rows,
-                )
+        if verdict is not None:
+            return verdict
+        uncompared = _UNCOMPARED[key] = _UNCOMPARED.get(key, 0) + 1
+        if num_rows > FEW_ROWS and uncompared < LATER:
+            return False
+        verdict = _VERDICTS[key] = _compare(packing, self.dense(), num_rows)
+        if not verdict:
+            logger.warning(
+                "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which "
+                "takes time. Consider opening the model with packed=None.",
+                list(packing.shape),
+                num_rows,
+            )
         return verdict
 
 
@@ -173,15 +232,22 @@ def _bytes_of(opaque: torch.Tensor) -> bytes:
 
 @cache
 def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> Packing | None:
+    pattern = _pattern(shape).view(dtype)
     try:
-        packed = _reorder(torch.zeros((shape[1], shape[0]) if transposed else shape, dtype=dtype))
-        description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)
-        nbytes = torch.ops.mkldnn._nbytes(packed)
+        packed = _reorder(pattern.t().contiguous() if transposed else pattern)
+        description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
+        content = torch.frombuffer(bytearray(_bytes_of(packed)), dtype=torch.uint8)
     except (RuntimeError, AttributeError) as error:  # a processor, or a build of torch, without
         logger.debug("no packing for %s: %s", shape, error)
         return None
-    found = Packing(shape, transposed, dtype, description.numpy().tobytes())
-    return found if nbytes == found.nbytes else None
+    for block in BLOCKS:
+        found = Packing(shape, transposed, dtype, block, description)
+        if found.fits and len(content) == found.nbytes:
+            unpacked = found.unpack(content, torch.empty(shape, dtype=dtype))
+            if torch.equal(unpacked.view(torch.int16), pattern.view(torch.int16)):
+                return found
+    logger.debug("a packing for %s that is not known", shape)
+    return None
 
 
 def _pattern(shape: tuple[int, int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from needs import needs_packing
 
 from promoe import packed as under_test
-from promoe.packed import PackedMatrix, Packing
+from promoe.packed import FEW_ROWS, LATER, MOST_ROWS, PackedMatrix, Packing
 
 BF16 = torch.bfloat16
 SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
@@ -19,6 +20,7 @@ SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[Any, bool]:
     verdicts: dict[Any, bool] = {}
     monkeypatch.setattr(under_test, "_VERDICTS", verdicts)
+    monkeypatch.setattr(under_test, "_UNCOMPARED", {})
     return verdicts
 
 
@@ -26,6 +28,20 @@ def packed(matrix: torch.Tensor, transposed: bool) -> PackedMatrix:
     packing = Packing.of(tuple(matrix.shape), transposed, matrix.dtype)
     assert packing is not None
     return packing.view(packing.pack(matrix))
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of rows that are compared."""
+    found: list[int] = []
+    real = under_test._compare
+
+    def spy(packing: Packing, matrix: torch.Tensor, num_rows: int) -> bool:
+        found.append(num_rows)
+        return real(packing, matrix, num_rows)
+
+    monkeypatch.setattr(under_test, "_compare", spy)
+    return found
 
 
 def product(matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -44,9 +60,9 @@ def test_products_have_the_bits_of_the_models_layout(shape: tuple[int, int], tra
     found = packed(matrix, transposed)
     assert found.shape == tuple(factor.shape)
     assert torch.equal(found.dense(), matrix)
-    for num_rows in (1, 2, 7, 33, 130):
+    for num_rows in (1, 2, 7, 33, 130, 257):
         x = torch.randn((num_rows, factor.shape[0]), generator=generator).to(BF16)
-        for _ in range(2):  # also when it has been compared
+        for _ in range(LATER + 1):  # also when it has been compared
             assert torch.equal(product(found, x), torch.mm(x, factor))
 
 
@@ -95,15 +111,9 @@ def test_where_bits_would_differ_matrices_are_unpacked(
 
 
 @needs_packing
-def test_each_number_of_rows_and_of_threads_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
-    real = under_test._compare
-
-    def spy(packing: Packing, matrix: torch.Tensor, num_rows: int) -> bool:
-        compared.append(num_rows)
-        return real(packing, matrix, num_rows)
-
-    monkeypatch.setattr(under_test, "_compare", spy)
+def test_each_number_of_rows_and_of_threads_is_compared_once(
+    compared: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = (packed(torch.randn(128, 64).to(BF16), False) for _ in range(2))
     for num_rows in (1, 3, 1, 3):
         for matrix in (first, second):
@@ -112,6 +122,45 @@ def test_each_number_of_rows_and_of_threads_is_compared_once(monkeypatch: pytest
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     product(first, torch.randn(1, 64).to(BF16))
     assert compared == [1, 3, 1]
+
+
+@needs_packing
+def test_many_rows_are_compared_when_they_were_often_multiplied(compared: list[int]) -> None:
+    matrix = torch.randn(128, 64).to(BF16)
+    found = packed(matrix, False)
+    for num_rows in (FEW_ROWS, FEW_ROWS + 1, MOST_ROWS, MOST_ROWS + 1):
+        x = torch.randn(num_rows, 64).to(BF16)
+        for times in range(1, LATER + 2):
+            assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+            assert (num_rows in compared) == (num_rows <= MOST_ROWS and times >= (1 if num_rows <= FEW_ROWS else LATER))
+    assert compared == [FEW_ROWS, FEW_ROWS + 1, MOST_ROWS]
+
+
+@needs_packing
+def test_products_with_many_rows_take_memory_for_one_matrix_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    space, x = under_test._Space(), torch.randn(MOST_ROWS + 1, 64).to(BF16)
+    monkeypatch.setattr(under_test, "_SPACE", space)
+    matrices = [torch.randn(size, 64).to(BF16) for size in (64, 128, 64, 128)]
+
+    def multiply_all() -> int:
+        for matrix in matrices:
+            assert torch.equal(packed(matrix, False).multiply(x), torch.mm(x, matrix.t()))
+        return space.of((128, 64), BF16).data_ptr()
+
+    assert multiply_all() == multiply_all()
+    assert space.of((64, 64), BF16).data_ptr() == multiply_all()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(multiply_all).result() != multiply_all()
+
+
+@needs_packing
+def test_a_layout_that_is_not_known_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "BLOCKS", (2,))
+    shape = (256, 96)  # which no other test has
+    assert Packing.of(shape, False, BF16) is None
+    monkeypatch.undo()
+    under_test._packing.cache_clear()
+    assert Packing.of(shape, False, BF16) is not None
 
 
 @needs_packing
