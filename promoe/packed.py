@@ -2,7 +2,8 @@
 
 For each product, oneDNN first brings a matrix from the model's layout into its own, which takes as long as a product with few
 rows. Matrices that are in that layout already spare it that. The bits are the same wherever oneDNN adds in the same order,
-which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`).
+which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`). With AMX it does
+not: from 33 rows on it adds in another order, and for some shapes from one row on; those are not packed (`Packing.of`).
 
 Comparing takes as long as some products. What few rows spare soon pays for that, many rows only after a while, and with very
 many there is nothing to spare: until it pays, a matrix is brought back into the model's layout for each product. Long prompts,
@@ -17,7 +18,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -30,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 # Larger ones stay as they are: comparing takes some copies of a matrix.
 MOST_BYTES = 64 * 2**20
-# Of what is compared: columns of the matrix that cancel each other out, and what they are multiplied by.
-_PAIRS, _LARGE = 32, 2.0**16
+# Of what is compared: pairs of columns, and how many of these each row of the other factor uses; by what powers of two they
+# are multiplied, and how far these range; rows of the matrix before they repeat; rows of the other factor, at least.
+_PAIRS, _PAIRS_OF_ROW, _LEAST_POWER, _POWERS, _DRAWN, _LEAST_ROWS = 64, 32, 14, 6, 256, 8
 
 # Up to so many rows the first product is compared already; up to so many the `LATER`th; with more, none is.
 FEW_ROWS, MOST_ROWS = 16, 256
@@ -40,10 +44,34 @@ LATER = 16
 # Outputs of a linear layer that oneDNN lays side by side, by twos of inputs: `[out / block, in / 2, block, 2]`.
 BLOCKS = (64, 48, 32, 24, 16, 8)
 
-# (shape, transposed, dtype, threads, whether torch uses oneDNN, rows) -> whether the bits were the same.
-_VERDICTS: dict[tuple[Any, ...], bool] = {}
-# The same -> how many products there were before it was compared.
-_UNCOMPARED: dict[tuple[Any, ...], int] = {}
+Kind = tuple[
+    tuple[int, int], bool, torch.dtype, int, bool
+]  # shape, transposed, dtype, threads, whether torch uses oneDNN
+
+
+class _Verdicts:
+    """On products with matrices of one kind."""
+
+    def __init__(self) -> None:
+        self.same: dict[int, bool] = {}
+        """Number of rows -> whether the bits were the same."""
+        self.uncompared: dict[int, int] = {}
+        """Number of rows -> how many products there were that nothing was compared for."""
+        self.most_rows = MOST_ROWS
+        """With more, nothing is compared. Where many rows have other bits, more of them have, too."""
+
+    def say_different(self, packing: Packing, num_rows: int) -> None:
+        """Once of each kind: there may be as many such numbers of rows as there are."""
+        level = logging.DEBUG if list(self.same.values()).count(False) > 1 else logging.INFO
+        logger.log(
+            level,
+            "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which takes time.",
+            list(packing.shape),
+            num_rows,
+        )
+
+
+_VERDICTS: defaultdict[Kind, _Verdicts] = defaultdict(_Verdicts)
 
 
 class _Space(threading.local):
@@ -83,13 +111,15 @@ class Packing:
 
     @classmethod
     def of(cls, shape: Sequence[int], transposed: bool, dtype: torch.dtype) -> Packing | None:
-        """That of this machine; None where there is none, or none that is known (`BLOCKS`)."""
+        """That of this machine; None where there is none, or none that is known (`BLOCKS`), or where one token's row has not
+        the same bits: what would have to be unpacked for each token is better left as it is."""
         if len(shape) != 2 or dtype != torch.bfloat16 or not _library().complete:
             return None
         rows, columns = shape
         if rows * columns * dtype.itemsize > MOST_BYTES:
             return None
-        return _packing((rows, columns), transposed, dtype)
+        found = _packing((rows, columns), transposed, dtype)
+        return found if found is not None and _same_bits_known(found, 1) else None
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +192,7 @@ class PackedMatrix:
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`x[P, in]` times the matrix: `[P, out]` (`out`), with the bits of `torch.mm` and the model's layout."""
-        if x.dtype == self.packing.dtype and self._same_bits_known(len(x)):
+        if x.dtype == self.packing.dtype and _same_bits_known(self.packing, len(x)):
             found = _linear(x, self._opaque)
             return found if out is None else out.copy_(found)
         packing = self.packing
@@ -171,50 +201,64 @@ class PackedMatrix:
             out = x.new_empty((len(x), self.shape[1]))
         return torch.mm(x, dense if packing.transposed else dense.t(), out=out)
 
-    def _same_bits_known(self, num_rows: int) -> bool:
-        """Whether products of so many rows are known to have the same bits; it is found out once that pays."""
-        if num_rows > MOST_ROWS:
+
+def _same_bits_known(packing: Packing, num_rows: int) -> bool:
+    """Whether products of so many rows are known to have the same bits; it is found out once that pays."""
+    with_onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags may switch it off
+    verdicts = _VERDICTS[packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), with_onednn]
+    if num_rows > verdicts.most_rows:
+        return False
+    same = verdicts.same.get(num_rows)
+    if same is not None:
+        return same
+    if num_rows > FEW_ROWS:
+        uncompared = verdicts.uncompared[num_rows] = verdicts.uncompared.get(num_rows, 0) + 1
+        if uncompared < LATER:
             return False
-        packing = self.packing
-        with_onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags may switch it off
-        key = (packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), with_onednn, num_rows)
-        verdict = _VERDICTS.get(key)
-        if verdict is not None:
-            return verdict
-        uncompared = _UNCOMPARED[key] = _UNCOMPARED.get(key, 0) + 1
-        if num_rows > FEW_ROWS and uncompared < LATER:
-            return False
-        verdict = _VERDICTS[key] = _compare(packing, self.dense(), num_rows)
-        if not verdict:
-            logger.warning(
-                "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which "
-                "takes time. Consider opening the model with packed=None.",
-                list(packing.shape),
-                num_rows,
-            )
-        return verdict
+    same = verdicts.same[num_rows] = _compare(packing, num_rows)
+    if not same:
+        if num_rows > FEW_ROWS:
+            verdicts.most_rows = num_rows - 1
+        verdicts.say_different(packing, num_rows)
+    return same
 
 
-def _compare(packing: Packing, matrix: torch.Tensor, num_rows: int) -> bool:
+def _compare(packing: Packing, num_rows: int) -> bool:
     """Whether a product of `num_rows` has the same bits either way, whatever is multiplied.
 
-    Pairs of columns are made alike, and multiplied by large numbers of opposite signs: what is added between them loses its
-    last bits and what is added elsewhere does not, so that another order of additions shows in many elements.
+    Pairs of columns are alike, and are multiplied by large numbers of opposite signs: what is added between them loses its last
+    bits and what is added elsewhere does not, so that another order of additions shows in many elements. Some pairs lie at the
+    ends, so that what is added up apart there shows, too. One row is enough to tell the orders that `tests/test_packed.py` has.
     """
-    linear = matrix.t().contiguous() if packing.transposed else matrix
-    _, width = linear.shape
     generator = torch.Generator().manual_seed(num_rows)
-    columns = torch.randperm(width, generator=generator)
-    num_pairs = min(_PAIRS, width // 2)
-    first, second = columns[:num_pairs], columns[num_pairs : 2 * num_pairs]
+    for _ in range(max(1, _LEAST_ROWS // num_rows)):
+        x, linear = _telling(packing, num_rows, generator)
+        plain = torch.mm(x, linear.t().contiguous() if packing.transposed else linear.t())
+        if not torch.equal(plain, _linear(x, _reorder(linear))):
+            return False
+    return True
+
+
+def _telling(packing: Packing, num_rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors `[num_rows, in]` and `[out, in]` whose product depends on the order of additions."""
+    outputs, width = packing._linear_shape
+    num_pairs = min(_PAIRS, width // 4)
+    columns = torch.arange(width, dtype=torch.float32, device="cpu")
+    from_end = torch.minimum(columns, columns.flip(0)) + 1.0
+    # As many anywhere as near the ends, there as many from 1 to 2 columns away as from 2 to 4, and so on.
+    chances = 1.0 / from_end + 2.0 * math.log(width) / width
+    first, second = torch.multinomial(chances, 2 * num_pairs, generator=generator).view(2, num_pairs)
+
+    options: Any = {"generator": generator, "dtype": torch.float32, "device": "cpu"}
+    linear = torch.randn((min(outputs, _DRAWN), width), **options)
     linear[:, second] = linear[:, first]
-    x = torch.randn((num_rows, width), generator=generator)
-    of_rows = torch.arange(num_rows)
-    pair = torch.randint(num_pairs, (num_rows,), generator=generator)
-    x[of_rows, first[pair]], x[of_rows, second[pair]] = _LARGE, -_LARGE
-    x = x.to(packing.dtype)
-    plain = torch.mm(x, linear.t().contiguous() if packing.transposed else linear.t())
-    return torch.equal(plain, _linear(x, _reorder(linear)))
+    linear = linear.to(packing.dtype).repeat(-(-outputs // len(linear)), 1)[:outputs].contiguous()
+    x = torch.randn((num_rows, width), **options)
+    for row in x:
+        pairs = torch.rand(num_pairs, **options).argsort()[:_PAIRS_OF_ROW]
+        large = 2.0 ** (_LEAST_POWER + _POWERS * torch.rand(len(pairs), **options)).round()
+        row[first[pairs]], row[second[pairs]] = large, -large
+    return x.to(packing.dtype), linear
 
 
 def _reorder(linear: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,8 @@ def write_packed(
         raise UnsupportedModelError(
             "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
             "sizes multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and a build of "
-            f"torch for whose oneDNN matrices have a layout of their own. Found {_found(layers)}. Run the model as it is."
+            f"torch for whose oneDNN matrices have a layout of their own, in which one token's row has the same bits. Found "
+            f"{_found(layers)}. Run the model as it is."
         )
     _check_stored(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
@@ -183,7 +184,8 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
 _WHAT = {
     "checkpoint": "other files, or the checkpoint was written since",
     "layers": "another model, or another dtype",
-    "packings": "another processor, version of torch or experts implementation, whose layout of matrices is another",
+    "packings": "another processor, number of threads, version of torch or experts implementation: other matrices can be "
+    "packed, or in another layout",
 }
 
 

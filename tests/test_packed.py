@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +19,20 @@ SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
 
 
 @pytest.fixture(autouse=True)
-def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> dict[Any, bool]:
-    verdicts: dict[Any, bool] = {}
-    monkeypatch.setattr(under_test, "_VERDICTS", verdicts)
-    monkeypatch.setattr(under_test, "_UNCOMPARED", {})
-    return verdicts
+def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "_VERDICTS", defaultdict(under_test._Verdicts))
 
 
 def packed(matrix: torch.Tensor, transposed: bool) -> PackedMatrix:
-    packing = Packing.of(tuple(matrix.shape), transposed, matrix.dtype)
+    rows, columns = matrix.shape
+    packing = under_test._packing((rows, columns), transposed, matrix.dtype)  # whatever one row has
     assert packing is not None
     return packing.view(packing.pack(matrix))
+
+
+def verdicts() -> dict[int, bool]:
+    """Number of rows -> verdict, of all kinds."""
+    return {rows: same for kind in under_test._VERDICTS.values() for rows, same in kind.same.items()}
 
 
 @pytest.fixture
@@ -36,9 +41,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = under_test._compare
 
-    def spy(packing: Packing, matrix: torch.Tensor, num_rows: int) -> bool:
+    def spy(packing: Packing, num_rows: int) -> bool:
         found.append(num_rows)
-        return real(packing, matrix, num_rows)
+        return real(packing, num_rows)
 
     monkeypatch.setattr(under_test, "_compare", spy)
     return found
@@ -88,6 +93,67 @@ def test_packed_bytes_are_not_the_models() -> None:
     assert torch.equal(bytes_now.sort().values, matrix.view(-1).view(torch.uint8).sort().values)
 
 
+def in_order(*parts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """A product that adds up each of these columns in turn, in fp32, and then the sums."""
+
+    def multiply(x: torch.Tensor, linear: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(len(x), len(linear))
+        for columns in parts:
+            found = torch.zeros_like(total)
+            for column in columns.tolist():
+                found += torch.outer(x[:, column].float(), linear[:, column].float())
+            total += found
+        return total.to(x.dtype)
+
+    return multiply
+
+
+ALL = torch.arange(512)
+ORDERS = {
+    "the first 8 apart": (ALL[:8], ALL[8:]),
+    "halves": (ALL[:256], ALL[256:]),
+    "quarters": tuple(ALL.split(128)),
+    "the last 32 apart": (ALL[:-32], ALL[-32:]),
+    "the last 8 apart": (ALL[:-8], ALL[-8:]),
+    "even and odd": (ALL[::2], ALL[1::2]),
+    "twos the other way round": (ALL.view(-1, 2).flip(1).reshape(-1),),
+    "backwards": (ALL.flip(0),),
+    "the last block first": (torch.cat([ALL[-64:], ALL[:-64]]),),
+}
+
+
+@needs_packing
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_another_order_of_additions_is_seen(order: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = Packing.of((64, 512), False, BF16)
+    assert packing is not None
+    assert under_test._compare(packing, num_rows)
+    monkeypatch.setattr(under_test, "_reorder", lambda linear: linear)
+    monkeypatch.setattr(torch, "mm", lambda x, factor: in_order(ALL)(x, factor.t()))
+    monkeypatch.setattr(under_test, "_linear", in_order(ALL))
+    assert under_test._compare(packing, num_rows)
+    monkeypatch.setattr(under_test, "_LEAST_ROWS", 1)  # which is enough
+    monkeypatch.setattr(under_test, "_linear", in_order(*ORDERS[order]))
+    assert not under_test._compare(packing, num_rows)
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", [(192, 9216), (64, 2048), (512, 192), (768, 2048)])
+@pytest.mark.parametrize("num_rows", [1, 2, 9, 16, 33])
+def test_what_is_said_to_have_the_same_bits_has_them_whatever_is_multiplied(
+    shape: tuple[int, int], num_rows: int
+) -> None:
+    packing = under_test._packing(shape, False, BF16)
+    assert packing is not None
+    if under_test._compare(packing, num_rows):
+        generator = torch.Generator().manual_seed(99)
+        for _ in range(20):
+            x, linear = under_test._telling(packing, num_rows, generator)
+            found = under_test._linear(x, under_test._reorder(linear))
+            assert torch.equal(found, torch.mm(x, linear.t()))
+
+
 @needs_packing
 def test_where_bits_would_differ_matrices_are_unpacked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -99,15 +165,30 @@ def test_where_bits_would_differ_matrices_are_unpacked(
         matrix = opaque.to_dense().float()
         return (x[:, :half].float() @ matrix[:, :half].t() + x[:, half:].float() @ matrix[:, half:].t()).to(x.dtype)
 
-    matrix, x = torch.randn(192, 512).to(BF16), torch.randn(4, 512).to(BF16)
+    def check(num_rows: int) -> None:
+        x = torch.randn(num_rows, 512).to(BF16)
+        assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+
+    caplog.set_level(logging.INFO, "promoe")
+    matrix = torch.randn(192, 512).to(BF16)
     found = packed(matrix, False)
     monkeypatch.setattr(under_test, "_linear", in_another_order)
-    assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
-    assert "have not the same bits for 4 rows" in caplog.text
+    check(4)
+    check(6)
+    (message,) = caplog.messages
+    assert "shape [192, 512] have not the same bits for 4 rows" in message
     monkeypatch.setattr(under_test, "_linear", real)
-    other = torch.randn(5, 512).to(BF16)
-    assert torch.equal(product(found, other), torch.mm(other, matrix.t()))
-    assert [verdict for key, verdict in under_test._VERDICTS.items()] == [False, True]  # of 4 rows, of 5
+    check(5)
+    assert verdicts() == {4: False, 6: False, 5: True}
+
+
+@needs_packing
+def test_what_one_row_has_other_bits_for_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: num_rows != 1)
+    assert Packing.of((128, 64), False, BF16) is None
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # has never been asked
+    monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: True)
+    assert Packing.of((128, 64), False, BF16) is not None
 
 
 @needs_packing
@@ -125,15 +206,35 @@ def test_each_number_of_rows_and_of_threads_is_compared_once(
 
 
 @needs_packing
-def test_many_rows_are_compared_when_they_were_often_multiplied(compared: list[int]) -> None:
+def test_many_rows_are_compared_when_they_were_often_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: compared.append(num_rows) is None)
     matrix = torch.randn(128, 64).to(BF16)
     found = packed(matrix, False)
     for num_rows in (FEW_ROWS, FEW_ROWS + 1, MOST_ROWS, MOST_ROWS + 1):
         x = torch.randn(num_rows, 64).to(BF16)
         for times in range(1, LATER + 2):
-            assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+            product(found, x)
             assert (num_rows in compared) == (num_rows <= MOST_ROWS and times >= (1 if num_rows <= FEW_ROWS else LATER))
     assert compared == [FEW_ROWS, FEW_ROWS + 1, MOST_ROWS]
+
+
+@needs_packing
+def test_more_rows_than_have_other_bits_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def compare(packing: Packing, num_rows: int) -> bool:
+        compared.append(num_rows)
+        return num_rows < 33
+
+    monkeypatch.setattr(under_test, "_compare", compare)
+    matrix = torch.randn(128, 64).to(BF16)
+    found = packed(matrix, False)
+    for num_rows in (40, 41, 39, 20, 33, 34, 32):
+        x = torch.randn(num_rows, 64).to(BF16)
+        for _ in range(LATER + 1):
+            assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+    assert compared == [40, 39, 20, 33, 32]
 
 
 @needs_packing
@@ -205,7 +306,7 @@ def test_it_is_compared_anew_where_torch_goes_without_onednn() -> None:
     assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
-    assert len(under_test._VERDICTS) == 2
+    assert [list(kind.same) for kind in under_test._VERDICTS.values()] == [[4], [4]]
 
 
 @pytest.mark.parametrize("shape", [(128, 9216), (1024, 4096), (4096, 64), (64, 64)])

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -112,14 +113,27 @@ def test_where_bits_differ_output_does_not(checkpoint: Path, monkeypatch: pytest
     def in_another_order(x: torch.Tensor, opaque: torch.Tensor) -> torch.Tensor:
         return (x.flip(1).float() @ opaque.to_dense().flip(1).float().t()).to(x.dtype) + 1
 
-    monkeypatch.setattr(packed, "_VERDICTS", {})
-    monkeypatch.setattr(packed, "_linear", in_another_order)
     expected, model = stock(checkpoint), promoe.from_pretrained(checkpoint, cache="60%")
+    monkeypatch.setattr(packed, "_VERDICTS", defaultdict(packed._Verdicts))
+    monkeypatch.setattr(packed, "_linear", in_another_order)
     with torch.no_grad():
         ids = token_ids(1, 30)
         assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert set(packed._VERDICTS.values()) == {False}
+    assert {same for kind in packed._VERDICTS.values() for same in kind.same.values()} == {False}
     model.promoe.close()
+
+
+def test_what_one_row_has_other_bits_for_is_not_packed(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packed, "_VERDICTS", defaultdict(packed._Verdicts))
+    monkeypatch.setattr(packed, "_compare", lambda packing, num_rows: num_rows != 1)
+    model = promoe.from_pretrained(copied, cache="60%")
+    assert not isinstance(store_of(model), PackedStore)
+    assert "of another processor, number of threads, version of torch" in caplog.text
+    model.promoe.close()
+    with pytest.raises(UnsupportedModelError, match="one token's row has the same bits"):
+        run_pack(copied, None, None, io.StringIO())
 
 
 def test_none_reads_the_checkpoint(checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from promoe.bench import in_place as under_test
 from promoe.bench.in_place import in_place, rows_of
 from promoe.moe_layers import find_moe_layers
 from promoe.packed import PackedMatrix
+from promoe.packed_files import packings_of
 from promoe.row_kernel import RowKernel
 
 
@@ -69,7 +70,8 @@ def test_packed_experts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = find_moe_layers(model)
     rows = rows_of(layers, packed=True)
     names = {name for of_layer in rows for name, row in of_layer[0].items() if isinstance(row, PackedMatrix)}
-    assert names == {"gate_up_proj", "down_proj"}
+    assert names == set(packings_of(layers)[layers[0].layout])  # not all shapes can be everywhere
+    assert names
     ids = token_ids(1, 40)
     with torch.no_grad():
         expected = model(ids).logits
