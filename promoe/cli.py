@@ -308,7 +308,7 @@ def bench(
 
     Args:
         model: folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size
-            (4 GB, written once)
+            (4 GB, written once, beside the folder that --out names)
         cache: slots, as shares of the routed experts or sizes
         systems: resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch,
             paper-preempt, paper (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm,

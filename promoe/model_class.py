@@ -7,8 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# What from_pretrained passes on to find and read config.json.
-_OF_THE_CONFIG = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+from promoe.hub import OF_THE_HUB
 
 
 def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
@@ -26,7 +25,7 @@ def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]
 
     config = options.get("config")
     if config is None or isinstance(config, (str, os.PathLike)):
-        found = {name: options[name] for name in _OF_THE_CONFIG if name in options}
+        found = {name: options[name] for name in OF_THE_HUB if name in options}
         config = AutoConfig.from_pretrained(config or path_or_id, trust_remote_code=False, **found)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         module_name = type(config).__module__.replace(".configuration_", ".modeling_")

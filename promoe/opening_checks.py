@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, shown
+from promoe.hub import check_found
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
@@ -70,14 +71,8 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
     if os.path.isdir(path) and not kwargs.get("variant"):
         # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
         SafetensorsFiles.open(*locate_files(folder)).close()
-
-
-def check_is_checkpoint(folder: str) -> None:
-    """Raise CheckpointError where a folder has no configuration."""
-    if not os.path.isfile(os.path.join(folder, "config.json")):
-        raise CheckpointError(
-            f"The folder '{folder[:500]}' has no config.json: it is no checkpoint of Transformers. Give a folder that has one."
-        )
+    if not os.path.isdir(path) and kwargs.get("config") is None:
+        check_found(path_or_id, kwargs)
 
 
 def check_dtype(dtype: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 import textwrap
@@ -18,10 +17,10 @@ from transformers import AutoTokenizer, TextStreamer
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, check_at_least, shown
+from promoe.hub import check_found
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
-from promoe.opening_checks import check_is_checkpoint
 from promoe.output import check_writable
 from promoe.processor import num_cores, processor_name
 from promoe.report import Run, html_report, save_run, text_report
@@ -154,23 +153,13 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    if not os.path.isdir(model) and (Path(model).is_absolute() or model.startswith(".") or model.count("/") > 1):
-        raise CheckpointError(
-            f"There is no folder '{model[:500]}'. Give the folder of a checkpoint, or a hub id such as org/name."
-        )
-    if os.path.isdir(model):
-        check_is_checkpoint(model)
+    check_found(model)
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # tokenizers raises that class itself
-        remedy = (
-            "Copy its files again."
-            if os.path.isdir(model)
-            else "There is no folder of that name; is it an id of the hub?"
-        )
         raise CheckpointError(
-            f"Cannot open the tokenizer of '{model[:500]}': {type(error).__name__}: {str(error)[:2000]}. {remedy}"
+            f"Cannot open the tokenizer of '{model[:500]}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
         ) from error
     return tokenizer
 

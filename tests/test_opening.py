@@ -412,8 +412,10 @@ class TestRefusedCheckpoints:
                      auto_class=transformers.AutoModelForSeq2SeqLM)  # fmt: skip
 
     def test_nothing_there(self, tmp_path: Path) -> None:
-        self.refused(tmp_path / "absent", f"Cannot open {tmp_path / 'absent'}: ")
-        self.refused("promoe-tests/no-such-model", "Cannot open promoe-tests/no-such-model: ")
+        self.refused(tmp_path / "absent", f"There is no folder '{tmp_path / 'absent'}'. ")
+        self.refused(
+            "promoe-tests/no-such-model", "There is no folder 'promoe-tests/no-such-model', and no such id of the hub"
+        )
 
     def test_a_failing_disk_while_the_rest_is_read(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def fails(*_: object) -> int:

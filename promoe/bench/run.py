@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from promoe.bench.options import Options
 from promoe.bench.process import Worker, WorkerError
-from promoe.bench.results import Report
+from promoe.bench.results import Report, Table
 from promoe.bench.round import Reference, Round
 from promoe.bench.systems import KNOWN, RESIDENT, System, find_systems
 from promoe.bench.tasks import Task, make_tasks
@@ -89,20 +89,32 @@ class Bench:
             for system in self.systems:
                 if system.kind not in ("promoe", "resident"):
                     self._prepare(resident, system)
-            tables = []
-            for cache in self.options.cache:
-                limit_bytes = None
-                if not self.not_limited:
-                    limit_bytes = (
-                        sizes.other_bytes
-                        + slots[cache]
-                        + self.workspace_bytes
-                        + self._activation_bytes(sizes)
-                        + self._kept_bytes(sizes)
-                    )
-                tables += Round(self, resident, sizes, references, cache, limit_bytes, link).measure()
+        tables = []
+        for cache in self.options.cache:
+            tables += self._measure(cache, sizes, references, self._limit_bytes(sizes, slots[cache]), link)
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
+
+    def _measure(
+        self,
+        cache: str,
+        sizes: Sizes,
+        references: Sequence[Reference],
+        limit_bytes: int | None,
+        link: EmulatedLink | None,
+    ) -> list[Table]:
+        """A table per task. The unmodified model is as new to the prompts as the others are: for each number of rows that an
+        expert is multiplied with for the first time, oneDNN makes a program, which of a long prompt is much of the time."""
+        with ExitStack() as stack:
+            resident = self.start(stack, KNOWN[RESIDENT], cache, None)
+            return Round(self, resident, sizes, references, cache, limit_bytes, link).measure()
+
+    def _limit_bytes(self, sizes: Sizes, slots_bytes: int) -> int | None:
+        """What each system but the unmodified model may have; None: as much as it likes."""
+        if self.not_limited:
+            return None
+        computing_bytes = self._activation_bytes(sizes) + self._kept_bytes(sizes)
+        return sizes.other_bytes + slots_bytes + self.workspace_bytes + computing_bytes
 
     def open_probe(self, stack: ExitStack, mode: ProbeMode) -> Callable[[], float]:
         """What measures how many bytes per second the checkpoint's files give in a mode; the stack closes it."""

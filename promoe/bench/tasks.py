@@ -12,6 +12,7 @@ from promoe.bench.options import Options
 from promoe.bench.worker import Prompt
 from promoe.demo.example import read_prompts
 from promoe.errors import CheckpointError, UnsupportedModelError
+from promoe.hub import check_found
 from promoe.running import load_tokenizer, prompt_inputs
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
 def _check_is_decoder(checkpoint: Path) -> None:
     from transformers import AutoConfig
 
+    check_found(checkpoint)
     try:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except Exception as error:  # Transformers computes with what config.json says

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,12 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.hub import check_found, is_folder
 from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.model_class import class_to_open
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.opening import as_loaded, open_headers
-from promoe.opening_checks import check_is_checkpoint, prepare_config
+from promoe.opening_checks import prepare_config
 from promoe.packed_files import open_packed
 from promoe.placement import other_bytes
 from promoe.planning.kv_cache import find_kv_cache
@@ -100,15 +100,8 @@ def _read(
 
 def _local_folder(path_or_id: str) -> Path | None:
     """Where the checkpoint lies; None: it is a hub id, of which nothing is here."""
-    if os.path.isdir(path_or_id):
-        check_is_checkpoint(path_or_id)
+    if is_folder(path_or_id):
         return Path(path_or_id)
-    path = Path(path_or_id)
-    if path.exists() or path.is_absolute() or path_or_id.startswith(".") or path_or_id.count("/") > 1:
-        raise CheckpointError(
-            f"There is no folder '{path_or_id[:500]}'. Give the folder of a checkpoint, one with a config.json, or a hub id "
-            "such as org/name."
-        )
     try:
         for name in (INDEX_NAME, WEIGHTS_NAME):
             if isinstance(found := try_to_load_from_cache(path_or_id, name), str) and _has_weights(Path(found).parent):
@@ -124,6 +117,7 @@ def _has_weights(folder: Path) -> bool:
 
 def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str]:
     """The model that a configuration describes, and what its dtype rests on."""
+    check_found(path_or_id)
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
         prepare_config(path_or_id, config)
