@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from promoe import packed_gain
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.layout import ExpertLayout
 from promoe.moe_layers import MoELayer
@@ -69,10 +70,9 @@ def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packings:
     if packings_in(store):
         return NO_PACKINGS
     try:
-        _check_stored(layers, store)
+        return _worth_packing(layers, store)
     except UnsupportedModelError:
         return NO_PACKINGS
-    return {layout: packings for layout, packings in packings_of(layers).items() if packings}
 
 
 def write_packed(
@@ -90,19 +90,11 @@ def write_packed(
         Bytes written.
 
     Raises:
-        UnsupportedModelError: no matrix of this model can be packed on this machine.
+        UnsupportedModelError: no matrix of this model can be packed on this machine, or none is multiplied by sooner then.
         ConfigError: there is too little room, or the folder cannot be written.
         CheckpointError: an expert cannot be read.
     """
-    packings = packings_of(layers)
-    if not any(packings.values()):
-        raise UnsupportedModelError(
-            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
-            "sizes multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and a build of "
-            f"torch for whose oneDNN matrices have a layout of their own, in which one token's row has the same bits. Found "
-            f"{_found(layers)}. Run the model as it is."
-        )
-    _check_stored(layers, store)
+    packings = _worth_packing(layers, store)
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
     index, paths = _index(layers, store, packings), _paths(layers, folder)
     digest = _digest(index)
@@ -112,7 +104,7 @@ def write_packed(
         (folder / INDEX).unlink(missing_ok=True)
         try:
             for layer, path, done_bytes in zip(layers, paths, accumulate(sizes), strict=True):
-                write_layer(path, _header(layer, digest), _packed_slots(layer, store, packings[layer.layout]))
+                write_layer(path, _header(layer, digest), _packed_slots(layer, store, packings.get(layer.layout, {})))
                 if progress is not None:
                     progress(done_bytes, sum(sizes))
             _write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
@@ -125,6 +117,34 @@ def write_packed(
             f"Experts could not be packed into {folder}: {error}. Choose another folder with --out."
         ) from error
     return sum(sizes)
+
+
+def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packings:
+    possible = packings_of(layers)
+    if not any(possible.values()):
+        raise UnsupportedModelError(
+            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
+            "sizes multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and a build of "
+            f"torch for whose oneDNN matrices have a layout of their own, in which one token's row has the same bits. Found "
+            f"{_found(layers)}. Run the model as it is."
+        )
+    _check_stored(layers, store)
+    found = packed_gain.gaining(possible)
+    if not found:
+        raise UnsupportedModelError(
+            "Nothing is gained by packing this model's experts on this machine. One token's row is multiplied so many times as "
+            f"fast by packed matrices (measured): {gains_in_words(possible)}; it takes at least {packed_gain.LEAST_GAIN} times "
+            f"to be worth it. Found {_found(layers)}. Run the model as it is."
+        )
+    return found
+
+
+def gains_in_words(packings: Packings) -> str:
+    """How many times as fast one token's row is multiplied by each tensor that may be packed."""
+    gains = {
+        (name, packed_gain.gain_of(packing)) for of_layout in packings.values() for name, packing in of_layout.items()
+    }
+    return ", ".join(f"{name} {gain:.2f}" for name, gain in sorted(gains))
 
 
 def open_packed(
@@ -163,7 +183,7 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     index = read_json(folder / INDEX)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ValueError(f"{INDEX} is not in format {FORMAT}.")
-    packings = packings_of(layers)
+    packings = _of_index(packings_of(layers), layers, index)
     expected = _index(layers, store, packings)
     for key, what in _WHAT.items():
         if index.get(key) != expected[key]:
@@ -178,6 +198,18 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     except BaseException:
         files.close()
         raise
+
+
+def _of_index(possible: Packings, layers: Sequence[MoELayer], index: Mapping[str, Any]) -> Packings:
+    """Of what can be packed here, what the index names."""
+    entries = index.get("packings")
+    if not isinstance(entries, list) or len(entries) != len(layers) or not all(isinstance(e, dict) for e in entries):
+        return possible
+    named = {layer.layout: entry for layer, entry in zip(layers, entries, strict=True)}
+    return {
+        layout: {name: packing for name, packing in packings.items() if name in named[layout]}
+        for layout, packings in possible.items()
+    }
 
 
 # What differs if an entry of the index does.
@@ -203,7 +235,7 @@ def _index(layers: Sequence[MoELayer], store: SafetensorsStore, packings: Packin
             for file in store.files
         ],
         "layers": [_layer_entry(layer.name, layer.num_experts, layer.layout) for layer in layers],
-        "packings": [_packing_entry(packings[layer.layout]) for layer in layers],
+        "packings": [_packing_entry(packings.get(layer.layout, {})) for layer in layers],
     }
 
 

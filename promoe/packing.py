@@ -11,7 +11,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from promoe.opening import open_headers
-from promoe.packed_files import packed_folder, write_packed
+from promoe.packed_files import gains_in_words, packable, packed_folder, write_packed
 from promoe.units import format_memory, format_seconds
 
 
@@ -31,6 +31,7 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
 
         folder = packed_folder(store) if out is None else out
         nbytes = write_packed(opened.layers, store, folder, progress)
+        gains = gains_in_words(packable(opened.layers, store))
     took = format_seconds(time.perf_counter() - start_s)
     how = (
         "It is used from now on."
@@ -38,3 +39,4 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
         else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
     )
     print(f"{format_memory(nbytes)} of experts packed into {folder} in {took}. {how}", file=stdout)
+    print(f"One token's row is multiplied so many times as fast now (measured): {gains}.", file=stdout)

@@ -23,7 +23,7 @@ os.environ["COLUMNS"] = "100"
 import torch
 from transformers.utils import logging as transformers_logging
 
-from promoe import spool
+from promoe import packed_gain, spool
 
 transformers_logging.disable_progress_bar()
 
@@ -33,6 +33,14 @@ def _what_is_there_stays() -> None:
     """Imports, and models that tests share: going through them at each collection takes more time than most tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _packing_gains() -> Iterator[None]:
+    """Whatever the processor: tests pack matrices that are too small to gain anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_gain, "LEAST_GAIN", 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from tiny_models import build, token_ids
 from transformers import AutoModelForCausalLM
 
 import promoe
-from promoe import cli, packed, packed_files
+from promoe import cli, packed, packed_files, packed_gain
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.opening import open_headers
 from promoe.packed import PackedMatrix, Packing
@@ -39,7 +39,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_checkpoint(tmp_path_factory.mktemp("packed") / "model", chat=False, hidden=128, intermediate=64)
     out = io.StringIO()
     run_pack(folder, None, None, out)
-    assert re.match(r".* of experts packed into .*promoe-packed in .*\. It is used from now on\.\n", out.getvalue())
+    packed_words, gains = out.getvalue().splitlines()
+    assert re.fullmatch(r".* of experts packed into .*promoe-packed in .*\. It is used from now on\.", packed_words)
+    assert re.fullmatch(r".* as fast now \(measured\): down_proj \d\.\d\d, gate_up_proj \d\.\d\d\.", gains)
     return folder
 
 
@@ -121,6 +123,36 @@ def test_where_bits_differ_output_does_not(checkpoint: Path, monkeypatch: pytest
         assert torch.equal(model(ids).logits, expected(ids).logits)
     assert {same for kind in packed._VERDICTS.values() for same in kind.same.values()} == {False}
     model.promoe.close()
+
+
+def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quicker = {"gate_up_proj": 1.2, "down_proj": 0.9}
+    (possible,) = packed_files.packings_of(open_headers(copied).layers).values()
+    gains = {packing: quicker[name] for name, packing in possible.items()}
+    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packed_gain, "gain_of", gains.__getitem__)
+    run_pack(copied, None, None, io.StringIO())
+    monkeypatch.undo()  # what was packed is read wherever it can be
+    expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
+    assert isinstance(store_of(model), PackedStore)
+    tensors = model.promoe._pools[0].tensors(0)
+    assert isinstance(tensors["gate_up_proj"], PackedMatrix)
+    assert isinstance(tensors["down_proj"], torch.Tensor)
+    with torch.no_grad():
+        for tokens in (1, 9, 64):
+            ids = token_ids(1, tokens, seed=tokens)
+            assert torch.equal(model(ids).logits, expected(ids).logits)
+    model.promoe.close()
+
+
+def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packed_gain, "gain_of", lambda packing: 1.04)
+    shutil.rmtree(copied / FOLDER)
+    message = r"Nothing is gained .* \(measured\): down_proj 1\.04, gate_up_proj 1\.04; it takes at least 1\.05"
+    with pytest.raises(UnsupportedModelError, match=message):
+        run_pack(copied, None, None, io.StringIO())
+    assert not (copied / FOLDER).exists()
 
 
 def test_what_one_row_has_other_bits_for_is_not_packed(

@@ -5,7 +5,7 @@ For a long prompt, and with packed experts, that is less than the unmodified mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -19,15 +19,15 @@ from promoe.packed_files import packings_of
 from promoe.seam import attach
 
 
-def rows_of(layers: Sequence[MoELayer], packed: bool) -> list[ExpertRows]:
-    """All experts of each layer, as they are, or packed where they can be (in other memory, as much again)."""
+def rows_of(layers: Sequence[MoELayer], packed: Collection[str]) -> list[ExpertRows]:
+    """All experts of each layer: tensors of these names packed where they can be (in other memory, as much again)."""
     packings = packings_of(layers) if packed else {}
-    return [_rows(layer, packings.get(layer.layout, {})) for layer in layers]
+    return [_rows(layer, packings.get(layer.layout, {}), packed) for layer in layers]
 
 
-def _rows(layer: MoELayer, packings: Mapping[str, Packing]) -> ExpertRows:
+def _rows(layer: MoELayer, packings: Mapping[str, Packing], packed: Collection[str]) -> ExpertRows:
     def row(name: str, tensor: torch.Tensor) -> Row:
-        packing = packings.get(name)
+        packing = packings.get(name) if name in packed else None
         return tensor if packing is None else packing.view(packing.pack(tensor))
 
     stacks = layer.rows()

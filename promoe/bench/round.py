@@ -44,7 +44,7 @@ class _Measured:
     facts: dict[str, Facts] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     in_place: list[Generation] = field(default_factory=list)
-    packed: bool = False
+    packed: frozenset[str] = frozenset()
     taken: Taken | None = None
 
 
@@ -139,7 +139,7 @@ class Round:
         )
 
     def _measure_task(self, reference: Reference, workers: dict[str, Worker]) -> _Measured:
-        packed = any(worker.facts().packed for worker in workers.values())
+        packed = frozenset[str]().union(*(worker.facts().packed for worker in workers.values()))
         found = _Measured({name: [] for name in workers}, packed=packed)
         prompts = reference.task.prompts
         watch = CoreWatch()

@@ -36,7 +36,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.scheduler import SchedulerConfig
 from promoe.sizes import plan_pools
 from promoe.stats import Stats
-from promoe.stores.packed_store import PackedStore
+from promoe.stores.packed_store import packings_in
 
 # Of a system that takes seconds per token, a few tokens tell enough.
 FEWEST_TOKENS = 4
@@ -80,7 +80,7 @@ class Prompt:
         pad_token_id: for `model.generate`.
         record: also return the routing; such an answer is slower.
         in_place: of the unmodified model: run its experts as this library does.
-        packed: then with packed experts.
+        packed: names of tensors that are packed then.
     """
 
     ids: Sequence[int]
@@ -89,7 +89,7 @@ class Prompt:
     pad_token_id: int | None
     record: bool = False
     in_place: bool = False
-    packed: bool = False
+    packed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Facts:
         stats: of a system of this library.
         scheduler: its sizes and policy.
         reader: how it reads files, if it does.
-        packed: whether its experts are packed.
+        packed: names of its experts' tensors that are packed.
         peak_rss_bytes: most memory that the process had in use, mapped files included.
     """
 
@@ -124,7 +124,7 @@ class Facts:
     scheduler: SchedulerConfig | None
     reader: Reader | None
     peak_rss_bytes: int
-    packed: bool = False
+    packed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _Server:
     def __init__(self) -> None:
         self._model: Any = None
         self._handle: Any = None
-        self._rows: dict[bool, list[ExpertRows]] = {}  # for `in_place`, packed or not
+        self._rows: dict[frozenset[str], list[ExpertRows]] = {}  # for `in_place`, by what is packed
 
     def open(self, opening: Opening) -> None:
         torch.set_num_threads(opening.threads)
@@ -238,7 +238,7 @@ class _Server:
             )
             return Answer(generation, [] if recorder is None else recorder.take())
 
-    def _in_place(self, packed: bool) -> AbstractContextManager[None]:
+    def _in_place(self, packed: frozenset[str]) -> AbstractContextManager[None]:
         layers = self._layers()
         if packed not in self._rows:
             self._rows[packed] = rows_of(layers, packed)
@@ -279,7 +279,7 @@ class _Server:
             return Facts(None, None, None, peak_bytes)
         engine = self._handle.runtime.engine
         reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
-        packed = isinstance(engine.store, PackedStore)
+        packed = frozenset(name for packings in packings_in(engine.store).values() for name in packings)
         return Facts(self._handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
 
     def close(self) -> None:

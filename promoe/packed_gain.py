@@ -1,0 +1,59 @@
+"""Which matrices a processor multiplies by sooner when they are packed. Not all: with AMX, some take longer."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from promoe.packed import Packing
+from promoe.stores.packed_store import Packings
+
+# What is multiplied by, one matrix after the other: more than caches hold, as experts are.
+SPAN_BYTES, MOST_MATRICES = 192 * 2**20, 256
+ROUNDS = 7
+# Less is within what times differ by.
+LEAST_GAIN = 1.05
+
+
+def gaining(packings: Packings) -> Packings:
+    """Of these, what is worth packing on this machine."""
+    found = {
+        layout: {name: packing for name, packing in of_layout.items() if gain_of(packing) >= LEAST_GAIN}
+        for layout, of_layout in packings.items()
+    }
+    return {layout: of_layout for layout, of_layout in found.items() if of_layout}
+
+
+@cache
+def gain_of(packing: Packing) -> float:
+    """How many times as fast one token's row is multiplied by a packed matrix, measured: medians of rounds that take turns."""
+    num_matrices = max(2, min(MOST_MATRICES, SPAN_BYTES // packing.nbytes))
+    matrix = torch.randn(packing.shape, dtype=torch.float32, device="cpu").to(packing.dtype)
+    plain = [matrix.clone() if packing.transposed else matrix.clone().t() for _ in range(num_matrices)]
+    memory = packing.pack(matrix)
+    packed = [packing.view(memory.clone()) for _ in range(num_matrices)]
+    in_size, out_size = packed[0].shape
+    x = torch.randn((1, in_size), dtype=torch.float32, device="cpu").to(packing.dtype)
+    out = x.new_empty((1, out_size))
+
+    def multiply_plain() -> None:
+        for one in plain:
+            torch.mm(x, one, out=out)
+
+    def multiply_packed() -> None:
+        for one in packed:
+            one.multiply(x, out)
+
+    rounds = [(_seconds(multiply_plain), _seconds(multiply_packed)) for _ in range(ROUNDS + 1)]
+    # The first round pays for what oneDNN makes.
+    return statistics.median(plain_s / packed_s for plain_s, packed_s in rounds[1:])
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    run()
+    return time.perf_counter() - start_s
