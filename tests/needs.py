@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
 
+from promoe.opening import open_headers
 from promoe.packed import Packing
+from promoe.packed_files import packable
 
 needs_packing = pytest.mark.skipif(
     Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"
 )
+
+
+def packs(folder: Path) -> bool:
+    """Whether some of a checkpoint's experts can be packed on this machine."""
+    opened = open_headers(folder)
+    with closing(opened.store) as store:
+        return bool(packable(opened.layers, store))
