@@ -2,15 +2,16 @@
 
 For each product, oneDNN first brings a matrix from the model's layout into its own, which takes as long as a product with few
 rows. Matrices that are in that layout already spare it that. The bits are the same wherever oneDNN adds in the same order,
-which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`). With AMX it does
-not: from 33 rows on it adds in another order, and for some shapes from one row on; those are not packed (`Packing.of`).
+which it is not trusted to do: for each number of rows, both ways are compared first (`PackedMatrix.multiply`). With AMX it
+often does not: for many shapes from 33 rows on, and for some with one row already; those are not packed (`Packing.of`).
 
 Comparing takes as long as some products. What few rows spare soon pays for that, many rows only after a while, and with very
 many there is nothing to spare: until it pays, a matrix is brought back into the model's layout for each product. Long prompts,
 of which nearly every expert has another number of rows, would spend more on comparing than on computing, and as much memory on
 oneDNN's programs, otherwise.
 
-The layout belongs to a processor and a version of oneDNN; `Packing.signature` tells one from another.
+The layout belongs to a processor, a version of oneDNN and a number of threads; `Packing.signature` tells one from another. What
+is compared is multiplied in the layout that is there, whatever oneDNN would choose by now.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Larger ones stay as they are: comparing takes some copies of a matrix.
-MOST_BYTES = 64 * 2**20
+# Larger ones stay as they are, for comparing takes some copies of a matrix; and so do what are hardly matrices.
+MOST_BYTES, LEAST_SIZE = 64 * 2**20, 16
 # Of what is compared: pairs of columns, and how many of these each row of the other factor uses; by what powers of two they
 # are multiplied, and how far these range; rows of the matrix before they repeat; rows of the other factor, at least.
 _PAIRS, _PAIRS_OF_ROW, _LEAST_POWER, _POWERS, _DRAWN, _LEAST_ROWS = 64, 32, 14, 6, 256, 8
@@ -44,13 +45,9 @@ LATER = 16
 # Outputs of a linear layer that oneDNN lays side by side, by twos of inputs: `[out / block, in / 2, block, 2]`.
 BLOCKS = (64, 48, 32, 24, 16, 8)
 
-Kind = tuple[
-    tuple[int, int], bool, torch.dtype, int, bool
-]  # shape, transposed, dtype, threads, whether torch uses oneDNN
-
 
 class _Verdicts:
-    """On products with matrices of one kind."""
+    """On products with matrices of one packing, with one number of threads."""
 
     def __init__(self) -> None:
         self.same: dict[int, bool] = {}
@@ -61,30 +58,35 @@ class _Verdicts:
         """With more, nothing is compared. Where many rows have other bits, more of them have, too."""
 
     def say_different(self, packing: Packing, num_rows: int) -> None:
-        """Once of each kind: there may be as many such numbers of rows as there are."""
-        level = logging.DEBUG if list(self.same.values()).count(False) > 1 else logging.INFO
+        """Once, for there may be many such numbers of rows; and of one row, for then each token takes longer."""
+        told = list(self.same.values()).count(False) > 1
+        level = logging.WARNING if num_rows == 1 else logging.DEBUG if told else logging.INFO
+        words = "one row has" if num_rows == 1 else f"{num_rows} rows have"
         logger.log(
             level,
-            "Packed matrices of shape %s have not the same bits for %d rows: they are unpacked for those, which takes time.",
+            "With %d threads, %s other bits when multiplied by packed matrices of shape %s: they are unpacked for that, which "
+            "takes time.",
+            torch.get_num_threads(),
+            words,
             list(packing.shape),
-            num_rows,
         )
 
 
-_VERDICTS: defaultdict[Kind, _Verdicts] = defaultdict(_Verdicts)
+_VERDICTS: defaultdict[tuple[Packing, int, bool], _Verdicts] = defaultdict(_Verdicts)
+"""Of a packing, a number of threads, and whether torch uses oneDNN."""
 
 
 class _Space(threading.local):
     """Of a thread, memory for one matrix at a time. malloc would put some of them into new memory each, for between two
     matrices it is asked for what oneDNN keeps."""
 
-    _memory = torch.empty(0, dtype=torch.uint8)
+    _memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def of(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """An empty tensor, until the next one."""
         nbytes = shape[0] * shape[1] * dtype.itemsize
         if nbytes > len(self._memory):
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[:nbytes].view(dtype).view(shape)
 
 
@@ -116,10 +118,10 @@ class Packing:
         if len(shape) != 2 or dtype != torch.bfloat16 or not _library().complete:
             return None
         rows, columns = shape
-        if rows * columns * dtype.itemsize > MOST_BYTES:
+        if rows * columns * dtype.itemsize > MOST_BYTES or min(shape) < LEAST_SIZE:
             return None
-        found = _packing((rows, columns), transposed, dtype)
-        return found if found is not None and _same_bits_known(found, 1) else None
+        found = _packing((rows, columns), transposed, dtype, torch.get_num_threads())
+        return found if found is not None and _one_row_has_the_same_bits(found) else None
 
     @property
     def nbytes(self) -> int:
@@ -138,21 +140,28 @@ class Packing:
         return _signature(self)
 
     def pack(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The bytes `[nbytes]` of a matrix, packed."""
+        """The bytes `[nbytes]` of a matrix, packed; aligned as torch aligns tensors, for elsewhere products take longer."""
         assert tuple(matrix.shape) == self.shape, (matrix.shape, self)
-        return _bytes_of(_reorder(self._for_linear(matrix)))
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        packed, plain = self._elements(memory, matrix.contiguous())
+        packed.copy_(plain)
+        return memory
 
     def unpack(self, memory: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """What is packed in `memory` `[nbytes]` as the model has it, in `out`."""
+        packed, plain = self._elements(memory, out)
+        plain.copy_(packed)
+        return out
+
+    def _elements(self, memory: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of both, in the same order. They are moved as numbers: what is no number has its bits, too."""
         outputs, inputs = self._linear_shape
         blocks, twos = outputs // self.block, inputs // 2
         if self.transposed:
-            target = out.view(twos, 2, blocks, self.block).permute(2, 0, 3, 1)
-            target.copy_(memory.view(self.dtype).view(target.shape))
-        else:  # two inputs, moved as one number
-            whole = out.view(torch.int32).view(blocks, self.block, twos).transpose(1, 2)
-            whole.copy_(memory.view(torch.int32).view(whole.shape))
-        return out
+            plain = matrix.view(torch.int16).view(twos, 2, blocks, self.block).permute(2, 0, 3, 1)
+        else:  # two inputs as one number
+            plain = matrix.view(torch.int32).view(blocks, self.block, twos).transpose(1, 2)
+        return memory.view(plain.dtype).view(plain.shape), plain
 
     def view(self, memory: torch.Tensor) -> PackedMatrix:
         """What is, or will be, packed in `memory` `[nbytes]`, which stays the caller's; it is read when multiplied by."""
@@ -164,9 +173,6 @@ class Packing:
     def _linear_shape(self) -> tuple[int, int]:
         """`[out, in]`, as linear layers have it."""
         return (self.shape[1], self.shape[0]) if self.transposed else self.shape
-
-    def _for_linear(self, matrix: torch.Tensor) -> torch.Tensor:
-        return (matrix.t() if self.transposed else matrix).contiguous()
 
 
 class PackedMatrix:
@@ -187,12 +193,13 @@ class PackedMatrix:
 
     def dense(self) -> torch.Tensor:
         """A copy as the model has it."""
-        return self.packing.unpack(self._memory, torch.empty(self.packing.shape, dtype=self.packing.dtype))
+        packing = self.packing
+        return packing.unpack(self._memory, torch.empty(packing.shape, dtype=packing.dtype, device="cpu"))
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """`x[P, in]` times the matrix: `[P, out]` (`out`), with the bits of `torch.mm` and the model's layout."""
-        if x.dtype == self.packing.dtype and _same_bits_known(self.packing, len(x)):
-            found = _linear(x, self._opaque)
+        if x.dtype == self.packing.dtype and x.is_contiguous() and _same_bits_known(self.packing, len(x)):
+            found = self.multiply_packed(x)
             return found if out is None else out.copy_(found)
         packing = self.packing
         dense = packing.unpack(self._memory, _SPACE.of(packing.shape, packing.dtype))
@@ -200,12 +207,27 @@ class PackedMatrix:
             out = x.new_empty((len(x), self.shape[1]))
         return torch.mm(x, dense if packing.transposed else dense.t(), out=out)
 
+    def multiply_packed(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as it is packed, with whatever bits that has."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._opaque, None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _verdicts_on(packing: Packing) -> _Verdicts:
+    """As things are now: torch.backends.mkldnn.flags may switch oneDNN off."""
+    return _VERDICTS[packing, torch.get_num_threads(), torch._C._get_mkldnn_enabled()]
+
+
+def _one_row_has_the_same_bits(packing: Packing) -> bool:
+    verdicts = _verdicts_on(packing)
+    if 1 not in verdicts.same:
+        verdicts.same[1] = _compare(packing, 1)
+    return verdicts.same[1]
+
 
 def _same_bits_known(packing: Packing, num_rows: int) -> bool:
     """Whether products of so many rows are known to have the same bits; it is found out once that pays."""
-    with_onednn = torch._C._get_mkldnn_enabled()  # torch.backends.mkldnn.flags may switch it off
-    verdicts = _VERDICTS[packing.shape, packing.transposed, packing.dtype, torch.get_num_threads(), with_onednn]
-    if num_rows > verdicts.most_rows:
+    verdicts = _verdicts_on(packing)
+    if num_rows > verdicts.most_rows or not num_rows:
         return False
     same = verdicts.same.get(num_rows)
     if same is not None:
@@ -232,8 +254,9 @@ def _compare(packing: Packing, num_rows: int) -> bool:
     generator = torch.Generator().manual_seed(num_rows)
     for _ in range(max(1, _LEAST_ROWS // num_rows)):
         x, linear = _telling(packing, num_rows, generator)
-        plain = torch.mm(x, linear.t().contiguous() if packing.transposed else linear.t())
-        if not torch.equal(plain, _linear(x, _reorder(linear))):
+        matrix = linear.t().contiguous() if packing.transposed else linear
+        plain = torch.mm(x, matrix if packing.transposed else matrix.t())
+        if not torch.equal(plain, packing.view(packing.pack(matrix)).multiply_packed(x)):
             return False
     return True
 
@@ -264,12 +287,8 @@ def _reorder(linear: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(linear, 1)  # type: ignore[no-any-return]
 
 
-def _linear(x: torch.Tensor, opaque: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, opaque, None, "none", [], "")  # type: ignore[no-any-return]
-
-
 def _bytes_of(opaque: torch.Tensor) -> torch.Tensor:
-    """A copy `[nbytes]`, aligned as torch aligns tensors: elsewhere products take longer, with AMX by a quarter."""
+    """A copy `[nbytes]`."""
     ops: Any = torch.ops.mkldnn
     nbytes = int(ops._nbytes(opaque))
     copy = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -278,7 +297,8 @@ def _bytes_of(opaque: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> Packing | None:
+def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype, num_threads: int) -> Packing | None:
+    assert num_threads == torch.get_num_threads(), "oneDNN goes by it"
     pattern = _pattern(shape).view(dtype)
     try:
         packed = _reorder(pattern.t().contiguous() if transposed else pattern)
@@ -289,17 +309,15 @@ def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype) -> Pa
         return None
     for block in BLOCKS:
         found = Packing(shape, transposed, dtype, block, description)
-        if found.fits and len(content) == found.nbytes:
-            unpacked = found.unpack(content, torch.empty(shape, dtype=dtype))
-            if torch.equal(unpacked.view(torch.int16), pattern.view(torch.int16)):
-                return found
+        if found.fits and len(content) == found.nbytes and torch.equal(found.pack(pattern), content):
+            return found
     logger.debug("a packing for %s that is not known", shape)
     return None
 
 
 def _pattern(shape: tuple[int, int]) -> torch.Tensor:
     """`shape`, int16: no row is like another and no column, so that another order of either is another checksum."""
-    number = torch.arange(shape[0] * shape[1], dtype=torch.int32)
+    number = torch.arange(shape[0] * shape[1], dtype=torch.int32, device="cpu")
     # The first term comes again after 2**16 elements, which can be a whole number of rows; the second is another then.
     return ((number * 40503) ^ ((number >> 16) * 30011)).to(torch.int16).view(shape)
 

@@ -94,7 +94,14 @@ def write_packed(
         ConfigError: there is too little room, or the folder cannot be written.
         CheckpointError: an expert cannot be read.
     """
-    packings = _worth_packing(layers, store)
+    try:
+        packings = _worth_packing(layers, store)
+    except UnsupportedModelError as error:
+        if (folder / INDEX).is_file():
+            raise UnsupportedModelError(
+                f"{error} What was packed into {folder} before is still used: delete it."
+            ) from error
+        raise
     sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
     index, paths = _index(layers, store, packings), _paths(layers, folder)
     digest = _digest(index)
@@ -168,7 +175,7 @@ def open_packed(
         return store
     try:
         return _open(layers, store, folder, chunk_bytes)
-    except (OSError, ValueError, CheckpointError) as error:
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:  # torch says so that there is no memory
         message = (
             f"The packed experts in {folder} cannot be used: {str(error).removesuffix('.')}. Pack them again (promoe pack), or "
             "open the model with packed=None."

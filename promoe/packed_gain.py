@@ -6,14 +6,15 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 from promoe.packed import Packing
 from promoe.stores.packed_store import Packings
 
-# What is multiplied by, one matrix after the other: more than caches hold, as experts are.
-SPAN_BYTES, MOST_MATRICES = 192 * 2**20, 256
+# What is multiplied by, one matrix after the other: more than most caches hold, as experts are.
+SPAN_BYTES, MOST_MATRICES = 128 * 2**20, 256
 ROUNDS = 7
 # Less is within what times differ by.
 LEAST_GAIN = 1.05
@@ -28,16 +29,21 @@ def gaining(packings: Packings) -> Packings:
     return {layout: of_layout for layout, of_layout in found.items() if of_layout}
 
 
-@cache
 def gain_of(packing: Packing) -> float:
     """How many times as fast one token's row is multiplied by a packed matrix, measured: medians of rounds that take turns."""
+    return _gain_of(packing, torch.get_num_threads())
+
+
+@cache
+def _gain_of(packing: Packing, num_threads: int) -> float:
     num_matrices = max(2, min(MOST_MATRICES, SPAN_BYTES // packing.nbytes))
-    matrix = torch.randn(packing.shape, dtype=torch.float32, device="cpu").to(packing.dtype)
+    options: Any = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(num_threads)}
+    matrix = torch.randn(packing.shape, **options).to(packing.dtype)
     plain = [matrix.clone() if packing.transposed else matrix.clone().t() for _ in range(num_matrices)]
     memory = packing.pack(matrix)
     packed = [packing.view(memory.clone()) for _ in range(num_matrices)]
     in_size, out_size = packed[0].shape
-    x = torch.randn((1, in_size), dtype=torch.float32, device="cpu").to(packing.dtype)
+    x = torch.randn((1, in_size), **options).to(packing.dtype)
     out = x.new_empty((1, out_size))
 
     def multiply_plain() -> None:

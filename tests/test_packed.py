@@ -24,10 +24,17 @@ def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def packed(matrix: torch.Tensor, transposed: bool) -> PackedMatrix:
-    rows, columns = matrix.shape
-    packing = under_test._packing((rows, columns), transposed, matrix.dtype)  # whatever one row has
-    assert packing is not None
+    packing = packing_of(tuple(matrix.shape), transposed)
     return packing.view(packing.pack(matrix))
+
+
+def packing_of(shape: tuple[int, ...], transposed: bool = False) -> Packing:
+    """Whatever bits one row has."""
+    rows, columns = shape
+    found = under_test._packing((rows, columns), transposed, BF16, torch.get_num_threads())
+    if found is None:
+        pytest.skip(f"no layout that is known of {list(shape)} with {torch.get_num_threads()} threads here")
+    return found
 
 
 def verdicts() -> dict[int, bool]:
@@ -126,43 +133,108 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_another_order_of_additions_is_seen(order: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    packing = Packing.of((64, 512), False, BF16)
-    assert packing is not None
-    assert under_test._compare(packing, num_rows)
-    monkeypatch.setattr(under_test, "_reorder", lambda linear: linear)
+    packing = packing_of((64, 512))
+
+    def packed_in_order(*parts: torch.Tensor) -> Callable[[PackedMatrix, torch.Tensor], torch.Tensor]:
+        multiply = in_order(*parts)
+        return lambda matrix, x: multiply(x, matrix.dense())
+
     monkeypatch.setattr(torch, "mm", lambda x, factor: in_order(ALL)(x, factor.t()))
-    monkeypatch.setattr(under_test, "_linear", in_order(ALL))
+    monkeypatch.setattr(PackedMatrix, "multiply_packed", packed_in_order(ALL))
     assert under_test._compare(packing, num_rows)
     monkeypatch.setattr(under_test, "_LEAST_ROWS", 1)  # which is enough
-    monkeypatch.setattr(under_test, "_linear", in_order(*ORDERS[order]))
+    monkeypatch.setattr(PackedMatrix, "multiply_packed", packed_in_order(*ORDERS[order]))
     assert not under_test._compare(packing, num_rows)
 
 
 @needs_packing
 @pytest.mark.parametrize("shape", [(192, 9216), (64, 2048), (512, 192), (768, 2048)])
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 16, 33])
-def test_what_is_said_to_have_the_same_bits_has_them_whatever_is_multiplied(
-    shape: tuple[int, int], num_rows: int
-) -> None:
-    packing = under_test._packing(shape, False, BF16)
-    assert packing is not None
-    if under_test._compare(packing, num_rows):
-        generator = torch.Generator().manual_seed(99)
-        for _ in range(20):
-            x, linear = under_test._telling(packing, num_rows, generator)
-            found = under_test._linear(x, under_test._reorder(linear))
-            assert torch.equal(found, torch.mm(x, linear.t()))
+def test_what_is_said_to_have_the_same_bits_has_them(shape: tuple[int, int], num_rows: int) -> None:
+    packing = packing_of(shape)
+    same = under_test._compare(packing, num_rows)
+    generator = torch.Generator().manual_seed(99)
+    spread = torch.arange(-12.0, 12.0).exp2()
+    for _ in range(30):
+        matrix, x = (torch.randn(size, generator=generator) for size in (shape, (num_rows, shape[1])))
+        # Of few and of many magnitudes, and what nearly cancels out.
+        for wide in (False, True):
+            if wide:
+                x = x * spread[torch.randint(len(spread), x.shape, generator=generator)]
+                x[:, 1::2] = -x[:, ::2] * (1 + 2.0**-7)
+            one, other = matrix.to(BF16), x.to(BF16)
+            found = packing.view(packing.pack(one)).multiply_packed(other)
+            assert not same or torch.equal(found, torch.mm(other, one.t()))
+
+
+@needs_packing
+@pytest.mark.parametrize("shape", [(64, 1024), (64, 4608), (192, 512), (1536, 2048)])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (1, 4), (4, 1), (2, 4)])
+def test_the_layout_stays_when_the_number_of_threads_changes(shape: tuple[int, int], before: int, after: int) -> None:
+    """oneDNN would choose another one by now."""
+    torch.set_num_threads(before)
+    packing, matrix = packing_of(shape), torch.randn(shape).to(BF16)
+    found = packing.view(packing.pack(matrix))
+    torch.set_num_threads(after)
+    assert torch.equal(found.dense(), matrix)
+    assert torch.equal(packing.pack(matrix), found._memory)
+    for num_rows in (1, 2, 8, 16):
+        for _ in range(10):
+            x = torch.randn(num_rows, shape[1]).to(BF16)
+            assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
+    assert {(kind, threads) for kind, threads, _ in under_test._VERDICTS} == {(packing, after)}
+
+
+@needs_packing
+def test_another_number_of_threads_may_have_another_layout() -> None:
+    shape, found = (192, 512), {}
+    for threads in (1, 4, 8, 1):
+        torch.set_num_threads(threads)
+        again = packing_of(shape)
+        matrix = torch.randn(shape).to(BF16)
+        packed_by_onednn = under_test._bytes_of(under_test._reorder(matrix))
+        assert torch.equal(again.pack(matrix), packed_by_onednn)
+        assert found.setdefault(threads, again) == again
+    for one in found.values():
+        for other in found.values():
+            assert (one.block == other.block) == (one.signature == other.signature)
+
+
+@needs_packing
+def test_a_default_device_is_not_for_what_is_packed() -> None:
+    matrix, x = torch.randn(128, 64).to(BF16), torch.randn(300, 64).to(BF16)
+    found, shape = packed(matrix, False), (320, 64)  # which no other test has
+    with torch.device("meta"):
+        assert torch.equal(found.multiply(x, torch.empty(300, 128, dtype=BF16, device="cpu")), torch.mm(x, matrix.t()))
+        assert torch.equal(found.multiply(x[:3].clone()), torch.mm(x[:3], matrix.t()))
+        packing_of(shape)
+    assert torch.equal(found.multiply(x), torch.mm(x, matrix.t()))
+
+
+@needs_packing
+def test_rows_that_lie_otherwise_are_multiplied_as_they_would_be() -> None:
+    matrix = torch.randn(64, 4608).to(BF16)
+    found = packed(matrix, False)
+    for num_rows in (24, 32):
+        x = torch.randn(4608, num_rows).to(BF16).t()
+        for _ in range(LATER + 1):
+            assert torch.equal(found.multiply(x), torch.mm(x, matrix.t()))
+
+
+@needs_packing
+def test_no_rows() -> None:
+    assert packed(torch.randn(128, 64).to(BF16), False).multiply(torch.empty(0, 64, dtype=BF16)).shape == (0, 128)
 
 
 @needs_packing
 def test_where_bits_would_differ_matrices_are_unpacked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = under_test._linear
+    real = PackedMatrix.multiply_packed
 
-    def in_another_order(x: torch.Tensor, opaque: torch.Tensor) -> torch.Tensor:
+    def in_another_order(packed: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
         half = x.shape[1] // 2
-        matrix = opaque.to_dense().float()
+        matrix = packed.dense().float()
         return (x[:, :half].float() @ matrix[:, :half].t() + x[:, half:].float() @ matrix[:, half:].t()).to(x.dtype)
 
     def check(num_rows: int) -> None:
@@ -172,21 +244,36 @@ def test_where_bits_would_differ_matrices_are_unpacked(
     caplog.set_level(logging.INFO, "promoe")
     matrix = torch.randn(192, 512).to(BF16)
     found = packed(matrix, False)
-    monkeypatch.setattr(under_test, "_linear", in_another_order)
+    monkeypatch.setattr(PackedMatrix, "multiply_packed", in_another_order)
     check(4)
     check(6)
     (message,) = caplog.messages
-    assert "shape [192, 512] have not the same bits for 4 rows" in message
-    monkeypatch.setattr(under_test, "_linear", real)
+    assert "With 1 threads, 4 rows have other bits when multiplied by packed matrices of shape [192, 512]" in message
+    monkeypatch.setattr(PackedMatrix, "multiply_packed", real)
     check(5)
     assert verdicts() == {4: False, 6: False, 5: True}
+
+
+@needs_packing
+def test_it_is_said_when_every_token_takes_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: torch.get_num_threads() != 2)
+    found = packed(torch.randn(128, 64).to(BF16), False)
+    product(found, torch.randn(1, 64).to(BF16))
+    assert caplog.messages == []
+    torch.set_num_threads(2)
+    for _ in range(2):
+        product(found, torch.randn(1, 64).to(BF16))
+    (message,) = caplog.messages
+    assert "With 2 threads, one row has other bits" in message
 
 
 @needs_packing
 def test_what_one_row_has_other_bits_for_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: num_rows != 1)
     assert Packing.of((128, 64), False, BF16) is None
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)  # has never been asked
+    torch.set_num_threads(2)  # which was not asked for yet
     monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: True)
     assert Packing.of((128, 64), False, BF16) is not None
 
@@ -261,7 +348,7 @@ def test_a_layout_that_is_not_known_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert Packing.of(shape, False, BF16) is None
     monkeypatch.undo()
     under_test._packing.cache_clear()
-    assert Packing.of(shape, False, BF16) is not None
+    packing_of(shape)
 
 
 @needs_packing
@@ -274,7 +361,15 @@ def test_rows_of_another_dtype_are_multiplied_as_they_would_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((128, 64), torch.float32), ((96,), BF16), ((2, 96, 64), BF16), ((2**14, 2**12), BF16)]
+    ("shape", "dtype"),
+    [
+        ((128, 64), torch.float32),
+        ((96,), BF16),
+        ((2, 96, 64), BF16),
+        ((2**14, 2**12), BF16),
+        ((64, 2), BF16),
+        ((0, 64), BF16),
+    ],
 )
 def test_what_is_not_packed(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert Packing.of(shape, False, dtype) is None

@@ -112,12 +112,12 @@ def test_another_implementation_later_reads_copies(checkpoint: Path, implementat
 
 
 def test_where_bits_differ_output_does_not(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_another_order(x: torch.Tensor, opaque: torch.Tensor) -> torch.Tensor:
-        return (x.flip(1).float() @ opaque.to_dense().flip(1).float().t()).to(x.dtype) + 1
+    def in_another_order(packed: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
+        return (x.flip(1).float() @ packed.dense().flip(1).float().t()).to(x.dtype) + 1
 
     expected, model = stock(checkpoint), promoe.from_pretrained(checkpoint, cache="60%")
     monkeypatch.setattr(packed, "_VERDICTS", defaultdict(packed._Verdicts))
-    monkeypatch.setattr(packed, "_linear", in_another_order)
+    monkeypatch.setattr(PackedMatrix, "multiply_packed", in_another_order)
     with torch.no_grad():
         ids = token_ids(1, 30)
         assert torch.equal(model(ids).logits, expected(ids).logits)
@@ -153,6 +153,25 @@ def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedModelError, match=message):
         run_pack(copied, None, None, io.StringIO())
     assert not (copied / FOLDER).exists()
+
+
+def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1e9)
+    with pytest.raises(UnsupportedModelError, match=r"packed into .*promoe-packed before is still used: delete it\."):
+        run_pack(copied, None, None, io.StringIO())
+    assert (copied / FOLDER / INDEX).is_file()
+
+
+def test_the_number_of_threads_may_change_while_a_model_is_open(copied: Path) -> None:
+    expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
+    assert isinstance(store_of(model), PackedStore)
+    with torch.no_grad():
+        for threads in (2, 4, 1):
+            torch.set_num_threads(threads)
+            for tokens in (1, 9, 64):
+                ids = token_ids(1, tokens, seed=tokens)
+                assert torch.equal(model(ids).logits, expected(ids).logits)
+    model.promoe.close()
 
 
 def test_what_one_row_has_other_bits_for_is_not_packed(

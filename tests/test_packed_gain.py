@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from needs import needs_packing
 
 from promoe import packed_gain
-from promoe.packed import Packing
+from promoe.packed import PackedMatrix, Packing
 from promoe.packed_gain import gain_of, gaining
 
 pytestmark = needs_packing
@@ -23,21 +24,36 @@ def packing_of(shape: tuple[int, int], transposed: bool = False) -> Packing:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_it_is_how_long_plain_ones_take_over_packed_ones(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([9.0, 1.0, *[3.0, 2.0] * packed_gain.ROUNDS])  # the first round does not count
-    run: list[Callable[[], None]] = []
+    products: list[str] = []
+    mm, multiply = torch.mm, PackedMatrix.multiply
 
-    def timed(multiply: Callable[[], None]) -> float:
-        multiply()
-        run.append(multiply)
-        return next(seconds)
+    def plain(*args: Any, **options: Any) -> torch.Tensor:
+        products.append("plain")
+        return mm(*args, **options)
 
+    def packed(*args: Any) -> torch.Tensor:
+        products.append("packed")
+        return multiply(*args)
+
+    rounds: list[set[str]] = []
+
+    def timed(run: Callable[[], None]) -> float:
+        products.clear()
+        run()
+        rounds.append(set(products))
+        assert len(products) == packed_gain.MOST_MATRICES
+        first = len(rounds) <= 2  # which does not count
+        return {"plain": 9.0 if first else 3.0, "packed": 1.0 if first else 2.0}[products[0]]
+
+    packing = packing_of((256, 64), transposed)
+    monkeypatch.setattr(torch, "mm", plain)
+    monkeypatch.setattr(PackedMatrix, "multiply", packed)
     monkeypatch.setattr(packed_gain, "_seconds", timed)
-    assert gain_of.__wrapped__(packing_of((256, 64), transposed)) == 1.5
-    assert len(run) == 2 * (packed_gain.ROUNDS + 1)
-    assert len(set(run)) == 2
+    assert packed_gain._gain_of.__wrapped__(packing, 1) == 1.5
+    assert rounds == [{"plain"}, {"packed"}] * (packed_gain.ROUNDS + 1)
 
 
-def test_it_is_measured_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_measured_once_for_each_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[float] = []
 
     def timed(multiply: Callable[[], None]) -> float:
@@ -45,11 +61,11 @@ def test_it_is_measured_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> 
         return 1.0
 
     monkeypatch.setattr(packed_gain, "_seconds", timed)
-    gain_of.cache_clear()
+    packed_gain._gain_of.cache_clear()
     for _ in range(3):
         assert gain_of(packing_of((256, 64))) == 1.0
     assert len(measured) == 2 * (packed_gain.ROUNDS + 1)
-    gain_of.cache_clear()
+    packed_gain._gain_of.cache_clear()
 
 
 def test_what_gains_too_little_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
