@@ -57,6 +57,8 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         raise ConfigError(
             "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
         )
+    if not os.fspath(path_or_id):  # else it would be the working directory
+        check_found(path_or_id)
     path = Path(path_or_id)
     folder = path / (kwargs.get("subfolder") or "")
     if os.path.isfile(path):

@@ -21,7 +21,7 @@ def test_a_folder_without_one_is_none(tmp_path: Path) -> None:
         check_found(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "../none", "~none", "a/b/c", "FILE"])
+@pytest.mark.parametrize("name", ["", "/no/such/folder", "./none", "../none", "~none", "a/b/c", "FILE"])
 def test_a_path_that_leads_to_no_folder_is_not_asked_of_the_hub(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ class Result:
         room: fast memory.
         context: tokens that the KV cache is for.
         compute: measured; None: it could not be.
-        packed_compute_s: of a token with every expert in memory, were they packed; None: they are, or cannot be.
+        packed_compute_s: of a token with every expert in memory, were they packed; None: they are, or nothing is gained by it.
         links: measured, by how files are read.
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
