@@ -50,7 +50,13 @@ def is_folder(name: str) -> bool:
                 f"The folder '{name[:500]}' has no config.json: it is no checkpoint of Transformers. Give one that has it."
             )
         return True
-    if not name or os.path.exists(name) or Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if (
+        not name
+        or os.path.exists(name)
+        or Path(name).is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    ):
         raise CheckpointError(
             f"There is no folder '{name[:500]}'. Give the folder of a checkpoint, one with a config.json, or a hub id such as "
             "org/name."
