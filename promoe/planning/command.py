@@ -106,7 +106,7 @@ class _Plan:
         self.room = _room(task, read.sizes, device)
         self._links: dict[ProbeMode, LinkSpeed] = {}
         self._taken: Taken | None = None  # while speeds were measured
-        self._packed_s: float | None = None  # computing a token, were the experts packed; None: they are, or nothing is gained
+        self._packed_s: float | None = None  # of a token, were experts packed; None: nothing gained
 
     def run(self, trace: RoutingTrace | None) -> Result:
         """Everything, in the order in which it is printed."""
