@@ -387,7 +387,8 @@ def plan(
     """Say whether a model runs on this machine, how fast with which cache, what limits it, and what to type.
 
     Goes by a checkpoint's headers (or, where there are none, its config.json); no weights are loaded. Measures the machine
-    with blocks of the model's shapes and, where its files are here, by reading them; half a minute. Prefetch is not counted.
+    with blocks of the model's shapes and, where its files are here, by reading them; half a minute, on busy cores two.
+    Prefetch is not counted.
 
     Example: `promoe plan MODEL --cache 10% 25%`
 
@@ -432,8 +433,9 @@ def plan(
 def pack(model: str, *, out: str | None = None, dtype: str | None = None) -> int:
     """Write a copy of a checkpoint's experts in the layout in which this processor multiplies, so that tokens take less time.
 
-    For models that run on the CPU. Takes as much disk as the experts. The copy is for this processor and version of torch;
-    where it fits, it is used in place of the checkpoint's own experts, and elsewhere those are. Output stays identical.
+    For models that run on the CPU. Takes as much disk as the experts. The copy is for this processor, number of threads
+    and version of torch; where it fits, it is used in place of the checkpoint's own experts, and elsewhere those are.
+    Output stays identical.
 
     Example: `promoe pack MODEL`
 

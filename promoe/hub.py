@@ -33,9 +33,19 @@ def check_found(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] |
         cached_file(name, "config.json", **found)
     except Exception as error:  # the hub's client has errors of several kinds
         raise CheckpointError(
-            f"There is no folder '{name[:500]}', and no such id of the hub can be had: {str(error)[:2000].rstrip('. ')}. Give "
-            "the folder of a checkpoint, or a hub id that can be reached."
+            f"There is no folder '{name[:500]}', and nothing of that name could be had from the hub: "
+            f"{' '.join(str(error)[:2000].split()).rstrip('. ')}. Give the folder of a checkpoint, or a hub id that can be "
+            "reached."
         ) from error
+
+
+def check_has_config(folder: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError where a folder has no configuration."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        raise CheckpointError(
+            f"The folder '{os.fspath(folder)[:500]}' has no config.json: it is no checkpoint of Transformers. Give one "
+            "that has it."
+        )
 
 
 def is_folder(name: str) -> bool:
@@ -45,13 +55,10 @@ def is_folder(name: str) -> bool:
         CheckpointError: it is another folder, or a path that leads to none.
     """
     if os.path.isdir(name):
-        if not os.path.isfile(os.path.join(name, "config.json")):
-            raise CheckpointError(
-                f"The folder '{name[:500]}' has no config.json: it is no checkpoint of Transformers. Give one that has it."
-            )
+        check_has_config(name)
         return True
     if (
-        not name
+        not name.strip()
         or os.path.exists(name)
         or Path(name).is_absolute()
         or name.startswith((".", "~"))

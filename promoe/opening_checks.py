@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.hub import check_found
+from promoe.hub import check_found, check_has_config
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
@@ -57,7 +57,7 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         raise ConfigError(
             "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
         )
-    if not os.fspath(path_or_id):  # else it would be the working directory
+    if not os.fspath(path_or_id).strip():  # else it would be the working directory
         check_found(path_or_id)
     path = Path(path_or_id)
     folder = path / (kwargs.get("subfolder") or "")
@@ -66,10 +66,8 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
             f"{path} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
             "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
         )
-    if os.path.isdir(path) and not os.path.isfile(folder / "config.json") and kwargs.get("config") is None:
-        raise CheckpointError(
-            f"No config.json in {folder}: it is not the folder of a Transformers checkpoint. Pass that folder."
-        )
+    if os.path.isdir(path) and kwargs.get("config") is None:
+        check_has_config(folder)
     if os.path.isdir(path) and not kwargs.get("variant"):
         # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
         SafetensorsFiles.open(*locate_files(folder)).close()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 
 from promoe import packed_gain
-from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
+from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from promoe.layout import ExpertLayout
 from promoe.moe_layers import MoELayer
 from promoe.packed import Packing
@@ -171,8 +171,13 @@ def open_packed(
     if choice is None:
         return store
     folder = packed_folder(store) if choice == "auto" else Path(choice)
-    if choice == "auto" and not (folder / INDEX).is_file():
-        return store
+    if not (folder / INDEX).is_file():
+        if choice == "auto":
+            return store
+        raise ConfigError(
+            f"packed={shown(str(choice))} is no folder of packed experts: it has no {INDEX}. Write one with `promoe pack MODEL "
+            "--out FOLDER`, or open the model with packed=None (--packed none), which reads the checkpoint's own files."
+        )
     try:
         return _open(layers, store, folder, chunk_bytes)
     except (OSError, ValueError, RuntimeError, CheckpointError) as error:  # torch says so that there is no memory

@@ -31,12 +31,18 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
 
         folder = packed_folder(store) if out is None else out
         nbytes = write_packed(opened.layers, store, folder, progress)
-        gains = gains_in_words(packable(opened.layers, store))
+        packings = packable(opened.layers, store)
     took = format_seconds(time.perf_counter() - start_s)
     how = (
         "It is used from now on."
         if out is None
         else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
     )
-    print(f"{format_memory(nbytes)} of experts packed into {folder} in {took}. {how}", file=stdout)
-    print(f"One token's row is multiplied so many times as fast now (measured): {gains}.", file=stdout)
+    packed = {name for of_layout in packings.values() for name in of_layout}
+    matrices = {spec.name for layer in opened.layers for spec in layer.layout.tensors if len(spec.shape) == 2}
+    print(f"{format_memory(nbytes)} of experts written into {folder} in {took}. {how}", file=stdout)
+    print(
+        f"One token's row is multiplied so many times as fast now (measured): {gains_in_words(packings)}.", file=stdout
+    )
+    if plain := sorted(matrices - packed):
+        print(f"As in the checkpoint, for nothing would be gained: {', '.join(plain)}.", file=stdout)

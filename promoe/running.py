@@ -25,6 +25,7 @@ from promoe.output import check_writable
 from promoe.processor import num_cores, processor_name
 from promoe.report import Run, html_report, save_run, text_report
 from promoe.sizes import CacheSize
+from promoe.taken_cores import CoreWatch, Taken
 from promoe.terminal import LiveText, opening_bar
 from promoe.units import format_number, format_seconds
 from promoe.viz.lanes import Lanes, median_token
@@ -133,17 +134,18 @@ def answer(request: Request) -> Generation:
     try:
         inputs = {name: ids.to(model.device) for name, ids in prompt_inputs(tokenizer, request.prompt).items()}
         check_known(model, inputs["input_ids"])
-        token = None
+        token, watch = None, CoreWatch()
         with ExitStack() as stack:
             if request.trace is not None or request.report is not None:
                 tracer = stack.enter_context(handle.trace(request.trace))
             torch.manual_seed(request.seed)
             generation = _stream(model, tokenizer, inputs, request)
+            taken = watch.taken()
             if request.report is not None:
                 token = median_token(tracer.spans())
     finally:
         handle.close()
-    _report(handle.stats(), generation, request, token)
+    _report(handle.stats(), generation, request, token, taken)
     return generation
 
 
@@ -248,7 +250,7 @@ def _times(generation: Generation) -> str:
     return f"{text}, then {format_seconds(tpot_s)} per token ({format_number(1 / tpot_s)} tokens/s)"
 
 
-def _conditions(stats: Any, generation: Generation, request: Request) -> dict[str, str]:
+def _conditions(stats: Any, generation: Generation, request: Request, taken: Taken | None) -> dict[str, str]:
     """What the numbers hold for."""
     sampling = "greedy" if not request.samples else f"temperature {request.temperature:g}, seed {request.seed}"
     return {
@@ -258,6 +260,7 @@ def _conditions(stats: Any, generation: Generation, request: Request) -> dict[st
         "link": stats.link,
         "processor": processor_name(),
         "threads": f"{torch.get_num_threads()} on {num_cores()} cores",
+        **({} if taken is None else {"cores": taken.describe()}),
     } | with_what_and_when()
 
 
@@ -270,12 +273,14 @@ def with_what_and_when() -> dict[str, str]:
     }
 
 
-def _report(stats: Any, generation: Generation, request: Request, token: Lanes | None) -> None:
+def _report(stats: Any, generation: Generation, request: Request, token: Lanes | None, taken: Taken | None) -> None:
     tpot_s, ttft_s = generation.tpot_s if generation.gaps_s else None, generation.ttft_s
     print(f"\n{_times(generation)}\n{text_report(stats, tpot_s=tpot_s, ttft_s=ttft_s)}", file=sys.stderr)
+    if taken is not None and taken.much_by_others:
+        print(f"cores     {taken.describe()}. {taken.remedy}", file=sys.stderr)
     if request.report is not None and request.figures is not None:
         run = Run("this run", stats, tpot_s=tpot_s, ttft_s=ttft_s, token=token)
-        conditions = _conditions(stats, generation, request)
+        conditions = _conditions(stats, generation, request, taken)
         page = html_report([run], request.report, f"promoe run: {request.model}", conditions)
         figures = save_run(run, request.figures, conditions)
         print(f"report    {page}; its numbers {figures}, for promoe report", file=sys.stderr)

@@ -42,6 +42,15 @@ class Taken:
         """Whether figures would be better without the other processes."""
         return self.by_others >= MUCH_TAKEN * self.cores
 
+    @property
+    def remedy(self) -> str:
+        """What to do about much that others take."""
+        free = max(1, int(self.cores - self.by_others + 0.25))
+        return (
+            "Stop them, or compute on as many threads as cores are free, for threads wait for the slowest of them: "
+            f"OMP_NUM_THREADS={free}."
+        )
+
     def describe(self) -> str:
         """In words: "other processes took 0.02 of 2 cores, the host withheld 0.30"."""
         return f"other processes took {self.by_others:.2f} of {self.cores} cores, the host withheld {self.withheld:.2f}"

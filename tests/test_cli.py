@@ -17,6 +17,7 @@ from promoe import cli, running
 from promoe.errors import CheckpointError, ExpertLoadError
 from promoe.report import load_run
 from promoe.reporting import SAME
+from promoe.taken_cores import Taken
 
 PROMPT = "What is a lighthouse?"
 
@@ -97,6 +98,23 @@ def test_run_writes_timeline_and_report(checkpoint: str, tmp_path: Path, capsys:
     assert saved.conditions["tokens"] == "4 generated, greedy"
     assert f"transformers {transformers.__version__}" in saved.conditions["versions"]
     assert set(SAME) <= set(saved.conditions)
+
+
+@pytest.mark.parametrize(("by_others", "said"), [(1.0, True), (0.05, False), (None, False)])
+def test_cores_that_others_keep_busy_are_said(
+    by_others: float | None,
+    said: bool,
+    checkpoint: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = None if by_others is None else Taken(2, by_others, 0.0)
+    monkeypatch.setattr(running.CoreWatch, "taken", lambda watch: taken)
+    assert cli.main(["run", checkpoint, PROMPT, "--max-new-tokens", "2", "--report", str(tmp_path / "r.html")]) == 0
+    words = "cores     other processes took 1.00 of 2 cores, the host withheld 0.00. Stop them, or compute on as many"
+    assert (words in capsys.readouterr().err) == said
+    assert ("cores" in load_run(tmp_path / "r.json").conditions) == (taken is not None)
 
 
 def test_a_report_needs_no_timeline(checkpoint: str, tmp_path: Path) -> None:
@@ -330,4 +348,4 @@ def test_which_copy_of_the_experts_is_read(
 
 def test_a_name_that_is_neither_folder_nor_id_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "nothere", PROMPT]) == 2
-    assert "There is no folder 'nothere', and no such id of the hub can be had" in capsys.readouterr().err
+    assert "There is no folder 'nothere', and nothing of that name could be had" in capsys.readouterr().err

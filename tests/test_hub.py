@@ -56,7 +56,7 @@ def test_what_the_hub_answered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.utils, "cached_file", unknown)
     with pytest.raises(
         CheckpointError,
-        match=r"no folder 'org/name', and no such id of the hub can be had: Repository not found\. Give the",
+        match=r"no folder 'org/name', and nothing of that name could be had from the hub: Repository not found\. Give the",
     ) as error:
         check_found("org/name")
     assert isinstance(error.value.__cause__, OSError)

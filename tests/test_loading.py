@@ -320,7 +320,7 @@ def test_quantised_experts(tmp_path: Path) -> None:
 
 def test_nothing_there(tmp_path: Path) -> None:
     assert_refused(tmp_path / "absent", CheckpointError, "There is no folder .*absent")
-    assert_refused(tmp_path, CheckpointError, r"No config\.json in ")
+    assert_refused(tmp_path, CheckpointError, r"has no config\.json")
     assert_refused("", CheckpointError, "There is no folder ''")
 
 

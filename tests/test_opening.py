@@ -395,7 +395,7 @@ class TestRefusedCheckpoints:
 
     def test_folder_without_config(self, folder: Path) -> None:
         (folder / "config.json").unlink()
-        self.refused(folder, "No config.json in ")
+        self.refused(folder, f"The folder '{folder}' has no config.json")
 
     def test_unknown_model_type(self, folder: Path) -> None:
         self.edit_config(folder, model_type="no_such_moe")
@@ -414,7 +414,7 @@ class TestRefusedCheckpoints:
     def test_nothing_there(self, tmp_path: Path) -> None:
         self.refused(tmp_path / "absent", f"There is no folder '{tmp_path / 'absent'}'. ")
         self.refused(
-            "promoe-tests/no-such-model", "There is no folder 'promoe-tests/no-such-model', and no such id of the hub"
+            "promoe-tests/no-such-model", "There is no folder 'promoe-tests/no-such-model', and nothing of that name"
         )
 
     def test_a_failing_disk_while_the_rest_is_read(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = io.StringIO()
     run_pack(folder, None, None, out)
     packed_words, gains = out.getvalue().splitlines()
-    assert re.fullmatch(r".* of experts packed into .*promoe-packed in .*\. It is used from now on\.", packed_words)
+    assert re.fullmatch(r".* of experts written into .*promoe-packed in .*\. It is used from now on\.", packed_words)
     assert re.fullmatch(r".* as fast now \(measured\): down_proj \d\.\d\d, gate_up_proj \d\.\d\d\.", gains)
     return folder
 
@@ -131,7 +131,9 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
     gains = {packing: quicker[name] for name, packing in possible.items()}
     monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
     monkeypatch.setattr(packed_gain, "gain_of", gains.__getitem__)
-    run_pack(copied, None, None, io.StringIO())
+    out = io.StringIO()
+    run_pack(copied, None, None, out)
+    assert "As in the checkpoint, for nothing would be gained: down_proj.\n" in out.getvalue()
     monkeypatch.undo()  # what was packed is read wherever it can be
     expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
     assert isinstance(store_of(model), PackedStore)
@@ -160,6 +162,13 @@ def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monk
     with pytest.raises(UnsupportedModelError, match=r"packed into .*promoe-packed before is still used: delete it\."):
         run_pack(copied, None, None, io.StringIO())
     assert (copied / FOLDER / INDEX).is_file()
+
+
+@pytest.mark.parametrize("choice", ["none", "FOLDER"])
+def test_a_folder_without_packed_experts_is_said(choice: str, checkpoint: Path, tmp_path: Path) -> None:
+    folder = str(tmp_path) if choice == "FOLDER" else choice
+    with pytest.raises(ConfigError, match=rf"packed='{folder}' is no folder of packed experts: .* with packed=None"):
+        promoe.from_pretrained(checkpoint, cache="60%", packed=folder)
 
 
 def test_the_number_of_threads_may_change_while_a_model_is_open(copied: Path) -> None:

@@ -68,6 +68,13 @@ def test_cores_that_this_process_may_not_use_do_not_count(tmp_path: Path) -> Non
     assert taken.withheld == 0.0
 
 
+@pytest.mark.parametrize(
+    ("cores", "by_others", "threads"), [(2, 0.5, 1), (2, 1.9, 1), (2, 5.0, 1), (8, 1.2, 7), (8, 2.0, 6)]
+)
+def test_no_more_threads_than_cores_are_free(cores: int, by_others: float, threads: int) -> None:
+    assert f"OMP_NUM_THREADS={threads}." in Taken(cores, by_others, 0.0).remedy
+
+
 def test_never_less_than_nothing(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 1)
     watch = machine.watch([0])

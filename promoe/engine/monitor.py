@@ -147,8 +147,8 @@ class Monitor:
             ) from cause
         if self._closed:
             raise EngineClosedError(
-                "The model's experts were needed after its engine was closed. Call promoe.unpatch(model), "
-                "or open the model again."
+                "The model's experts were needed after its engine was closed. Open the model again, or call "
+                "promoe.unpatch(model), which reads those that were left on disk into RAM, all of them."
             )
 
     def _break(self, what: str, cause: BaseException | None) -> None:

@@ -101,7 +101,8 @@ def measured_lines(
     if taken is not None and taken.much_by_others:
         lines += entry(
             "cores",
-            f"{taken.describe()}, while this was measured: speeds are of a machine as busy as that. Plan again without them.",
+            f"{taken.describe()}, while this was measured: speeds are of a machine as busy as that. {taken.remedy} Then plan "
+            "again.",
             columns,
         )
     return lines

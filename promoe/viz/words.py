@@ -23,6 +23,8 @@ from promoe.viz.run import Run
 BOUND_TOLERANCE = 0.97
 """A TPOT below this part of its bound cannot be real: one of the two was measured wrong."""
 
+LITTLE_WAITING = 0.05
+"""Of the time: less is not worth a thought."""
 
 SMALL_EXPERT_BYTES = 1 << 20
 """Below this, predicting an expert takes about as long as fetching it from a quick disk (2 GB/s: 0.5 ms)."""
@@ -87,7 +89,7 @@ def advice(run: Run) -> list[Advice]:
     found = _failures_advice(run)
     if stats.cache_rate >= 1:
         return [*found, Advice("Every expert fits: there is nothing to fetch, and nothing to tune.", "cache rate 100%")]
-    if is_number(phase.stall_share) and phase.stall_share < 0.05:
+    if is_number(phase.stall_share) and phase.stall_share < LITTLE_WAITING:
         text = "Waiting is no longer what costs time; a smaller cache may do as well."
         return [*found, Advice(text, "stall below 5% of the time")]
     return found + _bound_advice(run) + _cache_advice(run) + _prefetch_advice(run)
@@ -140,7 +142,7 @@ def _traffic(run: Run) -> list[str]:
 
 def _where(run: Run) -> list[str]:
     layers, stall_s = run.phase.layers, run.phase.stall_s
-    if len(layers) < 4 or not stall_s:
+    if len(layers) < 4 or not stall_s or run.phase.stall_share < LITTLE_WAITING:
         return []
     worst = sorted(range(len(layers)), key=lambda i: -layers[i].stall_s)[: max(1, len(layers) // 8)]
     share = sum(layers[i].stall_s for i in worst) / stall_s

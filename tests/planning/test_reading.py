@@ -161,7 +161,7 @@ def test_where_there_is_no_model(tmp_path: Path) -> None:
         read_model(str(tmp_path / "missing"))
     with pytest.raises(CheckpointError, match=r"has no config\.json: it is no checkpoint"):
         read_model(str(tmp_path))
-    with pytest.raises(PromoeError, match="no folder 'no-such-organisation/model', and no such id of the hub"):
+    with pytest.raises(PromoeError, match="no folder 'no-such-organisation/model', and nothing of that name"):
         read_model("no-such-organisation/model")
     build("llama").config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="no MoE layers"):
