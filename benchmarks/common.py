@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # Experts of 10.6 MB each.
 WIDTH = 128
+# Hidden and intermediate size.
+SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}
 
 
 def widened_demo(out: Path, count: int) -> tuple[Path, list[torch.Tensor]]:

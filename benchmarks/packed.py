@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import save
+from common import SHAPES, save
 
 import promoe
 from promoe.demo.example import find_example
@@ -32,7 +32,6 @@ from promoe.packed import PackedMatrix, Packing
 from promoe.packed_files import FOLDER, INDEX, packed_folder, write_packed
 
 EXPERTS, ROUNDS, REPEAT = 24, 9, 128
-SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}
 
 
 def seconds(run: Callable[[Any], object], operands: list[Any]) -> float:

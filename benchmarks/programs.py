@@ -13,19 +13,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from common import save, widened_demo
+from common import SHAPES, save, widened_demo
 
 import promoe
 from promoe.demo.systems import load_stock
 from promoe.packed_files import FOLDER
 
 PROMPTS, ROWS = 4, range(60, 360, 3)
-SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -42,7 +42,7 @@ def products(name: str, shape: tuple[int, int]) -> dict[str, object]:
         x = torch.randn(num_rows, shape[1]).to(torch.bfloat16)
         out = torch.empty(num_rows, shape[0], dtype=torch.bfloat16)
         for values in times:
-            values.append(1e3 * seconds(lambda: torch.mm(x, matrix.t(), out=out)))  # noqa: B023 -- run at once
+            values.append(1e3 * seconds(partial(torch.mm, x, matrix.t(), out=out)))
     first, second = map(statistics.median, times)
     print(f"{name:>14} {shape[0]:>6} x {shape[1]:<5} first product {first:5.2f} ms, second {second:5.2f}")
     return {"model": name, "shape": shape, "first_ms": first, "second_ms": second}
@@ -55,7 +55,7 @@ def prompts(name: str, model: Any, num_tokens: int) -> dict[str, object]:
     for _ in range(PROMPTS):
         ids = torch.randint(5, model.config.vocab_size, (1, num_tokens), generator=generator)
         with torch.inference_mode():
-            found.append([seconds(lambda: model(ids, logits_to_keep=1, use_cache=False)) for _ in range(2)])  # noqa: B023
+            found.append([seconds(partial(model, ids, logits_to_keep=1, use_cache=False)) for _ in range(2)])
     words = ", ".join(f"{new:.2f} ({again:.2f})" for new, again in found)
     print(f"{name:>14}, {num_tokens} tokens, s, new (again): {words}")
     return {"system": name, "tokens": num_tokens, "new_again_s": found}

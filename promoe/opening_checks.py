@@ -57,22 +57,21 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         raise ConfigError(
             "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
         )
-    if not os.fspath(path_or_id).strip():  # else it would be the working directory
-        check_found(path_or_id)
-    path = Path(path_or_id)
-    folder = path / (kwargs.get("subfolder") or "")
-    if os.path.isfile(path):
+    name, has_config = os.fspath(path_or_id), kwargs.get("config") is not None
+    if os.path.isfile(name):
         raise CheckpointError(
-            f"{path} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
+            f"{name} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
             "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
         )
-    if os.path.isdir(path) and kwargs.get("config") is None:
-        check_has_config(folder)
-    if os.path.isdir(path) and not kwargs.get("variant"):
-        # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
-        SafetensorsFiles.open(*locate_files(folder)).close()
-    if not os.path.isdir(path) and kwargs.get("config") is None:
-        check_found(path_or_id, kwargs)
+    if os.path.isdir(name):
+        folder = Path(name, kwargs.get("subfolder") or "")
+        if not has_config:
+            check_has_config(folder)
+        if not kwargs.get("variant"):
+            # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
+            SafetensorsFiles.open(*locate_files(folder)).close()
+    elif not has_config or not name.strip():
+        check_found(name, kwargs)
 
 
 def check_dtype(dtype: Any) -> None:

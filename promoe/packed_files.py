@@ -140,18 +140,10 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packi
     if not found:
         raise UnsupportedModelError(
             "Nothing is gained by packing this model's experts on this machine. One token's row is multiplied so many times as "
-            f"fast by packed matrices (measured): {gains_in_words(possible)}; it takes at least {packed_gain.LEAST_GAIN} times "
-            f"to be worth it. Found {_found(layers)}. Run the model as it is."
+            f"fast by packed matrices (measured): {packed_gain.in_words(possible)}; it takes at least {packed_gain.LEAST_GAIN} "
+            f"times to be worth it. Found {_found(layers)}. Run the model as it is."
         )
     return found
-
-
-def gains_in_words(packings: Packings) -> str:
-    """How many times as fast one token's row is multiplied by each tensor that may be packed."""
-    gains = {
-        (name, packed_gain.gain_of(packing)) for of_layout in packings.values() for name, packing in of_layout.items()
-    }
-    return ", ".join(f"{name} {gain:.2f}" for name, gain in sorted(gains))
 
 
 def open_packed(

@@ -1,4 +1,4 @@
-"""Which matrices a processor multiplies by sooner when they are packed. Not all: with AMX, some take longer."""
+"""Which matrices a processor multiplies by sooner when they are packed. Not all: small ones take longer."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def gaining(packings: Packings) -> Packings:
         for layout, of_layout in packings.items()
     }
     return {layout: of_layout for layout, of_layout in found.items() if of_layout}
+
+
+def in_words(packings: Packings) -> str:
+    """The gain of each, by tensor."""
+    gains = {(name, gain_of(packing)) for of_layout in packings.values() for name, packing in of_layout.items()}
+    return ", ".join(f"{name} {gain:.2f}" for name, gain in sorted(gains))
 
 
 def gain_of(packing: Packing) -> float:

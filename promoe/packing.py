@@ -10,8 +10,9 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from promoe import packed_gain
 from promoe.opening import open_headers
-from promoe.packed_files import gains_in_words, packable, packed_folder, write_packed
+from promoe.packed_files import packable, packed_folder, write_packed
 from promoe.units import format_memory, format_seconds
 
 
@@ -42,7 +43,11 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
     matrices = {spec.name for layer in opened.layers for spec in layer.layout.tensors if len(spec.shape) == 2}
     print(f"{format_memory(nbytes)} of experts written into {folder} in {took}. {how}", file=stdout)
     print(
-        f"One token's row is multiplied so many times as fast now (measured): {gains_in_words(packings)}.", file=stdout
+        f"One token's row is multiplied so many times as fast now (measured): {packed_gain.in_words(packings)}.",
+        file=stdout,
     )
     if plain := sorted(matrices - packed):
-        print(f"As in the checkpoint, for nothing would be gained: {', '.join(plain)}.", file=stdout)
+        print(
+            f"As in the checkpoint, for packing them would gain nothing or change bits: {', '.join(plain)}.",
+            file=stdout,
+        )

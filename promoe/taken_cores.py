@@ -45,6 +45,7 @@ class Taken:
     @property
     def remedy(self) -> str:
         """What to do about much that others take."""
+        # Of a core that is nearly free a thread gets most.
         free = max(1, int(self.cores - self.by_others + 0.25))
         return (
             "Stop them, or compute on as many threads as cores are free, for threads wait for the slowest of them: "

@@ -32,8 +32,7 @@ def packing_of(shape: tuple[int, ...], transposed: bool = False) -> Packing:
     """Whatever bits one row has."""
     rows, columns = shape
     found = under_test._packing((rows, columns), transposed, BF16, torch.get_num_threads())
-    if found is None:
-        pytest.skip(f"no layout that is known of {list(shape)} with {torch.get_num_threads()} threads here")
+    assert found is not None
     return found
 
 
@@ -173,6 +172,8 @@ def test_what_is_said_to_have_the_same_bits_has_them(shape: tuple[int, int], num
 def test_the_layout_stays_when_the_number_of_threads_changes(shape: tuple[int, int], before: int, after: int) -> None:
     """oneDNN would choose another one by now."""
     torch.set_num_threads(before)
+    if under_test._packing(shape, False, BF16, before) is None:
+        pytest.skip(f"no layout that is known of {list(shape)} with {before} threads here")
     packing, matrix = packing_of(shape), torch.randn(shape).to(BF16)
     found = packing.view(packing.pack(matrix))
     torch.set_num_threads(after)
@@ -293,15 +294,13 @@ def test_each_number_of_rows_and_of_threads_is_compared_once(
 
 
 @needs_packing
-def test_many_rows_are_compared_when_they_were_often_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
-    monkeypatch.setattr(under_test, "_compare", lambda packing, num_rows: compared.append(num_rows) is None)
+def test_many_rows_are_compared_when_they_were_often_multiplied(compared: list[int]) -> None:
     matrix = torch.randn(128, 64).to(BF16)
     found = packed(matrix, False)
     for num_rows in (FEW_ROWS, FEW_ROWS + 1, MOST_ROWS, MOST_ROWS + 1):
         x = torch.randn(num_rows, 64).to(BF16)
         for times in range(1, LATER + 2):
-            product(found, x)
+            assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
             assert (num_rows in compared) == (num_rows <= MOST_ROWS and times >= (1 if num_rows <= FEW_ROWS else LATER))
     assert compared == [FEW_ROWS, FEW_ROWS + 1, MOST_ROWS]
 
