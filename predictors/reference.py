@@ -15,14 +15,14 @@ class RandomPredictor:
     quick = True
 
     def __init__(self, context: PredictorContext, lookahead: int, seed: int = 0) -> None:
-        self._context = context
+        self._num_experts = context.num_experts
         self._lookahead = lookahead
         self._random = np.random.default_rng(seed)
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """Noise for each of the next layers."""
-        steps = horizon(visit.layer_idx, self._lookahead, self._context.num_layers)
-        return [Forecast(k, layer, self._random.random(self._context.num_experts[layer])) for k, layer in steps]
+        steps = horizon(visit.layer_idx, self._lookahead, len(self._num_experts))
+        return [Forecast(k, layer, self._random.random(self._num_experts[layer])) for k, layer in steps]
 
 
 class OraclePredictor:
@@ -42,7 +42,7 @@ class OraclePredictor:
         visits: Sequence[tuple[int, Sequence[int]]],
         wrong: bool = False,
     ) -> None:
-        self._context = context
+        self._num_experts = context.num_experts
         self._lookahead = lookahead
         self._visits = visits
         self._wrong = wrong
@@ -56,7 +56,7 @@ class OraclePredictor:
             if self._position + k >= len(self._visits):
                 break
             layer_idx, used = self._visits[self._position + k]
-            truth = np.zeros(self._context.num_experts[layer_idx])
+            truth = np.zeros(self._num_experts[layer_idx])
             truth[list(used)] = 1.0
             forecasts.append(Forecast(k, layer_idx, 1.0 - truth if self._wrong else truth))
         return forecasts

@@ -19,6 +19,7 @@ from promoe.devices import Device
 from promoe.engine import Engine
 from promoe.errors import ConfigError
 from promoe.handle import Handle
+from promoe.lifetimes import if_alive, when_gone
 from promoe.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Link
 from promoe.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.links.device import DeviceLink, Source
@@ -40,7 +41,6 @@ from promoe.sizes import PoolPlan
 from promoe.slot_rows import is_hopper
 from promoe.stores import HostStore, Store, first_chunks
 from promoe.stores.packed_store import packings_in
-from promoe.threads import when_gone
 
 logger = logging.getLogger(__name__)
 
@@ -218,9 +218,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             in_order = isinstance(parts.predictor, OraclePredictor)
             forecaster = Forecaster(parts.predictor, engine, in_order, parts.device)
             undo.callback(forecaster.close)
-        passes = PassObserver(
-            recorder, engine.lock, lambda *ended: handle.pass_ended(*ended), lambda: handle.pass_begins()
-        )
+        passes = PassObserver(recorder, engine.lock)
         runtime = Runtime(
             layers,
             engine,
@@ -232,7 +230,9 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             live=isinstance(parts.store, HostStore),
         )
         handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
-        undo.callback(when_gone(handle, partial(_close, engine, parts.store)))
+        passes.on_begin = if_alive(handle, lambda handle: handle.pass_begins())
+        passes.on_end = if_alive(handle, lambda handle, *ended: handle.pass_ended(*ended))
+        undo.callback(when_gone(runtime, partial(_close, engine, parts.store)))
         called = _called_model(model, layers)
         undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then
         for layer in layers:
@@ -242,7 +242,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             undo.callback(_generate_without_graphs(called))
         for owner in dict.fromkeys((called, model)):
             owner.promoe = handle  # type: ignore[assignment]
-            undo.callback(delattr, owner, "promoe")
+            undo.callback(if_alive(owner, lambda owner: delattr(owner, "promoe")))
         handle.keep(undo.pop_all())
     return handle
 

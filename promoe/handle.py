@@ -213,8 +213,8 @@ class Handle:
         """Own what undoes the patch."""
         self._undo = undo
 
-    def detach(self) -> None:
-        """Undo everything: hooks, classes, threads, memory. The model is as before it was patched.
+    def detach(self, model: nn.Module) -> None:
+        """Undo everything: hooks, classes, threads, memory. `model`, which has this handle, is as before it was patched.
 
         Raises:
             PatchStateError: a forward of it is running; then nothing was changed.

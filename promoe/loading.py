@@ -83,7 +83,8 @@ def from_pretrained(
     opened = open_without_experts(
         path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.longest_chunk(), **from_pretrained_kwargs
     )
-    model, layers, plain = opened.model, opened.layers, opened.store
+    model, layers, plain = opened.model, [layer.released() for layer in opened.layers], opened.store
+    del opened
     store = plain
     try:
         if target is None:
@@ -94,7 +95,7 @@ def from_pretrained(
         if target is None and config.bypass and all_fit and store is plain:
             load_all_experts(layers, store, progress)
             store.close()
-            model.promoe = ResidentHandle(model, layers, config, "memory")
+            model.promoe = ResidentHandle(type(model).__name__, layers, config, "memory")
             return model
         parts = Parts(layers, store, plans, config, chosen, name, target)
         attach(model, parts, link, restore=lambda: load_all_experts(layers, plain))

@@ -10,8 +10,9 @@ Knows nothing of slots, caches or files.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MethodType
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from promoe.adapters import Adapter, ExpertTensor, adapter_for
 from promoe.adapters.base import all_paths, get_tensor
-from promoe.errors import ConfigError, UnsupportedModelError, shown
+from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError, shown
 from promoe.guard import is_guard
 from promoe.layout import ExpertLayout
 
@@ -32,6 +33,10 @@ _SUPPORTED = (
 )
 
 
+class ModelGoneError(PatchStateError):
+    """A layer was asked for a module of a model that nobody has any more."""
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """One MoE layer of a model: its experts module, the gate beside it, and the shapes of one expert.
@@ -39,12 +44,10 @@ class MoELayer:
     Attributes:
         name: path of the experts module in the model, for example "model.layers.3.mlp.experts".
         layer_idx: position among the model's MoE layers, 0..L-1 (not the index of the decoder layer).
-        experts: the experts module.
         adapter: how it keeps its tensors and is called.
         tensors: one expert's, and where the module has them.
         gate: the router beside it; its output tuple holds the chosen experts' ids (see `gate_indices`).
         gate_name: path of the gate.
-        block: the module that holds both.
         block_name: path of the block.
         num_experts: E, the routed experts.
         num_ids: ids that the gate may choose; those from E on need no weights.
@@ -55,18 +58,44 @@ class MoELayer:
 
     name: str
     layer_idx: int
-    experts: nn.Module
     adapter: Adapter
     tensors: tuple[ExpertTensor, ...]
     gate: nn.Module
     gate_name: str
-    block: nn.Module
     block_name: str
     num_experts: int
     num_ids: int
     top_k: int | None
     layout: ExpertLayout
     eager_forward: Callable[..., torch.Tensor]
+    _experts: weakref.ref[nn.Module]
+    _block: weakref.ref[nn.Module]
+    _kept: tuple[nn.Module, ...]
+
+    @property
+    def experts(self) -> nn.Module:
+        """The experts module."""
+        return self._still_there(self._experts)
+
+    @property
+    def block(self) -> nn.Module:
+        """The module that holds experts and gate."""
+        return self._still_there(self._block)
+
+    def _still_there(self, ref: weakref.ref[nn.Module]) -> nn.Module:
+        module = ref()
+        if module is None:
+            raise ModelGoneError(
+                f"The model that had the layer {self.name!r} is gone. Keep the model, not only its handle."
+            )
+        return module
+
+    def released(self) -> MoELayer:
+        """The same layer, which does not keep its experts and its block alive.
+
+        A patched experts module keeps the runtime, and the runtime the layers: so a model goes as soon as nobody has it.
+        """
+        return replace(self, _kept=())
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -209,18 +238,19 @@ def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: i
     return MoELayer(
         name=name,
         layer_idx=layer_idx,
-        experts=module,
         adapter=adapter,
         tensors=tensors,
         gate=gate,
         gate_name=gate_name,
-        block=block,
         block_name=block_name,
         num_experts=adapter.num_experts(module),
         num_ids=adapter.num_ids(module),
         top_k=_top_k_of(gate, block, module),
         layout=ExpertLayout.of({tensor.name: (tensor.shape, tensor.dtype) for tensor in tensors}),
         eager_forward=adapter.loop(module),
+        _experts=weakref.ref(module),
+        _block=weakref.ref(block),
+        _kept=(module, block),
     )
 
 

@@ -264,7 +264,10 @@ class _Opening:
                 for path in tensor.paths:
                     guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
                     set_tensor(layer.experts, path, guard)
-        return OpenedModel(model, self.layers, self.store)
+        opened = OpenedModel(model, self.layers, self.store)
+        # A class is only freed by a garbage collection, and those made here hold this object: let it hold nothing.
+        self.model, self.layers, self.store = None, [], None
+        return opened
 
     def close(self) -> None:
         """After a failure: close the files."""

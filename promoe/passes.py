@@ -58,21 +58,22 @@ class PassObserver:
     Args:
         recorder: told of each pass, under `lock`.
         lock: guards the recorder.
-        on_end: called with each pass that ended without an error.
+
+    Attributes:
         on_begin: called before each pass.
+        on_end: called with each pass that ended without an error, and its seconds.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         lock: AbstractContextManager[object],
-        on_end: Callable[[PassState, float], None],
-        on_begin: Callable[[], None] = lambda: None,
+        on_end: Callable[[PassState, float], None] = lambda state, duration_s: None,
     ) -> None:
         self._recorder = recorder
         self._lock = lock
-        self._on_end = on_end
-        self._on_begin = on_begin
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_end = on_end
         self._local = threading.local()
         self._ending = False  # guarded by the lock
 
@@ -119,8 +120,7 @@ class PassObserver:
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Hook a model. Returns the undo."""
-        self._begin_live = at_run_time(self._begin_pass)
-        self._end_live = uncompiled(self._end_pass)
+        self._begin_live, self._end_live = _begin_pass(), _end_pass()
         with ExitStack() as undo:
             undo.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             # Also after an exception, or the next pass would inherit this one's state.
@@ -129,13 +129,13 @@ class PassObserver:
 
     # The hooks stay methods of ours: a function would be copied with the model without a question.
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begin_live(args, kwargs)
+        self._begin_live(self, args, kwargs)
 
     def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._end_live(output)
+        self._end_live(self, output)
 
     def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._on_begin()
+        self.on_begin()
         batch, length = _shape(args, kwargs)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         real = _real_tokens(mask, batch, length)
@@ -165,7 +165,7 @@ class PassObserver:
         with self._lock:
             self._recorder.end_pass(duration_s, state.pass_idx, aborted=aborted)
         if not aborted:
-            self._on_end(state, duration_s)
+            self.on_end(state, duration_s)
 
 
 def uncompiled(function: Function) -> Function:
@@ -193,6 +193,16 @@ def at_run_time(function: Function) -> Function:
         return function(*args, **kwargs)
 
     return uncompiled(run)  # type: ignore[return-value]
+
+
+@functools.cache  # not when this is imported: torch's compiler takes long to import
+def _begin_pass() -> Callable[..., None]:
+    return at_run_time(PassObserver._begin_pass)
+
+
+@functools.cache
+def _end_pass() -> Callable[..., None]:
+    return uncompiled(PassObserver._end_pass)
 
 
 def _by_position(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:

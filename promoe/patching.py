@@ -80,7 +80,7 @@ def patch(
             f"verify={config.verify!r} compares experts in RAM, but a device copies them from where they lie. Leave it out, "
             "or open the model with promoe.from_pretrained."
         )
-    layers = find_moe_layers(model)
+    layers = [layer.released() for layer in find_moe_layers(model)]
     check_state(model, layers)
     check_idle(model, layers)
     layouts, num_experts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
@@ -97,7 +97,7 @@ def patch(
             "promoe.from_pretrained(path).",
             stacklevel=2,
         )
-        model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
+        model.promoe = ResidentHandle(type(model).__name__, layers, config, "host")  # type: ignore[assignment]
         return model
     all_fit = all(plan.spec.num_slots == sum(layers[i].num_experts for i in plan.spec.layers) for plan in plans)
     if target is None and all_fit and config.bypass:
@@ -107,11 +107,11 @@ def patch(
                 "out of it, choose a smaller cache.",
                 stacklevel=2,
             )
-        model.promoe = ResidentHandle(model, layers, config, "host")  # type: ignore[assignment]
+        model.promoe = ResidentHandle(type(model).__name__, layers, config, "host")  # type: ignore[assignment]
         return model
     if target is not None and all_fit and config.bypass and not on_disk:
         placed = place(model, layers, target, with_experts=True)
-        model.promoe = ResidentHandle(model, layers, config, "host", placed)  # type: ignore[assignment]
+        model.promoe = ResidentHandle(type(model).__name__, layers, config, "host", placed)  # type: ignore[assignment]
         return model
     if on_disk:
         offloaded = Offloaded(model, layers, config)
@@ -140,7 +140,7 @@ def unpatch(model: Model) -> Model:
     handle = getattr(model, "promoe", None)
     if handle is None or not hasattr(handle, "detach"):
         raise PatchStateError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
-    handle.detach()
+    handle.detach(model)
     return model
 
 

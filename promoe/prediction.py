@@ -15,8 +15,10 @@ import numpy.typing as npt
 from promoe.devices import Device, Event
 from promoe.engine import Engine
 from promoe.errors import ConfigError
+from promoe.lifetimes import when_gone
+from promoe.moe_layers import ModelGoneError
 from promoe.predictors import LayerVisit, Predictor, ReuseForecast
-from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, stop_at_exit, when_gone
+from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks, stop_at_exit
 from promoe.tracing import PREDICTOR
 
 logger = logging.getLogger(__name__)
@@ -127,6 +129,8 @@ class Forecaster:
     def _attempt(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         try:
             self._predict(origin_step, visit, ready)
+        except ModelGoneError:  # while the thread predicted for it
+            self._stop()
         except BaseException as error:
             if self._thread is None and isinstance(error, KeyboardInterrupt):
                 raise  # the user's, in the forward that predicts

@@ -6,8 +6,10 @@ Each before anything of the model was changed, or anything written; other parts 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.guard import is_guard
+from promoe.lifetimes import if_alive
 from promoe.moe_layers import MoELayer, is_adapter
 
 _NO_LOADING = (
@@ -38,8 +41,7 @@ def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[],
     in_files = any(is_guard(parameter) for layer in layers for parameter in layer.parameters())
     with ExitStack() as undo:
         for module, paths in _containers(model, layers):
-            undo.callback(module.__dict__.pop, "_apply", None)
-            module.__dict__["_apply"] = _same_form_only(module._apply, dtypes)
+            undo.callback(_replace_method(module, "_apply", partial(_same_form_only, dtypes)))
             undo.callback(module.register_load_state_dict_pre_hook(_NoNewWeights(paths)).remove)
             if in_files:
                 undo.callback(_refuse_saving(module))
@@ -62,12 +64,38 @@ def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[tuple[nn.M
     return [(model.get_submodule(name), paths) for name, paths in found.items()]
 
 
-def _same_form_only(apply: Callable[..., nn.Module], dtypes: Iterable[torch.dtype]) -> Callable[..., nn.Module]:
-    def _apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        refuse_conversion(fn, dtypes)
-        return apply(fn, recurse)
+def _replace_method(module: nn.Module, name: str, wrapped: Callable[..., Any]) -> Callable[[], None]:
+    """Have `wrapped(module, method, ...)` called in place of a module's method, on this instance. Returns the undo.
 
-    return _apply
+    A bound method in the instance's own dictionary would keep the module alive.
+    """
+    own, found = module.__dict__.get(name), weakref.ref(module)
+
+    @functools.wraps(getattr(type(module), name))
+    def method(*args: Any, **kwargs: Any) -> Any:
+        alive = found()
+        assert alive is not None, name  # who calls it has the module
+        return wrapped(alive, own or getattr(type(alive), name).__get__(alive), *args, **kwargs)
+
+    def undo(module: nn.Module) -> None:
+        if own is None:
+            module.__dict__.pop(name, None)
+        else:
+            module.__dict__[name] = own
+
+    module.__dict__[name] = method
+    return if_alive(module, undo)
+
+
+def _same_form_only(
+    dtypes: Iterable[torch.dtype],
+    module: nn.Module,
+    apply: Callable[..., nn.Module],
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    recurse: bool = True,
+) -> nn.Module:
+    refuse_conversion(fn, dtypes)
+    return apply(fn, recurse)
 
 
 def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> None:
@@ -114,8 +142,7 @@ def _refuse_saving(module: nn.Module) -> Callable[[], None]:
         undo.callback(module.register_state_dict_pre_hook(_refuse_state_dict).remove)
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(module, name):
-                undo.callback(module.__dict__.pop, name, None)
-                module.__dict__[name] = _unless_in_files(module, getattr(module, name))
+                undo.callback(_replace_method(module, name, _unless_in_files))
         return undo.pop_all().close
 
 
@@ -125,11 +152,7 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise PatchStateError(_NO_SAVING)
 
 
-def _unless_in_files(module: nn.Module, save: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save)
-    def saving(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("state_dict") is None and not getattr(module, "_hf_peft_config_loaded", False):
-            raise PatchStateError(_NO_SAVING)
-        return save(*args, **kwargs)
-
-    return saving
+def _unless_in_files(module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None and not getattr(module, "_hf_peft_config_loaded", False):
+        raise PatchStateError(_NO_SAVING)
+    return save(*args, **kwargs)

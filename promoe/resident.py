@@ -25,7 +25,7 @@ class ResidentHandle:
 
     def __init__(
         self,
-        model: nn.Module,
+        model_name: str,
         layers: Sequence[MoELayer],
         config: PromoeConfig,
         store: str,
@@ -33,14 +33,14 @@ class ResidentHandle:
     ) -> None:
         self.config = config
         self._placed = placed or Placed()
-        self._model = model
+        self._model_name = model_name
         self._store = store
         num_experts = [layer.num_experts for layer in layers]
         self._recorder = Recorder(num_experts, [layer.layout.payload_bytes for layer in layers])
         self._bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in layers)
 
     def __repr__(self) -> str:
-        return f"<promoe handle of {type(self._model).__name__}: all experts in memory>"
+        return f"<promoe handle of {self._model_name}: all experts in memory>"
 
     def stats(self) -> Stats:
         """All zero: no expert is ever fetched."""
@@ -79,7 +79,7 @@ class ResidentHandle:
         """A timeline without events."""
         if path is not None:
             check_writable(path)
-        tracer = Tracer(type(self._model).__name__)
+        tracer = Tracer(self._model_name)
         try:
             yield tracer
         finally:
@@ -89,7 +89,7 @@ class ResidentHandle:
     def close(self) -> None:
         """Nothing to stop."""
 
-    def detach(self) -> None:
-        """Remove the handle; what was moved to a device comes back."""
+    def detach(self, model: nn.Module) -> None:
+        """Remove the handle from `model`, which has it; what was moved to a device comes back."""
         self._placed.undo()
-        del self._model.promoe
+        del model.promoe

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType
@@ -96,31 +97,40 @@ class Runtime:
         self.engine.close()
 
     def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        """The forward hook for a layer's gate. It returns None: a value would replace the gate's output."""
-        siblings, name = layer.block._modules, layer.name.rpartition(".")[2]
+        """The forward hook for a layer's gate. It returns None: a value would replace the gate's output.
+
+        It keeps neither the runtime nor the layer alive, which know gates; the layer's experts do, and without them no choice
+        matters.
+        """
+        found, layer_idx = weakref.ref(self), layer.layer_idx
 
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if siblings.get(name) is not layer.experts:
-                raise changed_since(f"replaced {layer.name!r} by a {type(siblings.get(name)).__name__}")
-            index = layer.chosen(output)
-            if index is None:
-                return
-            _refuse_capture(index)
-            _, tokens, ids = self._ids.at_gate(layer.name, index)
-            if layer.num_ids > layer.num_experts:
-                ids, tokens = _with_weights(layer, ids, tokens)
-            state = self.passes.current()
-            state.gated.add(layer.layer_idx)
-            hits = self.engine.hint(layer.layer_idx, ids)
-            self._announced.hits = (layer.layer_idx, ids, hits)
-            self._announced.visit = None
-            if len(index) <= MAX_PREDICTED_TOKENS:
-                if self.predictor is not None and self.predictor.of_use:
-                    self._predict(layer, state, args, kwargs, tokens)
-            elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
-                self.engine.stream(layer.layer_idx + 1)
+            if (runtime := found()) is not None:
+                runtime._gate_chose(runtime.layers[layer_idx], args, kwargs, output)
 
         return on_gate
+
+    def _gate_chose(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        there = layer.block._modules.get(layer.name.rpartition(".")[2])
+        if there is not layer.experts:
+            raise changed_since(f"replaced {layer.name!r} by a {type(there).__name__}")
+        index = layer.chosen(output)
+        if index is None:
+            return
+        _refuse_capture(index)
+        _, tokens, ids = self._ids.at_gate(layer.name, index)
+        if layer.num_ids > layer.num_experts:
+            ids, tokens = _with_weights(layer, ids, tokens)
+        state = self.passes.current()
+        state.gated.add(layer.layer_idx)
+        hits = self.engine.hint(layer.layer_idx, ids)
+        self._announced.hits = (layer.layer_idx, ids, hits)
+        self._announced.visit = None
+        if len(index) <= MAX_PREDICTED_TOKENS:
+            if self.predictor is not None and self.predictor.of_use:
+                self._predict(layer, state, args, kwargs, tokens)
+        elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
+            self.engine.stream(layer.layer_idx + 1)
 
     def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """The experts' forward of a layer: `(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`."""

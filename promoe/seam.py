@@ -18,6 +18,7 @@ from torch import nn
 from promoe.adapters import Run
 from promoe.adapters.base import changed_since, owner_of
 from promoe.errors import PatchStateError
+from promoe.lifetimes import if_alive
 from promoe.moe_layers import MoELayer, runs_its_class_forward
 from promoe.refusals import refuse_conversion, refuse_loading
 
@@ -79,18 +80,21 @@ def is_patched(module: nn.Module) -> bool:
 
 
 def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
-    """Swap the class of a layer's experts, so that they compute through `run`, and tap its gate. Returns the undo."""
+    """Swap the class of a layer's experts, so that they compute through `run`, and tap its gate. Returns the undo.
+
+    The module keeps `run` alive. Neither `run` nor the undo may keep the module alive: only a garbage collection would free it.
+    """
     experts = layer.experts
     base = type(experts)
     assert not is_patched(experts), layer.name
     with ExitStack() as undo:  # an error or Ctrl-C in between takes back what was done
         undo.callback(layer.gate.register_forward_hook(tap, with_kwargs=True).remove)
-        undo.callback(lambda: setattr(experts, "__class__", base))
+        undo.callback(if_alive(experts, lambda experts: setattr(experts, "__class__", base)))
         experts.__class__ = patched_class(base)  # type: ignore[arg-type]
         undo.callback(_show_forward(experts))
-        undo.callback(experts.__dict__.pop, _RUN, None)
+        undo.callback(if_alive(experts, lambda experts: experts.__dict__.pop(_RUN, None)))
         experts.__dict__[_RUN] = layer.adapter.call(experts, run)
-        undo.callback(experts.__dict__.pop, _BANKS, None)
+        undo.callback(if_alive(experts, lambda experts: experts.__dict__.pop(_BANKS, None)))
         experts.__dict__[_BANKS] = layer.paths
         return undo.pop_all().close
 
@@ -102,11 +106,11 @@ def _show_forward(experts: nn.Module) -> Callable[[], None]:
         return lambda: None
     shown = experts.__dict__["forward"] = MethodType(type(experts).forward, experts)
 
-    def undo() -> None:
+    def undo(experts: nn.Module) -> None:
         if experts.__dict__.get("forward") is shown:  # else somebody has wrapped it since
             experts.__dict__["forward"] = left
 
-    return undo
+    return if_alive(experts, undo)
 
 
 def was_replaced(model: nn.Module, layer: MoELayer, block_forward: Callable[..., Any]) -> bool:

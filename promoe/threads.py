@@ -76,16 +76,6 @@ def check_interpreter() -> None:
         )
 
 
-def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:
-    """Call `close` once `owner` was collected; when the process ends not at all. Returns what calls it off.
-
-    A thread calls it: objects are collected in the midst of anything, also where a lock is held that `close` takes.
-    """
-    finalizer = weakref.finalize(owner, threading.Thread(target=close, name="promoe-close", daemon=True).start)
-    finalizer.atexit = False
-    return finalizer.detach
-
-
 def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Callable[[Owner], None]) -> None:
     """Take `lock` while the process forks, and call `in_child(owner)` in the new one before it is let go there.
 

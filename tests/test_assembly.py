@@ -175,7 +175,7 @@ def test_a_file_link_is_told_what_the_slots_will_take(
     plans = plan_pools("25%", opened.store.layouts, opened.store.num_experts)
     handle = attach(opened.model, Parts(opened.layers, opened.store, plans, config(), None, None), "auto", lambda: None)
     assert told == [sum(plan.nbytes for plan in plans)] == [handle.stats().cache_bytes]
-    handle.detach()
+    handle.detach(opened.model)
 
 
 # -- settings ---------------------------------------------------------------------------------------------------

@@ -112,7 +112,10 @@ class Adapter:
         return view(experts, banks)
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
-        """A forward with the module's own arguments and result that computes through `run`."""
+        """A forward with the module's own arguments and result that computes through `run`.
+
+        The module will hold it, so it must not hold the module.
+        """
         return run
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:

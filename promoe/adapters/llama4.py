@@ -31,9 +31,10 @@ class Llama4Adapter(Adapter):
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
         """`hidden[E * T, H]`, expert by expert -> the same shape."""
+        num_experts = self.num_experts(experts)  # the module keeps what is returned, which must not keep the module
 
         def forward(hidden_states: torch.Tensor) -> torch.Tensor:
-            by_expert = hidden_states.view(self.num_experts(experts), -1, hidden_states.shape[-1])
+            by_expert = hidden_states.view(num_experts, -1, hidden_states.shape[-1])
             needed = by_expert.flatten(1).any(dim=1).nonzero()[:, 0]
             index = needed.repeat_interleave(by_expert.shape[1]).unsqueeze(1)
             rows = by_expert[needed].flatten(0, 1)

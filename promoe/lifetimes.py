@@ -1,0 +1,35 @@
+"""Callbacks that do not keep an object alive, and one for when it is gone.
+
+A patched model owns its runtime. Nothing that the runtime holds may own the model in turn: it would only be freed by a garbage
+collection, with its weights, slots, threads and files.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Owner = TypeVar("Owner", bound=object)
+
+
+def if_alive(owner: Owner, action: Callable[..., object]) -> Callable[..., None]:
+    """Return a callback that calls `action(owner, ...)`, or does nothing once `owner` is gone. `action` must not hold it."""
+    found = weakref.ref(owner)
+
+    def call(*args: Any) -> None:
+        if (still_there := found()) is not None:
+            action(still_there, *args)
+
+    return call
+
+
+def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:
+    """Call `close` once `owner` is gone; when the process ends not at all. Return what calls it off.
+
+    A thread calls it: objects go in the midst of anything, also where a lock is held that `close` takes.
+    """
+    finalizer = weakref.finalize(owner, threading.Thread(target=close, name="promoe-close", daemon=True).start)
+    finalizer.atexit = False
+    return finalizer.detach
