@@ -1,62 +1,110 @@
-"""Whether there is a checkpoint of a name: in a folder, or on the hub."""
+"""Whether there is a checkpoint of a name, in a folder or on the hub, and where its weights are."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from promoe.errors import CheckpointError
+from promoe.errors import CheckpointError, ConfigError
+from promoe.untrusted import read_json
 
 # Arguments of from_pretrained that say how to find a file of a checkpoint.
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+CONFIG_NAME, ADAPTER_CONFIG_NAME = "config.json", "adapter_config.json"
 
 
-def check_found(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> None:
-    """Before Transformers looks for one file after the other, and asks a hub that does not answer for each of them.
+def base_of(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> str:
+    """Return the checkpoint that has a model's weights: the given one, or, of an adapter alone, the base model that it names.
+
+    Asked before Transformers looks for one file after the other, and asks a hub that does not answer for each of them.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id.
+        path_or_id: folder of a checkpoint or of an adapter, or a hub id.
         options: as for `from_pretrained`.
 
     Raises:
-        CheckpointError: there is no config.json, neither in a folder of that name nor of such an id.
+        CheckpointError: there is no config.json, neither in a folder of that name nor of such an id; nor of an adapter's base.
+        ConfigError: it is an adapter, and PEFT is not installed.
     """
     name = os.fspath(path_or_id)
-    if is_folder(name):
-        return
+    found = {key: value for key, value in (options or {}).items() if key in OF_THE_HUB}
+    subfolder = found.get("subfolder") or ""
+    adapter = _adapter_in(Path(name, subfolder)) if is_folder(name, subfolder) else _adapter_on_the_hub(name, found)
+    return name if adapter is None else _base_of_adapter(name, adapter)
+
+
+def _adapter_in(folder: Path) -> str | None:
+    """Return the file of an adapter's configuration; None: the folder has a model's."""
+    return None if os.path.isfile(folder / CONFIG_NAME) else str(folder / ADAPTER_CONFIG_NAME)
+
+
+def _adapter_on_the_hub(name: str, options: Mapping[str, Any]) -> str | None:
+    """The same of a hub id."""
     from transformers.utils import cached_file
 
-    found = {key: value for key, value in (options or {}).items() if key in OF_THE_HUB}
     try:
-        cached_file(name, "config.json", **found)
+        if cached_file(name, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **options) is not None:
+            return None
+        found: str | None = cached_file(name, ADAPTER_CONFIG_NAME, **options)
     except Exception as error:  # the hub's client has errors of several kinds
         raise CheckpointError(
             f"There is no folder '{name[:500]}', and nothing of that name could be had from the hub: "
             f"{' '.join(str(error)[:2000].split()).rstrip('. ')}. Give the folder of a checkpoint, or a hub id that can be "
             "reached."
         ) from error
+    return found
 
 
-def check_has_config(folder: str | os.PathLike[str]) -> None:
-    """Raise CheckpointError where a folder has no configuration."""
-    if not os.path.isfile(os.path.join(folder, "config.json")):
+def _base_of_adapter(name: str, config_file: str) -> str:
+    try:
+        base = read_json(config_file)["base_model_name_or_path"]
+        if not isinstance(base, str) or not base:
+            raise ValueError("its base_model_name_or_path names no model")
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"The folder '{os.fspath(folder)[:500]}' has no config.json: it is no checkpoint of Transformers. Give one "
-            "that has it."
+            f"'{name[:500]}' has an adapter and no model, and its {ADAPTER_CONFIG_NAME} does not say of which model: "
+            f"{type(error).__name__}: {error}. Open the base model, and load the adapter with model.load_adapter(...)."
+        ) from error
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f"'{name[:500]}' has an adapter of '{base[:500]}' and no model of its own, and PEFT is not installed. `pip install "
+            f"peft`, or open '{base[:500]}' without the adapter."
         )
+    try:
+        return base_of(base)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"'{name[:500]}' has an adapter of '{base[:500]}' and no model of its own: {error} Or change "
+            f"base_model_name_or_path in its {ADAPTER_CONFIG_NAME} to where that model is."
+        ) from error
 
 
-def is_folder(name: str) -> bool:
-    """Whether that is the folder of a checkpoint; else it may be a hub id.
+def is_folder(name: str, subfolder: str = "") -> bool:
+    """Return whether that is the folder of a checkpoint, or of an adapter; else it may be a hub id.
+
+    Args:
+        name: of the folder.
+        subfolder: where in it the checkpoint is.
 
     Raises:
         CheckpointError: it is another folder, or a path that leads to none.
     """
     if os.path.isdir(name):
-        check_has_config(name)
+        folder = os.path.join(name, subfolder) if subfolder else name
+        if not any(os.path.isfile(os.path.join(folder, config)) for config in (CONFIG_NAME, ADAPTER_CONFIG_NAME)):
+            raise CheckpointError(
+                f"The folder '{folder[:500]}' has no {CONFIG_NAME}: it is no checkpoint of Transformers. Give one that has it."
+            )
         return True
+    if os.path.isfile(name):
+        raise CheckpointError(
+            f"'{name[:500]}' is a file. Give the folder of a checkpoint ({CONFIG_NAME} beside safetensors files), such as "
+            f"'{(os.path.dirname(name) or '.')[:500]}'. A .bin or GGUF checkpoint has to be converted first: load it with "
+            "Transformers and call model.save_pretrained(folder)."
+        )
     if (
         not name.strip()
         or os.path.exists(name)
@@ -65,7 +113,7 @@ def is_folder(name: str) -> bool:
         or name.count("/") > 1
     ):
         raise CheckpointError(
-            f"There is no folder '{name[:500]}'. Give the folder of a checkpoint, one with a config.json, or a hub id such as "
-            "org/name."
+            f"There is no folder '{name[:500]}'. Give the folder of a checkpoint, one with a {CONFIG_NAME}, or a hub id such "
+            "as org/name."
         )
     return False

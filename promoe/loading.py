@@ -18,6 +18,7 @@ from promoe.placement import free_bytes
 from promoe.resident import ResidentHandle
 from promoe.restoring import load_all_experts
 from promoe.sizes import CacheSize, check_cache, plan_pools
+from promoe.stores.safetensors_files import remedy
 from promoe.threads import check_interpreter
 
 if TYPE_CHECKING:
@@ -102,6 +103,6 @@ def from_pretrained(
     except BaseException as error:
         store.close()
         if isinstance(error, OSError):  # a file went, or was replaced, since its header was read
-            raise CheckpointError(f"Cannot open {path_or_id}: {error}. Try again.") from error
+            raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
     return model

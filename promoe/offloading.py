@@ -32,6 +32,7 @@ from promoe.scheduler import ExpertKey
 from promoe.spool import spool
 from promoe.stores import HostStore, SafetensorsStore, Store
 from promoe.stores.base import read_expert
+from promoe.stores.safetensors_files import remedy
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class Offloaded:
             self._take_back(model)
             if isinstance(error, OSError):
                 raise CheckpointError(
-                    f"The model's experts cannot be read: {error}. Nothing was changed: try again."
+                    f"The model's experts cannot be read: {error}. Nothing was changed. {remedy(error)}"
                 ) from error
             raise
         finally:

@@ -10,6 +10,7 @@ one. Nothing global is patched.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import re
@@ -27,10 +28,10 @@ from promoe.errors import CheckpointError, ConfigError, PromoeError, Unsupported
 from promoe.guard import guard_parameter
 from promoe.layout import DEFAULT_CHUNK_BYTES
 from promoe.model_class import class_to_open
-from promoe.opening_checks import check_arguments, check_dtype, check_missing, check_shapes, prepare_config
+from promoe.opening_checks import check_arguments, check_checkpoint, check_missing, check_shapes, prepare_config
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
-from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_files import SafetensorsFiles, check_inside, remedy
 from promoe.stores.safetensors_header import TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore
 
@@ -70,13 +71,13 @@ def open_without_experts(
 
     Args:
         path_or_id: folder of a safetensors checkpoint, or a hub id (all its files are downloaded, as Transformers
-            does).
+            does). Of an adapter alone, the base model that it names is opened with it.
         dtype: as in `from_pretrained`; experts of another dtype in the files are converted when they are read.
         progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads,
-            one at a time.
+            one at a time; in the end with both the same.
         chunk_bytes: longest transfer, a multiple of 4096.
-        auto_class: a Transformers Auto class or model class. None: `AutoModelForCausalLM`, or, for a configuration that
-            has no causal language model (most vision-language and encoder-decoder ones), the class that it names.
+        auto_class: a Transformers Auto class or model class. None: the class that config.json names (`architectures`), or
+            `AutoModelForCausalLM` where it names none.
         **from_pretrained_kwargs: passed on: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
 
     Raises:
@@ -109,10 +110,11 @@ def _of_arguments(
 ) -> ConfigError | None:
     """What to raise where it was an argument that Transformers did not take; None: it was not, as far as can be told."""
     text = str(error)[:2000].rstrip(". ")
-    if isinstance(error, TypeError) and "unexpected keyword argument" in text:
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
+    if isinstance(error, TypeError) and unknown and unknown[1] in kwargs:
         return ConfigError(
-            f"Cannot open {path_or_id}: {text}. It is an argument of neither promoe.from_pretrained nor Transformers' own; "
-            "look for a slip of the pen."
+            f"Cannot open {path_or_id}: {text}. It is an argument of neither promoe.from_pretrained nor Transformers' own: "
+            "check its spelling."
         )
     given = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
     if isinstance(error, ImportError) and given:
@@ -139,10 +141,10 @@ def _open(
 ) -> OpenedModel:
     # Never ask on the terminal whether a checkpoint's own code may run.
     options = {**kwargs, "trust_remote_code": False, "use_safetensors": True}
-    check_arguments(path_or_id, opening.chunk_bytes, kwargs)
-    check_dtype(dtype)
+    check_arguments(opening.chunk_bytes, dtype, kwargs)
+    base = check_checkpoint(path_or_id, kwargs)
     try:
-        auto_class = auto_class or class_to_open(path_or_id, options)
+        auto_class = auto_class or class_to_open(base, options)
         auto = opening.auto_class(auto_class)
         with _ONE_AT_A_TIME, suppress(_HeadersReadError):
             model = auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options)
@@ -153,16 +155,21 @@ def _open(
         if isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
             raise
         if isinstance(error, OSError):
-            raise CheckpointError(f"Cannot open {path_or_id}: {error}") from error
+            said = str(error)[:2000].rstrip(". ")
+            raise CheckpointError(
+                f"Cannot open {path_or_id}: {said}. {remedy(error) if error.errno else ''}".rstrip()
+            ) from error
         if (ours := _of_arguments(error, path_or_id, kwargs)) is not None:
             raise ours from error
         if isinstance(error, ValueError) and opening.model_class is None:
             name = auto_class.__name__ if auto_class else "a model"
             raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
         # Transformers computes with what config.json says before it is compared with anything, and so do models.
+        named = getattr(opening.model_class or auto_class, "__name__", "a model")
         raise CheckpointError(
-            f"Cannot open {path_or_id}: {type(error).__name__}: {str(error)[:2000]}. Its config.json is damaged or of another "
-            "model, or an argument of from_pretrained is none of Transformers'."
+            f"Cannot open {path_or_id} as {named}: {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. If "
+            f"{named}.from_pretrained of Transformers says the same, something is wrong with config.json or the arguments; "
+            "else please report it as a fault of promoe."
         ) from error
 
 
@@ -170,7 +177,7 @@ class _Opening:
     """One load in progress: steps into it when the model stands on meta and its files are known."""
 
     def __init__(self, progress: Progress, chunk_bytes: int, headers_only: bool = False) -> None:
-        self.progress = progress
+        self.progress = _Progress(progress)
         self.chunk_bytes = chunk_bytes
         self.headers_only = headers_only
         self.model: Any = None  # on meta, once nothing more than headers is to be read
@@ -192,30 +199,36 @@ class _Opening:
             __module__, __qualname__, __doc__ = base.__module__, base.__qualname__, base.__doc__
 
             @classmethod
-            def from_pretrained(cls, path_or_id: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-                opening.model_class = base
-                prepare_config(path_or_id, config)
-                return super().from_pretrained(path_or_id, *args, config=config, **kwargs)
-
-            @staticmethod
-            def _load_pretrained_model(
-                model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any
+            def from_pretrained(
+                cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
             ) -> Any:
-                rest = opening.plan(model, checkpoint_files, load_config)
+                opening.model_class = base
+                prepare_config(pretrained_model_name_or_path, config)
+                return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+
+            # Whatever Transformers passes, by position or by name, goes on to the class's own.
+            @staticmethod
+            def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
+                if opening.store is not None:  # an adapter's weights, which go into the model that was loaded
+                    return base._load_pretrained_model(*args, **kwargs)
+                call = inspect.signature(base._load_pretrained_model).bind(*args, **kwargs)
+                model, load_config = call.arguments["model"], call.arguments["load_config"]
+                call.arguments["state_dict"] = opening.plan(model, call.arguments["checkpoint_files"], load_config)
                 if opening.headers_only:
                     as_loaded(model, load_config.dtype_plan)
                     opening.model = model
                     raise _HeadersReadError
                 with _hidden_experts(opening.layers):
-                    loading, offloaded = base._load_pretrained_model(model, rest, checkpoint_files, load_config, *args)
+                    loading, offloaded = base._load_pretrained_model(*call.args, **call.kwargs)
+                opening.progress.end()
                 check_shapes(loading, load_config.ignore_mismatched_sizes)
                 return loading, offloaded
 
             @staticmethod
-            def _finalize_model_loading(model: Any, *args: Any) -> Any:
+            def _finalize_model_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
                 with _hidden_experts(opening.layers):
-                    loading = base._finalize_model_loading(model, *args)
-                check_missing(loading)
+                    loading = base._finalize_model_loading(model, *args, **kwargs)
+                check_missing(loading, base, model.config)
                 return loading
 
         Opening.__name__ = base.__name__
@@ -235,7 +248,8 @@ class _Opening:
         self.layers = _find_layers(model, load_config)
         banks = [bank_specs(layer) for layer in self.layers]
         names = set(model.state_dict()) | {name for layer in banks for bank in layer for name in bank.full_names}
-        files = SafetensorsFiles.open(paths, (load_config.sharded_metadata or {}).get("weight_map"))
+        check_inside((load_config.sharded_metadata or {}).get("weight_map", {}).values(), "index")
+        files = SafetensorsFiles.open(paths)
         try:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
             plan = plan_experts(banks, files.tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
@@ -247,9 +261,9 @@ class _Opening:
         for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
             conversion._was_used = conversion.was_used() or planned.was_used()
         rest = [tensor for name, tensor in files.tensors.items() if name not in plan.expert_tensors]
-        count = _count_progress(self.progress, sum(tensor.nbytes for tensor in rest))
+        self.progress.total_bytes = sum(tensor.nbytes for tensor in rest if tensor.name not in plan.unused_tensors)
         num_elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-        return {tensor.name: _TensorInFile(files, tensor, count, num_elements) for tensor in rest}
+        return {tensor.name: _TensorInFile(files, tensor, self.progress.count, num_elements) for tensor in rest}
 
     def finish(self, model: PreTrainedModel) -> OpenedModel:
         """Give the model its class back, guard the experts."""
@@ -258,12 +272,17 @@ class _Opening:
                 f"{type(model).__name__} was not loaded from safetensors files in the usual way, so its experts could "
                 "not be left there. Only checkpoints in Transformers' own safetensors layout are supported."
             )
+        self.store.close_others()
         model.__class__ = self.model_class
         for layer in self.layers:
             for tensor in layer.tensors:
                 for path in tensor.paths:
                     guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
                     set_tensor(layer.experts, path, guard)
+        from promoe.moe_layers import find_moe_layers, is_adapter
+
+        if any(map(is_adapter, model.modules())):
+            find_moe_layers(model)  # raises where it is on experts
         opened = OpenedModel(model, self.layers, self.store)
         # A class is only freed by a garbage collection, and those made here hold this object: let it hold nothing.
         self.model, self.layers, self.store = None, [], None
@@ -398,16 +417,25 @@ def bank_specs(layer: MoELayer) -> list[BankSpec]:
     ]
 
 
-def _count_progress(progress: Progress, total_bytes: int) -> Callable[[int], None]:
-    lock, done_bytes = threading.Lock(), 0
+class _Progress:
+    """Bytes that were read of those that will be; told to a caller, from several threads, one at a time."""
 
-    def count(nbytes: int) -> None:
-        nonlocal done_bytes
-        with lock:
-            done_bytes += nbytes
-            progress(done_bytes, total_bytes)
+    def __init__(self, told: Progress) -> None:
+        self._told = told
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self.total_bytes = 0
 
-    return count
+    def count(self, nbytes: int) -> None:
+        """So many bytes were read."""
+        with self._lock:
+            self._done_bytes += nbytes
+            self._told(self._done_bytes, max(self.total_bytes, self._done_bytes))
+
+    def end(self) -> None:
+        """All that the model needs was read, also where that is less than was expected."""
+        if self._done_bytes < self.total_bytes:
+            self.count(self.total_bytes - self._done_bytes)
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.hub import check_found, check_has_config
+from promoe.hub import base_of
 from promoe.stores.base import check_chunk_bytes
+from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
 # Quantised formats (quant_method) that are dequantised on arrival.
@@ -40,12 +41,11 @@ _REFUSED: dict[str, str] = {
 }
 
 
-def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs: Mapping[str, Any]) -> None:
+def check_arguments(chunk_bytes: int, dtype: Any, kwargs: Mapping[str, Any]) -> None:
     """Before anything is read.
 
     Raises:
         ConfigError: an argument does not work with experts in files.
-        CheckpointError: a local checkpoint is not a folder of sound safetensors files.
     """
     check_chunk_bytes(chunk_bytes)
     for name, remedy in _REFUSED.items():
@@ -57,37 +57,44 @@ def check_arguments(path_or_id: str | os.PathLike[str], chunk_bytes: int, kwargs
         raise ConfigError(
             "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
         )
-    name, has_config = os.fspath(path_or_id), kwargs.get("config") is not None
-    if os.path.isfile(name):
-        raise CheckpointError(
-            f"{name} is a file; the folder of a checkpoint (config.json beside safetensors files) or a hub id is "
-            "needed. Pass its folder; convert a .bin or GGUF checkpoint with model.save_pretrained(folder) first."
+    _check_dtype(dtype)
+    where = torch.get_default_device()
+    if where.type != "cpu":
+        raise ConfigError(
+            f"A checkpoint cannot be opened while torch makes new tensors on the device '{where}' (torch.set_default_device, "
+            "or `with torch.device(...)`). Open it outside of that"
+            + (" context." if where.type == "meta" else f", with promoe.from_pretrained(..., device='{where}').")
         )
-    if os.path.isdir(name):
-        folder = Path(name, kwargs.get("subfolder") or "")
-        if not has_config:
-            check_has_config(folder)
-        if not kwargs.get("variant"):
-            # Before Transformers looks at the files: its errors for damaged ones do not say what is wrong.
-            SafetensorsFiles.open(*locate_files(folder)).close()
-    elif not has_config or not name.strip():
-        check_found(name, kwargs)
 
 
-def check_dtype(dtype: Any) -> None:
-    """Before anything is read.
+def check_checkpoint(path_or_id: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> str:
+    """Before Transformers looks at the files, whose errors for damaged ones do not say what is wrong.
+
+    Returns:
+        Where the weights are: `path_or_id`, or, of an adapter alone, the base model that it names.
 
     Raises:
-        ConfigError: it is no dtype that weights can be computed with.
+        CheckpointError: there is no such checkpoint, or it is a folder without sound safetensors files.
     """
+    name, config = os.fspath(path_or_id), kwargs.get("config")
+    if config is None or os.path.isfile(name) or not name.strip():
+        name = base_of(name, kwargs)
+    if os.path.isdir(name) and not kwargs.get("variant"):
+        weights_name = getattr(config, "transformers_weights", None)
+        SafetensorsFiles.open(locate_files(Path(name, kwargs.get("subfolder") or ""), weights_name)).close()
+    return name
+
+
+def _check_dtype(dtype: Any) -> None:
     for one in dtype.values() if isinstance(dtype, dict) else (dtype,):  # by part of the configuration
         known = getattr(torch, one, None) if isinstance(one, str) else one
-        if not (one is None or one == "auto" or (isinstance(known, torch.dtype) and known.is_floating_point)):
+        if not (one is None or one == "auto" or known in CONVERTIBLE_DTYPES):
             break
     else:
         return
     raise ConfigError(
-        f"The 'dtype' argument must be a floating-point dtype of torch, its name, \"auto\" or None. Got {dtype!r} instead. "
+        f"The 'dtype' argument must be a dtype of torch that models compute in, its name, \"auto\" or None: "
+        f"{', '.join(str(one).removeprefix('torch.') for one in CONVERTIBLE_DTYPES)}. Got {dtype!r} instead. "
         'Pass torch.bfloat16, or "bfloat16", for example.'
     )
 
@@ -131,10 +138,20 @@ def check_shapes(loading: Any, ignored: bool) -> None:
         )
 
 
-def check_missing(loading: Any) -> None:
-    """When weights are tied. Raises CheckpointError for missing ones, which Transformers fills with random numbers."""
-    if loading.missing_keys:
-        raise CheckpointError(
-            f"The checkpoint has no tensor for {min(loading.missing_keys)!r} ({len(loading.missing_keys)} tensors "
-            "missing besides experts). It is not complete, not of this model, or config.json was changed."
-        )
+def check_missing(loading: Any, opened_as: type, config: Any) -> None:
+    """When weights are tied. Raises CheckpointError for missing ones, which Transformers fills with random numbers.
+
+    Args:
+        loading: what Transformers says of the load.
+        opened_as: the model's class.
+        config: its configuration.
+    """
+    if not loading.missing_keys:
+        return
+    named = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
+    raise CheckpointError(
+        f"The checkpoint has no tensor for {min(loading.missing_keys)!r} ({len(loading.missing_keys)} tensors missing besides "
+        f"experts). It was opened as {opened_as.__name__}, and its config.json names {named}. If it is of another class, pass "
+        "that one, auto_class=transformers.AutoModelForSequenceClassification for example; else it is not complete, or "
+        "config.json was changed."
+    )

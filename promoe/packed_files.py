@@ -35,7 +35,7 @@ from promoe.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 
-FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 1
+FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 2
 PackedChoice = str | os.PathLike[str] | Literal["auto"] | None
 Progress = Callable[[int, int], None]
 # Only of these are matrices multiplied here, not by the model's own code.
@@ -233,8 +233,8 @@ def _index(layers: Sequence[MoELayer], store: SafetensorsStore, packings: Packin
             {
                 "name": file.path.name,
                 "size_bytes": file.fingerprint.size_bytes,
-                "modified_ns": file.fingerprint.modified_ns,
                 "header_crc": file.fingerprint.header_crc,
+                "samples_crc": file.fingerprint.samples_crc,
             }
             for file in store.files
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import textwrap
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, TextStreamer
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, check_at_least, shown
-from promoe.hub import check_found
+from promoe.hub import base_of
 from promoe.live import Panel, metered, no_link
 from promoe.loading import from_pretrained
 from promoe.measure import Generation, generate
@@ -155,13 +156,16 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    check_found(model)
+    base = base_of(model)
+    if any(os.path.isfile(os.path.join(model, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
+        base = model  # an adapter's own
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
     except Exception as error:  # tokenizers raises that class itself
         raise CheckpointError(
-            f"Cannot open the tokenizer of '{model[:500]}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
+            f"Cannot open the tokenizer of '{base[:500]}': {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. Its files "
+            "(tokenizer.json, tokenizer_config.json) are missing, damaged, or Git LFS pointers that were not pulled."
         ) from error
     return tokenizer
 

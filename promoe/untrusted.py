@@ -14,6 +14,7 @@ from typing import Any
 
 # As much as the header of a safetensors file may have, by its format.
 MAX_JSON_BYTES = 100 * 1024 * 1024
+LFS_BEGINS = b"version https://git-lfs"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -33,6 +34,11 @@ def open_plain(path: str | os.PathLike[str]) -> int:
     return fd
 
 
+def is_lfs_pointer(content: bytes) -> bool:
+    """Return whether a file begins as what Git LFS leaves in place of one that was not pulled."""
+    return content.startswith(LFS_BEGINS)
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """The value in a JSON file.
 
@@ -42,6 +48,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     """
     with open(open_plain(path), "rb") as file:
         content = file.read(MAX_JSON_BYTES + 1)
+    if is_lfs_pointer(content):
+        raise ValueError("it is a Git LFS pointer; run `git lfs pull` in its folder")
     if len(content) > MAX_JSON_BYTES:
         raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
     return loads(content)

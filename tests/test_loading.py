@@ -267,15 +267,6 @@ def remove(folder: Path) -> str:
     return f"{gone.name}: No such file"
 
 
-def swap(folder: Path) -> str:
-    """Two shards changed places, as after a careless copy."""
-    first, second = shards(folder)[1:3]
-    contents = first.read_bytes(), second.read_bytes()
-    first.write_bytes(contents[1])
-    second.write_bytes(contents[0])
-    return r"index places '.*' in model-0000"
-
-
 def expert_of_another_shape(folder: Path) -> str:
     name = "model.layers.1.mlp.experts.4.down_proj.weight"
     for shard in shards(folder):
@@ -287,7 +278,7 @@ def expert_missing(folder: Path) -> str:
     name = "model.layers.2.mlp.experts.7.up_proj.weight"
     for shard in shards(folder):
         rewrite(shard, lambda tensors: tensors.pop(name, None))
-    return f"index places '{re.escape(name)}'"
+    return "needs 8: missing expert 7"
 
 
 def other_sizes(folder: Path) -> str:
@@ -296,10 +287,20 @@ def other_sizes(folder: Path) -> str:
     return r"needs 16: missing expert 8"
 
 
-@pytest.mark.parametrize("harm", [cut, remove, swap, expert_of_another_shape, expert_missing, other_sizes])
+@pytest.mark.parametrize("harm", [cut, remove, expert_of_another_shape, expert_missing, other_sizes])
 def test_files_that_do_not_hold_the_model(folder: Path, harm: Callable[[Path], str]) -> None:
     assert_refused(folder, CheckpointError, harm(folder))
     with opened(checkpoint(FAMILY)) as model:  # the next one is opened as if nothing had been
+        greedy(model, PROMPTS["short"]).assert_equals(wanted("short"))
+
+
+def test_files_that_changed_places_are_read_as_their_headers_say(folder: Path) -> None:
+    """As after a careless copy, which leaves the index wrong; the unmodified model opens it, too."""
+    first, second = shards(folder)[1:3]
+    contents = first.read_bytes(), second.read_bytes()
+    first.write_bytes(contents[1])
+    second.write_bytes(contents[0])
+    with opened(folder) as model:
         greedy(model, PROMPTS["short"]).assert_equals(wanted("short"))
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -14,13 +16,26 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
+from served import config
 from stores.checkpoints import expert_tensors, plain_tensors, rewrite, save, shards
 from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, token_ids
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2MoeForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Qwen2MoeForCausalLM,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+)
+from zoo.families import build as build_zoo
 
+import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.guard import is_guard
-from promoe.opening import OpenedModel, open_without_experts
+from promoe.opening import OpenedModel, _Opening, open_without_experts
 from promoe.scheduler.keys import ExpertKey
 
 
@@ -250,6 +265,7 @@ class TestRefusedArguments:
             {"chunk_bytes": 1000},
             {"dtype": "bf16"},
             {"dtype": torch.int8},
+            {"dtype": "float8_e4m3fn"},
             {"dtype": 16},
             {"store": "disk"},
         ],
@@ -257,6 +273,17 @@ class TestRefusedArguments:
     def test_each_is_named_with_a_remedy(self, folder: Path, kwargs: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=rf"The '{next(iter(kwargs))}' argument .*Got .*\."):
             open_without_experts(folder, **kwargs)
+
+    @pytest.mark.parametrize(
+        ("device", "remedy"), [("meta", "Open it outside of that context"), ("cuda", "device='cuda'")]
+    )
+    def test_where_new_tensors_go_elsewhere(
+        self, folder: Path, device: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if device != "meta" and not torch.cuda.is_available():
+            monkeypatch.setattr(torch, "get_default_device", lambda: torch.device(device))
+        with torch.device("meta"), pytest.raises(ConfigError, match=rf"new tensors on the device '{device}'.*{remedy}"):
+            open_without_experts(folder)
 
     def test_their_neutral_values_are_accepted(self, folder: Path) -> None:
         opened = open_without_experts(
@@ -271,6 +298,161 @@ class TestRefusedArguments:
             opened.store.close()
         with pytest.raises(ConfigError, match="'dtype' argument"):
             open_without_experts(folder, dtype={"": "bf16"})
+
+
+def edit(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+class TestAdapters:
+    """Checkpoints beside which PEFT wrote an adapter, and adapters without a checkpoint."""
+
+    @staticmethod
+    def write_adapter(base: Path, folder: Path, **fields: Any) -> None:
+        """On the attention, of random weights, so that it changes what the model answers."""
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(base),
+            LoraConfig(**({"target_modules": ["q_proj"], "init_lora_weights": False} | fields)),
+        )
+        model.save_pretrained(folder)
+
+    @staticmethod
+    def assert_like_stock(folder: Path, plain: Path, adapted: bool = True) -> None:
+        ids = token_ids(1, 6, seed=0)
+        with torch.no_grad():
+            wanted, without = (
+                AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for path in (folder, plain)
+            )
+            assert torch.equal(wanted, without) != adapted
+            model = promoe.from_pretrained(folder, cache="50%", config=config())
+            assert torch.equal(model(ids).logits, wanted)
+        model.promoe.close()
+
+    def test_in_the_folder_of_the_model(self, folder: Path, tmp_path: Path) -> None:
+        plain = Path(shutil.copytree(folder, tmp_path / "plain"))
+        self.write_adapter(folder, folder)
+        self.assert_like_stock(folder, plain)
+
+    def test_alone(self, folder: Path, tmp_path: Path) -> None:
+        """The base model that it names is opened with it, as Transformers does."""
+        self.write_adapter(folder, tmp_path / "adapter")
+        self.assert_like_stock(tmp_path / "adapter", folder)
+
+    def test_of_a_model_that_is_not_there(self, folder: Path, tmp_path: Path) -> None:
+        self.write_adapter(folder, tmp_path / "adapter")
+        edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path="/no/such/model")
+        what = (
+            r"adapter of '/no/such/model' and no model of its own: There is no folder .*change base_model_name_or_path"
+        )
+        with pytest.raises(CheckpointError, match=what):
+            open_without_experts(tmp_path / "adapter")
+        edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=None)
+        with pytest.raises(CheckpointError, match=r"does not say of which model.*load_adapter"):
+            open_without_experts(tmp_path / "adapter")
+
+    def test_without_peft(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.write_adapter(folder, tmp_path / "adapter")
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match=rf"`pip install peft`, or open '{folder}' without the adapter"):
+            open_without_experts(tmp_path / "adapter")
+
+    def test_on_experts(self, folder: Path, tmp_path: Path) -> None:
+        self.write_adapter(folder, tmp_path / "adapter", target_parameters=["mlp.experts.gate_up_proj"])
+        with pytest.raises(UnsupportedModelError, match="has an adapter on its experts"):
+            open_without_experts(tmp_path / "adapter")
+
+    @pytest.mark.parametrize("name", ["_load_pretrained_model", "_finalize_model_loading", "from_pretrained"])
+    def test_whatever_transformers_calls_takes_what_the_class_itself_takes(self, name: str) -> None:
+        """By position or by name: its own code calls them in both ways, and others in other versions."""
+        own = inspect.signature(getattr(Qwen2MoeForCausalLM, name))
+        given = {
+            parameter.name: object()
+            for parameter in own.parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        overridden = inspect.signature(getattr(_Opening(lambda *_: None, 4096).subclass(Qwen2MoeForCausalLM), name))
+        overridden.bind(*given.values())
+        if name != "_finalize_model_loading":
+            overridden.bind(**given)
+
+
+class TestClasses:
+    """Which class a checkpoint is opened as."""
+
+    def test_what_config_json_names(self, tmp_path: Path) -> None:
+        causal = build("qwen3_moe")
+        causal.config.num_labels = 3
+        classifier = AutoModelForSequenceClassification.from_config(causal.config).eval()
+        classifier.save_pretrained(tmp_path)
+        opened = open_without_experts(tmp_path)
+        assert type(opened.model) is type(classifier)
+        opened.store.close()
+        what = r"'lm_head\.weight'.*as Qwen3MoeForCausalLM.*names Qwen3MoeForSequenceClassification.*auto_class="
+        with pytest.raises(CheckpointError, match=what):
+            open_without_experts(tmp_path, auto_class=AutoModelForCausalLM)
+
+    def test_one_that_is_asked_for(self, folder: Path) -> None:
+        opened = open_without_experts(folder, auto_class=AutoModel)
+        assert type(opened.model).__name__ == "Qwen2MoeModel"
+        opened.store.close()
+
+    def test_a_model_of_several_parts_is_opened_whole(self, tmp_path: Path) -> None:
+        """Its text model alone is had by asking for it, as Transformers' AutoModelForCausalLM gives it."""
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+        vision |= {"patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 16}
+        tokens = {"image_token_id": 120, "vision_start_token_id": 121, "vision_end_token_id": 122}
+        text = build_zoo("qwen3_5_moe").config.to_dict()
+        whole = Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision, **tokens))
+        whole.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(whole).__name__]
+        names = []
+        for arguments in ({}, {"auto_class": AutoModelForCausalLM}):
+            opened = open_without_experts(tmp_path, **arguments)
+            names.append(type(opened.model).__name__)
+            opened.store.close()
+        assert names == ["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"]
+
+    @pytest.mark.parametrize("architectures", [None, [], ["NoSuchForCausalLM"], ["torch"], ["Qwen2MoeConfig"]])
+    def test_where_it_names_none_that_there_is(self, folder: Path, architectures: Any) -> None:
+        edit(folder / "config.json", architectures=architectures)
+        opened = open_without_experts(folder)
+        assert type(opened.model) is Qwen2MoeForCausalLM
+        opened.store.close()
+
+
+def test_progress_reaches_its_total_where_files_have_what_the_model_does_not_use(tmp_path: Path) -> None:
+    """A layer that predicts several tokens, above all: with experts of its own, and without."""
+    save(tmp_path)
+    told: list[tuple[int, int]] = []
+    open_without_experts(tmp_path, progress=lambda *bytes_: told.append(bytes_)).store.close()
+    extra = {"mtp.0.head": torch.zeros(300, 300), "model.layers.9.mlp.experts.0.up_proj.weight": torch.zeros(30, 30)}
+    rewrite(shards(tmp_path)[0], lambda tensors: tensors.update(extra))
+    again: list[tuple[int, int]] = []
+    open_without_experts(tmp_path, progress=lambda *bytes_: again.append(bytes_)).store.close()
+    assert again[-1] == told[-1]
+    for done_bytes, total_bytes in (told[-1], again[-1]):
+        assert done_bytes == total_bytes > 0
+
+
+def test_only_files_with_experts_stay_open(tmp_path: Path) -> None:
+    save(tmp_path, shard_size="20KB")
+    opened = open_without_experts(tmp_path)
+    with_experts = {where.file_idx for name, where in _tensors(opened).items() if ".experts." in name}
+    assert {idx for idx, file in enumerate(opened.store.files) if not file.closed} == with_experts
+    assert len(with_experts) < len(opened.store.files)
+    opened.store.close()
+    for read_mode in ("page_cache", "direct"):
+        model = promoe.from_pretrained(tmp_path, cache="50%", config=config(read_mode=read_mode))
+        with torch.no_grad():
+            found, wanted = (
+                one(token_ids(1, 6, seed=0)).logits for one in (model, AutoModelForCausalLM.from_pretrained(tmp_path))
+            )
+        assert torch.equal(found, wanted)
+        model.promoe.close()
+
+
+def _tensors(opened: OpenedModel) -> dict[str, Any]:
+    return {name: where for file in opened.store.files for name, where in file.tensors.items()}
 
 
 class TestRefusedCheckpoints:
@@ -308,7 +490,7 @@ class TestRefusedCheckpoints:
 
     def test_damaged_index(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
-        self.refused(folder, r"index\.json cannot be read: JSONDecodeError")
+        self.refused(folder, r"index\.json is no sound JSON file: Expecting value")
 
     def test_expert_missing_from_index_and_files(self, folder: Path) -> None:
         name = "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -322,7 +504,7 @@ class TestRefusedCheckpoints:
         name = "model.layers.1.mlp.experts.4.down_proj.weight"
         shard = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"][name]
         rewrite(folder / shard, lambda tensors: tensors.pop(name))
-        self.refused(folder, f"index places '{name}' in {shard}")
+        self.refused(folder, "layers.1.mlp.experts.down_proj .*needs 8: missing expert 4")
 
     def test_expert_of_another_shape(self, folder: Path) -> None:
         name = "model.layers.1.mlp.experts.4.down_proj.weight"
@@ -389,9 +571,9 @@ class TestRefusedCheckpoints:
 
     def test_one_file_instead_of_a_folder(self, tmp_path: Path) -> None:
         save(tmp_path)
-        self.refused(tmp_path / "model.safetensors", "is a file; the folder of a checkpoint")
+        self.refused(tmp_path / "model.safetensors", "is a file. Give the folder of a checkpoint")
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        self.refused(tmp_path / "model.gguf", "is a file; the folder of a checkpoint.*GGUF")
+        self.refused(tmp_path / "model.gguf", "is a file. Give the folder of a checkpoint.*GGUF")
 
     def test_folder_without_config(self, folder: Path) -> None:
         (folder / "config.json").unlink()
@@ -459,8 +641,8 @@ def test_experts_that_are_numbered_with_a_gap(tmp_path: Path) -> None:
         open_without_experts(tmp_path)
 
 
-def test_a_slip_of_the_pen_in_an_arguments_name_is_no_damaged_checkpoint(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'cahce'.*slip of the pen"):
+def test_a_misspelt_argument_is_no_damaged_checkpoint(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"unexpected keyword argument 'cahce'.*check its spelling"):
         open_without_experts(folder, cahce="25%")
 
 

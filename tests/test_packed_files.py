@@ -215,6 +215,22 @@ def touch(folder: Path) -> None:
     os.utime(folder / "model.safetensors", ns=(0, 12345))
 
 
+def rewrite(folder: Path) -> None:
+    """Other weights of the same names and sizes."""
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def test_a_checkpoint_that_was_only_dated_anew_or_copied_keeps_its_packed_experts(copied: Path, tmp_path: Path) -> None:
+    touch(copied)
+    shutil.copytree(copied, tmp_path / "a copy", copy_function=shutil.copyfile)
+    for folder in (copied, tmp_path / "a copy"):
+        model = promoe.from_pretrained(folder, cache="60%")
+        assert isinstance(store_of(model), PackedStore)
+        model.promoe.close()
+
+
 def another_index(folder: Path, **changes: Any) -> None:
     index = json.loads((folder / FOLDER / INDEX).read_text())
     (folder / FOLDER / INDEX).write_text(json.dumps(index | changes))
@@ -233,7 +249,7 @@ def another_tensor(folder: Path) -> None:
 def of_another_checkpoint(folder: Path) -> None:
     """As two that pack into one folder at once would leave it: whole files, of the right shapes."""
     other = Path(shutil.copytree(folder, folder.parent / "other"))
-    touch(other)
+    rewrite(other)
     run_pack(other, None, None, io.StringIO())
     name = "layer-00001.safetensors"
     shutil.copy(other / FOLDER / name, folder / FOLDER / name)
@@ -242,12 +258,12 @@ def of_another_checkpoint(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "what"),
     [
-        (touch, "other files, or the checkpoint was written since"),
-        (lambda folder: another_index(folder, format=99), "not in format 1"),
+        (rewrite, "other files, or the checkpoint was written since"),
+        (lambda folder: another_index(folder, format=99), "not in format 2"),
         (lambda folder: another_index(folder, packings=[]), "another processor"),
         (lambda folder: another_index(folder, layers=None), "another model"),
         (lambda folder: (folder / FOLDER / INDEX).write_text("[1"), "Expecting"),
-        (lambda folder: (folder / FOLDER / INDEX).write_text("[]"), "not in format 1"),
+        (lambda folder: (folder / FOLDER / INDEX).write_text("[]"), "not in format 2"),
         (lambda folder: (folder / FOLDER / "layer-00002.safetensors").unlink(), "layer-00002.safetensors"),
         (shorten, "truncated"),
         (another_tensor, "layer-00001.safetensors is not of the packing that packed.json describes"),

@@ -11,6 +11,7 @@ import torch
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError
+from promoe.hub import base_of
 from promoe.model_class import class_to_open
 from promoe.moe_layers import find_moe_layers
 from promoe.running import load_tokenizer
@@ -89,10 +90,11 @@ def open_model(path: str, dtype: str, cache: str | None) -> tuple[Any, Any]:
             return promoe.from_pretrained(path, cache=cache, dtype=chosen), tokenizer
         # Never ask on the terminal whether a checkpoint's own code may run, nor open a pickle.
         options = {"trust_remote_code": False, "use_safetensors": True}
-        return class_to_open(path, options).from_pretrained(path, dtype=dtype, **options).eval(), tokenizer
+        return class_to_open(base_of(path), options).from_pretrained(path, dtype=dtype, **options).eval(), tokenizer
     except PromoeError:
         raise  # a ConfigError is a ValueError too
     except Exception as error:  # Transformers computes with what config.json says
         raise CheckpointError(
-            f"Cannot open the model '{path}': {type(error).__name__}: {str(error)[:2000]}. Copy its files again."
+            f"Cannot open the model '{path}': {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. Transformers "
+            "cannot open it: a file is missing or damaged, or its config.json is of a model that it does not have."
         ) from error

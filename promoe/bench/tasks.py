@@ -12,7 +12,7 @@ from promoe.bench.options import Options
 from promoe.bench.worker import Prompt
 from promoe.demo.example import read_prompts
 from promoe.errors import CheckpointError, UnsupportedModelError
-from promoe.hub import check_found
+from promoe.hub import base_of
 from promoe.running import load_tokenizer, prompt_inputs
 
 if TYPE_CHECKING:
@@ -67,13 +67,13 @@ def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:
 def _check_is_decoder(checkpoint: Path) -> None:
     from transformers import AutoConfig
 
-    check_found(checkpoint)
+    base = base_of(checkpoint)
     try:
-        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
     except Exception as error:  # Transformers computes with what config.json says
         raise CheckpointError(
-            f"Cannot open {checkpoint}: {type(error).__name__}: {str(error)[:2000]}. Give the folder of a checkpoint, or copy "
-            "its files again."
+            f"Cannot open {checkpoint}: {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. This Transformers "
+            "cannot make a model of its config.json."
         ) from error
     if config.is_encoder_decoder:
         raise UnsupportedModelError(

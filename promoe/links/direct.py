@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from promoe.links.alignment import PAGE_BYTES, WHOLE_PAGES, Alignment, direct_alignment
@@ -46,7 +46,7 @@ class DirectFiles:
     """O_DIRECT descriptors of files, and reads of arbitrary ranges of them. Thread-safe.
 
     Args:
-        paths: the files; `file_idx` counts them.
+        paths: the files, by the number that `file_idx` means.
 
     Raises:
         DirectUnsupportedError: one of them lies where there is no O_DIRECT (tmpfs of older kernels, some network and
@@ -54,13 +54,13 @@ class DirectFiles:
         OSError: one of them cannot be opened or read.
     """
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: Mapping[int, Path]) -> None:
         self._staging = Staging()
-        self._descriptors: tuple[Descriptor, ...] | None = tuple(self._open(path) for path in paths)
+        self._descriptors: dict[int, Descriptor] | None = {idx: self._open(path) for idx, path in paths.items()}
 
     @property
-    def descriptors(self) -> tuple[Descriptor, ...]:
-        """The open files, in order; each stays open for as long as it is held."""
+    def descriptors(self) -> Mapping[int, Descriptor]:
+        """The open files by number; each stays open for as long as it is held."""
         if self._descriptors is None:
             raise OSError(errno.EBADF, "The link is closed")
         return self._descriptors

@@ -30,6 +30,11 @@ class SourceFile(Protocol):
         """Where it is."""
         ...
 
+    @property
+    def closed(self) -> bool:
+        """Whether it has no chunk, so that the store closed it."""
+        ...
+
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
         ...
@@ -78,9 +83,9 @@ class FileLink:
         self.mode, self._why = _choose(mode, store, planned_bytes)
         if self.mode == "direct":
             try:
-                self._direct = DirectFiles([file.path for file in store.files])
-                for file, descriptor in zip(store.files, self._direct.descriptors, strict=True):
-                    file.check_unchanged(descriptor.fd)
+                self._direct = DirectFiles({i: file.path for i, file in enumerate(store.files) if not file.closed})
+                for file_idx, descriptor in self._direct.descriptors.items():
+                    store.files[file_idx].check_unchanged(descriptor.fd)
             except DirectUnsupportedError as error:
                 self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
                 logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)

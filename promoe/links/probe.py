@@ -12,7 +12,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,12 @@ def _probe(
 ) -> ReadBandwidth:
     random.Random(seed).shuffle(requests)
     direct = mode == "direct"
-    descriptors = DirectFiles(paths).descriptors if direct else tuple(Descriptor(path, os.O_RDONLY) for path in paths)
+    numbered = dict(enumerate(paths))
+    descriptors = (
+        DirectFiles(numbered).descriptors
+        if direct
+        else {i: Descriptor(path, os.O_RDONLY) for i, path in numbered.items()}
+    )
     nbytes = max(1, DESTINATION_BYTES // request_bytes) * request_bytes
     buffers = [HugePageRegion(nbytes, prefault=True) for _ in range(depth)]
     todo = itertools.cycle(requests)
@@ -195,7 +200,7 @@ def _requests(chunks: Iterable[Chunk], request_bytes: int) -> list[tuple[int, in
 
 
 def _read_until(
-    descriptors: Sequence[Descriptor],
+    descriptors: Mapping[int, Descriptor],
     todo: Iterator[tuple[int, int, int]],
     buffer: memoryview,
     request_bytes: int,

@@ -13,7 +13,7 @@ from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
-from promoe.hub import check_found, is_folder
+from promoe.hub import base_of, is_folder
 from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.model_class import class_to_open
 from promoe.moe_layers import MoELayer, find_moe_layers, model_type_of
@@ -62,6 +62,7 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
     """
+    path_or_id = base_of(path_or_id)
     folder = _local_folder(path_or_id)
     if folder is None or not _has_weights(folder):
         model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)
@@ -117,7 +118,6 @@ def _has_weights(folder: Path) -> bool:
 
 def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str]:
     """The model that a configuration describes, and what its dtype rests on."""
-    check_found(path_or_id)
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
         prepare_config(path_or_id, config)

@@ -60,7 +60,7 @@ class CheckpointNames:
 
         renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-        known = dict.fromkeys(parameter_names, True)
+        known = self._known = dict.fromkeys(parameter_names, True)
         self.tensors = tensors
         self._converters = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         # Of these, experts of two kinds (text and vision) lie in one list.
@@ -76,6 +76,12 @@ class CheckpointNames:
             if parameter not in known and name in known:
                 parameter, pattern = rename_source_key(name, [], [], base_model_prefix, known)
             self._by_parameter[parameter][pattern].append(tensors[name])
+
+    def unused(self) -> Iterator[str]:
+        """Names in the files of what becomes no parameter of the model, such as layers for predicting several tokens."""
+        for parameter, by_pattern in self._by_parameter.items():
+            if parameter not in self._known:
+                yield from (tensor.name for tensors in by_pattern.values() for tensor in tensors)
 
     def names(self, bank: BankSpec) -> Iterator[str]:
         """Names in the files of everything that belongs to `bank`."""
@@ -110,8 +116,8 @@ class CheckpointNames:
         for pattern, tensors in zip(converter.source_patterns, lists, strict=True):
             if not tensors and not _is_optional(pattern, converter.operations):
                 raise CheckpointError(
-                    f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. "
-                    "Download or copy the checkpoint again, complete."
+                    f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. A file is "
+                    "missing: compare the files with those where they are from."
                 )
         if num_shares > 1:
             return [_share(tensors, share, num_shares) for tensors in lists], _stacking(lists)
@@ -141,7 +147,7 @@ class CheckpointNames:
         examples = ", ".join(f"{tensor.name} ({tensor.dtype_name})" for tensor in similar[:3])
         return (
             f"The checkpoint has no tensors for {bank}. Found {examples or 'nothing'} under {prefix!r}. "
-            "It must be a complete, unquantised checkpoint of this model."
+            "A file is missing, it is a checkpoint of another model, or it is quantised in a way that cannot be read."
         )
 
 

@@ -24,15 +24,20 @@ from promoe.stores.safetensors_header import TensorRange
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
 
+READABLE = (
+    "Of quantised experts, these can be read: FP8 where each expert has tensors of its own (not stacked ones), and gpt-oss's "
+    "MXFP4."
+)
 CONVERTIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The plans of all MoE layers, and the names of the checkpoint's tensors that hold experts."""
+    """The plans of all MoE layers, and the names of the checkpoint's tensors that hold experts, or nothing of the model."""
 
     layers: tuple[LayerPlan, ...]
     expert_tensors: frozenset[str]
+    unused_tensors: frozenset[str] = frozenset()
 
 
 def plan_experts(
@@ -69,7 +74,7 @@ def plan_experts(
             pieces += _bank_pieces(bank, found, layout[bank.name].offset_bytes)
             expert_tensors.update(found.names(bank))
         plans.append(LayerPlan(layout, banks[0].num_experts, coalesce(pieces, chunk_bytes), chunk_bytes))
-    return CheckpointPlan(tuple(plans), frozenset(expert_tensors))
+    return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()))
 
 
 def _bank_pieces(
@@ -208,8 +213,8 @@ def _check_dtype(bank: BankSpec, tensor: TensorRange) -> None:
     if tensor.dtype == bank.dtype or (tensor.dtype in CONVERTIBLE_DTYPES and bank.dtype in CONVERTIBLE_DTYPES):
         return
     raise CheckpointError(
-        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}, but {bank} was expected. Quantised experts "
-        "cannot be read in place: open an unquantised (BF16, F16 or F32) checkpoint of the model."
+        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}, but {bank} was expected. {READABLE} Open such a "
+        "checkpoint of the model, or an unquantised (BF16, F16 or F32) one."
     )
 
 
@@ -233,7 +238,7 @@ def _check_numbers(bank: BankSpec, tensors: Sequence[TensorRange]) -> None:
         return
     raise CheckpointError(
         f"The checkpoint's tensors for {bank} are not numbered one after the other: {tensors[0].name!r} to "
-        f"{tensors[-1].name!r} are {len(tensors)}. Download or copy the checkpoint again."
+        f"{tensors[-1].name!r} are {len(tensors)}. One is missing: compare the files with those where they are from."
     )
 
 
@@ -246,5 +251,5 @@ def _wrong_count(bank: BankSpec, tensors: Sequence[TensorRange]) -> str:
     example = "there are too many" if missing is None else f"missing expert {missing}"
     return (
         f"The checkpoint has {len(tensors)} tensors like {tensors[0].name!r}, but {bank} needs {bank.num_experts}: "
-        f"{example}. Download or copy the checkpoint again, complete."
+        f"{example}. A file is missing or of another model, or config.json was changed."
     )

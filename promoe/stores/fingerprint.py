@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
 from promoe.untrusted import MAX_JSON_BYTES, open_plain
 
+logger = logging.getLogger(__name__)
+
+# Blocks that are compared where a file's time alone has changed: the first, the last, and others evenly between them.
+SAMPLES, SAMPLE_BYTES = 16, 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """An open safetensors file: which one it is, how long, when it was last written, and a checksum of its header.
+    """An open safetensors file: which one it is, how long, when it was last written, checksums of its header and of samples.
 
-    Comparing takes one `fstat`. It does not notice who writes and then sets the time back, nor writes through a mapping before
-    the system has dated them (`verify` of PromoeConfig looks at the bytes).
+    To compare takes one `fstat`. Where the time alone has changed (a backup, a sync, `touch`), header and samples decide: 64
+    KiB of the file, or all of a smaller one. Three things are not noticed: writes to other places alone, a time that is set
+    back, and writes through a mapping before the system has dated them (`verify` of PromoeConfig looks at all bytes).
     """
 
     device: int
@@ -25,26 +32,51 @@ class Fingerprint:
     size_bytes: int
     modified_ns: int
     header_crc: int
+    samples_crc: int
 
     @classmethod
     def of(cls, fd: int) -> Fingerprint:
-        """That of an open file."""
-        status = os.fstat(fd)
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, _header_crc(fd))
+        """Return that of an open file."""
+        status = os.fstat(fd)  # first: what is written from now on dates the file later than this
+        return cls(
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            _header_crc(fd),
+            _samples_crc(fd, status.st_size),
+        )
 
-    def changes(self, fd: int, path: Path) -> str:
-        """What differs in an open file, in words: "size 4096 -> 1024 bytes, ..."; "" if nothing does.
+    def look_again(self, fd: int, path: Path) -> tuple[Fingerprint, str]:
+        """Compare an open file with what it was.
 
-        `path` is where it was opened; of a file that changed, the header is read there.
+        Args:
+            fd: open for reading, also with O_DIRECT.
+            path: where it was opened. Of a file whose time has changed, the bytes are read there.
+
+        Returns:
+            What to compare with from now on, and what differs, in words: "size 4096 -> 1024 bytes, ..."; "" if nothing does.
         """
         now = os.fstat(fd)
-        if (
-            now.st_mtime_ns == self.modified_ns
-            and now.st_size == self.size_bytes
-            and now.st_ino == self.inode
-            and now.st_dev == self.device
-        ):
-            return ""
+        same_file = now.st_size == self.size_bytes and now.st_ino == self.inode and now.st_dev == self.device
+        if same_file and now.st_mtime_ns == self.modified_ns:
+            return self, ""
+        try:
+            at_path = open_plain(path)
+        except OSError as error:
+            return self, self._differences(now, f"header: {error.strerror}")
+        try:
+            header, samples = _header_crc(at_path), _samples_crc(at_path, os.fstat(at_path).st_size)
+            read_same_file = os.fstat(at_path).st_ino == now.st_ino
+        finally:
+            os.close(at_path)
+        if same_file and read_same_file and (header, samples) == (self.header_crc, self.samples_crc):
+            logger.info("%s was dated anew; its size, its header and samples of its bytes are as before.", path)
+            return replace(self, modified_ns=now.st_mtime_ns), ""
+        same = "same header" if header == self.header_crc else "another header"
+        return self, self._differences(now, same if samples == self.samples_crc else f"{same}, other bytes")
+
+    def _differences(self, now: os.stat_result, content: str) -> str:
         changes = []
         if (now.st_dev, now.st_ino) != (self.device, self.inode):
             changes.append("another file in its place")
@@ -52,23 +84,23 @@ class Fingerprint:
             changes.append(f"size {self.size_bytes} -> {now.st_size} bytes")
         if now.st_mtime_ns != self.modified_ns:
             changes.append(f"modified {_date(self.modified_ns)} -> {_date(now.st_mtime_ns)}")
-        return ", ".join([*changes, self._header_now(path)])
-
-    def _header_now(self, path: Path) -> str:
-        try:
-            fd = open_plain(path)  # not the one at hand, which may be for O_DIRECT
-        except OSError as error:
-            return f"header: {error.strerror}"
-        try:
-            return "same header" if _header_crc(fd) == self.header_crc else "another header"
-        finally:
-            os.close(fd)
+        return ", ".join([*changes, content])
 
 
 def _header_crc(fd: int) -> int:
     prefix = os.pread(fd, HEADER_LENGTH_BYTES, 0)
     header_bytes = min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES)
     return zlib.crc32(os.pread(fd, header_bytes, HEADER_LENGTH_BYTES), zlib.crc32(prefix))
+
+
+def _samples_crc(fd: int, size_bytes: int) -> int:
+    """Return a checksum of `SAMPLES` blocks; of the whole file where that is no more."""
+    if size_bytes <= SAMPLES * SAMPLE_BYTES:
+        return zlib.crc32(os.pread(fd, size_bytes, 0))
+    crc = 0
+    for idx in range(SAMPLES):
+        crc = zlib.crc32(os.pread(fd, SAMPLE_BYTES, (size_bytes - SAMPLE_BYTES) * idx // (SAMPLES - 1)), crc)
+    return crc
 
 
 def _date(time_ns: int) -> str:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from promoe.errors import CheckpointError
 from promoe.stores.fingerprint import Fingerprint
@@ -34,6 +35,11 @@ class SafetensorsFile:
         self._closing.atexit = False
 
     @property
+    def closed(self) -> bool:
+        """Whether nothing can be read from it any more."""
+        return self.fd < 0
+
+    @property
     def size_bytes(self) -> int:
         """When it was opened."""
         return self.fingerprint.size_bytes
@@ -50,14 +56,14 @@ class SafetensorsFile:
         try:
             fd = open_plain(path)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, error) from error
         try:
             fingerprint = Fingerprint.of(fd)
             tensors = read_header(path, fd, fingerprint.size_bytes, file_idx)
         except BaseException as error:
             os.close(fd)
             if isinstance(error, OSError):
-                raise _unreadable(path, error) from error
+                raise unreadable(path, error) from error
             raise
         if hasattr(os, "posix_fadvise"):
             # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
@@ -85,14 +91,15 @@ class SafetensorsFile:
                 raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
             if count == 0:
                 what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                changes = self.fingerprint.changes(self.fd, self.path)
+                _, changes = self.fingerprint.look_again(self.fd, self.path)
                 raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
         self.check_unchanged(self.fd)  # after the read: a file is dated before other bytes can be read from it
 
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
-        if changes := self.fingerprint.changes(fd, self.path):
+        self.fingerprint, changes = self.fingerprint.look_again(fd, self.path)
+        if changes:
             what = f"The file changed since the model was opened ({changes}). Put it back as it was, or open the model again"
             raise OSError(errno.ESTALE, what, str(self.path))
 
@@ -112,22 +119,16 @@ class SafetensorsFiles:
             self.tensors.update(file.tensors)
 
     @classmethod
-    def open(
-        cls, paths: Iterable[str | os.PathLike[str]], weight_map: Mapping[str, str] | None = None
-    ) -> SafetensorsFiles:
-        """Open files; with `weight_map` (tensor name -> file name, from the index) also check that each tensor is
-        there.
+    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> SafetensorsFiles:
+        """Open files. What is in them is what their headers say: an index may be stale, and only names the files.
 
         Raises:
-            CheckpointError: a file is missing, damaged or truncated, or lacks a tensor that the index places in it; or the
-                index names one outside the folder.
+            CheckpointError: a file is missing, damaged or truncated.
         """
         files: list[SafetensorsFile] = []
-        _check_inside((weight_map or {}).values())
         try:
             for file_idx, path in enumerate(paths):
                 files.append(SafetensorsFile.open(path, file_idx))
-            _check_index({file.path.name: file for file in files}, weight_map or {})
         except BaseException:
             for file in files:
                 file.close()
@@ -144,73 +145,98 @@ class SafetensorsFiles:
             file.close()
 
 
-def locate_files(checkpoint: str | os.PathLike[str]) -> tuple[list[Path], dict[str, str] | None]:
-    """The safetensors files of a local checkpoint: a folder, one `.safetensors` file, or an index.
+def locate_files(checkpoint: str | os.PathLike[str], weights_name: str | None = None) -> list[Path]:
+    """Return the safetensors files of a local checkpoint, in order of name.
 
-    Returns:
-        The files' paths in order of name, and the index's weight map (tensor name -> file name) if there is an index.
+    Args:
+        checkpoint: a folder, one `.safetensors` file, or an index.
+        weights_name: file or index in the folder; None: what its config.json says (`transformers_weights`), or the usual names.
 
     Raises:
         CheckpointError: there are none, or the index is not readable, or names files outside the folder.
     """
     path = Path(checkpoint)
     if path.is_dir():
-        if (path / WEIGHTS_NAME).is_file():
-            return [path / WEIGHTS_NAME], None
-        if not (path / INDEX_NAME).is_file():
-            found = sorted(entry.name for entry in path.iterdir())
-            raise CheckpointError(
-                f"No {WEIGHTS_NAME} or {INDEX_NAME} in {path}. Found {', '.join(found[:8]) or 'an empty folder'}. "
-                "Experts are read from safetensors files only: convert the checkpoint with model.save_pretrained(...) "
-                "first."
-            )
-        path = path / INDEX_NAME
+        path = _weights_in(path, weights_name)
     if not path.name.endswith(".index.json"):
-        return [path], None
+        return [path]
+    index = _json(path)
     try:
-        weight_map = read_json(path)["weight_map"]
-        if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        names = set(index["weight_map"].values())
+        if not names or not all(isinstance(name, str) for name in names):
             raise ValueError("its weight_map does not name files")
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"The index {path} cannot be read: {type(error).__name__}: {error}. Download or copy the checkpoint again."
-        ) from error
-    _check_inside(weight_map.values())
-    return [path.parent / name for name in sorted(set(weight_map.values()))], dict(weight_map)
-
-
-def _check_inside(names: Iterable[str]) -> None:
-    """By name alone: in the hub's cache the files themselves are links out of the folder."""
-    for name in set(names):
-        parts = PurePath(name).parts
-        if not parts or ".." in parts or PurePath(name).is_absolute():
-            raise CheckpointError(
-                f"The checkpoint's index names the file {name[:200]!r}, which lies outside the checkpoint's folder. Do not use "
-                "this checkpoint, or download it again from where you trust it."
+        check_inside(names, "index")
+        if not isinstance(index.get("metadata"), dict):
+            raise ValueError(
+                'it has no "metadata", without which Transformers does not open it: add "metadata": {} to it'
             )
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(
+            f"The index {path} cannot be used: {type(error).__name__}: {error}. Mend it, or get it anew from where the "
+            "checkpoint is from."
+        ) from error
+    return [path.parent / name for name in sorted(names)]
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"Cannot open checkpoint file {str(path)[:500]}: {error.strerror}. Download or copy the checkpoint again, complete."
+def _weights_in(folder: Path, weights_name: str | None) -> Path:
+    """Return the folder's one file of weights, or its index."""
+    if weights_name is None and (folder / "config.json").is_file():
+        config = _json(folder / "config.json")
+        weights_name = config.get("transformers_weights") if isinstance(config, dict) else None
+    if isinstance(weights_name, str):
+        check_inside([weights_name], "config.json")
+        return folder / weights_name
+    for name in (WEIGHTS_NAME, INDEX_NAME):
+        if (folder / name).is_file():
+            return folder / name
+    found = sorted(entry.name for entry in folder.iterdir())
+    raise CheckpointError(
+        f"No {WEIGHTS_NAME} or {INDEX_NAME} in {folder}. Found {', '.join(found[:8]) or 'an empty folder'}. "
+        "Experts are read from safetensors files only: convert the checkpoint with model.save_pretrained(...) first."
     )
 
 
-def _check_index(files: Mapping[str, SafetensorsFile], weight_map: Mapping[str, str]) -> None:
-    by_shard: defaultdict[str, list[str]] = defaultdict(list)
-    for name, shard in weight_map.items():
-        by_shard[shard].append(name)
-    for shard, names in sorted(by_shard.items()):
-        file = files.get(Path(shard).name)
-        if file is None:
+def _json(path: Path) -> Any:
+    try:
+        return read_json(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no sound JSON file: {error}. Mend it, or get it anew.") from error
+
+
+def check_inside(names: Iterable[str], where: str) -> None:
+    """Raise CheckpointError where a name leads out of the folder. The files may: in the hub's cache they are links."""
+    for name in names:
+        parts = PurePath(name).parts
+        if not parts or ".." in parts or PurePath(name).is_absolute():
             raise CheckpointError(
-                f"The checkpoint's index names {shard} for {len(names)} tensors, but that file is not there. Found "
-                f"{', '.join(files) or 'no files'}. Download or copy the checkpoint again, complete."
+                f"The checkpoint's {where} names the file {name[:200]!r}, which lies outside the checkpoint's folder. Do not "
+                "use this checkpoint, or download it again from where you trust it."
             )
-        missing = [name for name in names if name not in file.tensors]
-        if missing:
-            raise CheckpointError(
-                f"The checkpoint's index places {missing[0]!r} in {shard}, but that file does not have it "
-                f"({len(missing)} of {len(names)} tensors missing). Index and files are of different checkpoints: "
-                "download or copy it again."
-            )
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointError:
+    """Return what to raise where a checkpoint's file cannot be opened, with what helps against that."""
+    return CheckpointError(f"Cannot open checkpoint file {str(path)[:500]}: {error.strerror}. {remedy(error)}")
+
+
+def remedy(error: OSError) -> str:
+    """Return what helps against a file that cannot be opened or read."""
+    if error.errno == errno.ENOENT:
+        return "The checkpoint is not complete: download or copy that file."
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return "Give this user the right to read it (chmod u+r), or run as one who has it."
+    if error.errno == errno.EMFILE:
+        limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"This process may have {limit} files open, and a served checkpoint needs one or two for each of its files: raise "
+            f"the limit (`ulimit -n {max(4 * limit, 4096)}` before Python is started; the system allows {most})."
+        )
+    if error.errno == errno.ENFILE:
+        return "The whole system has too many files open: close other programs."
+    if error.errno == errno.ESTALE:
+        return "Try again."
+    return "Check the disk or the file system that it is on."

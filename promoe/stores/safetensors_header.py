@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.untrusted import MAX_JSON_BYTES, loads
+from promoe.untrusted import LFS_BEGINS, MAX_JSON_BYTES, is_lfs_pointer, loads
 
 HEADER_LENGTH_BYTES = 8
 # More than torch takes; of a list of millions even the product would not end.
@@ -71,6 +71,10 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
             f"{path} is not a sound safetensors file: {what}. Download or copy the checkpoint again."
         )
 
+    if is_lfs_pointer(os.pread(fd, len(LFS_BEGINS), 0)):
+        raise CheckpointError(
+            f"{path} is a Git LFS pointer of {size_bytes} bytes, not the weights. Run `git lfs pull` in its folder."
+        )
     prefix = os.pread(fd, HEADER_LENGTH_BYTES, 0)
     header_bytes = int.from_bytes(prefix, "little")
     if len(prefix) < HEADER_LENGTH_BYTES or not 2 <= header_bytes <= MAX_JSON_BYTES:

@@ -27,6 +27,7 @@ class SafetensorsStore:
 
     def __init__(self, files: SafetensorsFiles, plan: CheckpointPlan) -> None:
         self.files: Sequence[SafetensorsFile] = files.files
+        self._needed = {files.tensors[name].file_idx for name in plan.expert_tensors}
         self._layers: tuple[LayerPlan, ...] = plan.layers
         self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in plan.layers]
         self.num_experts: Sequence[int] = [layer.num_experts for layer in plan.layers]
@@ -59,15 +60,22 @@ class SafetensorsStore:
         # Not state_dict(): that would touch the parameters' values.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        files = SafetensorsFiles.open(*locate_files(checkpoint))
+        files = SafetensorsFiles.open(locate_files(checkpoint))
         try:
             conversions = get_model_conversion_mapping(model)
-            return cls(
-                files, plan_experts(layers, files.tensors, conversions, names, model.base_model_prefix, chunk_bytes)
-            )
+            plan = plan_experts(layers, files.tensors, conversions, names, model.base_model_prefix, chunk_bytes)
         except BaseException:
             files.close()
             raise
+        store = cls(files, plan)
+        store.close_others()
+        return store
+
+    def close_others(self) -> None:
+        """Close the files that have no expert: a large checkpoint has more files than a process may have open."""
+        for file_idx, file in enumerate(self.files):
+            if file_idx not in self._needed:
+                file.close()
 
     def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
         """The expert's chunks in slot order; made at the first call, the same objects afterwards."""

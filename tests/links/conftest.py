@@ -18,6 +18,7 @@ from promoe.stores.base import Chunk
 class RawFile:
     path: Path
     content: bytes
+    closed: bool = False
 
     def check_unchanged(self, fd: int) -> None:
         """It may change as it likes."""
@@ -97,7 +98,7 @@ def make_store(tmp_path: Path) -> Iterator[MakeStore]:
 @pytest.fixture(scope="session")
 def has_direct(raw_files: list[RawFile]) -> bool:
     try:
-        DirectFiles([file.path for file in raw_files]).close()
+        DirectFiles({i: file.path for i, file in enumerate(raw_files)}).close()
     except DirectUnsupportedError:
         return False
     return True

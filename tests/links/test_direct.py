@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("needs_direct")
 
 @pytest.fixture
 def files(whole_pages: None, raw_files: list[RawFile]) -> Iterator[DirectFiles]:
-    files = DirectFiles([file.path for file in raw_files])
+    files = DirectFiles({i: file.path for i, file in enumerate(raw_files)})
     yield files
     files.close()
 
@@ -129,7 +129,7 @@ def test_a_device_that_asks_for_less_than_a_page_gets_more_straight_reads(
 ) -> None:
     if finest == WHOLE_PAGES:
         pytest.skip("the file system asks for whole pages, or does not tell")
-    files = DirectFiles([file.path for file in raw_files])
+    files = DirectFiles({i: file.path for i, file in enumerate(raw_files)})
     assert files.descriptors[0].alignment == finest
     monkeypatch.setattr(files, "_stage", lambda *args: pytest.fail("the range was staged"))
     block_bytes, memory_bytes = finest
@@ -145,8 +145,8 @@ def test_an_alignment_that_the_kernel_refuses_is_not_believed(
     raw_files: list[RawFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("promoe.links.direct.direct_alignment", lambda fd: Alignment(1, 1))
-    files = DirectFiles([file.path for file in raw_files])
-    assert [descriptor.alignment for descriptor in files.descriptors] == [WHOLE_PAGES, WHOLE_PAGES]
+    files = DirectFiles({i: file.path for i, file in enumerate(raw_files)})
+    assert [descriptor.alignment for descriptor in files.descriptors.values()] == [WHOLE_PAGES, WHOLE_PAGES]
     region = HugePageRegion(20_003)
     files.read(0, 80_000, region.memory, region.address)
     assert bytes(region.memory) == raw_files[0].content[80_000:]
@@ -161,5 +161,5 @@ def test_a_device_error_at_opening_is_not_taken_for_a_missing_o_direct(
 
     monkeypatch.setattr(os, "preadv", broken)
     with pytest.raises(OSError, match="Input/output error") as raised:
-        DirectFiles([raw_files[0].path])
+        DirectFiles({0: raw_files[0].path})
     assert not isinstance(raised.value, DirectUnsupportedError)

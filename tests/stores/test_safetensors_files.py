@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import struct
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from safetensors.torch import save_file
 from untouched import open_files, opened_since
 
 from promoe.errors import CheckpointError
-from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
+from promoe.stores import safetensors_files
+from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files, remedy
 from promoe.stores.safetensors_header import TORCH_DTYPES
 from stores.checkpoints import read_header, save, shards, write_header
 
@@ -177,46 +182,110 @@ def test_device_errors_name_offset_and_bytes(file: Path, monkeypatch: pytest.Mon
 class TestLocateFiles:
     def test_single_file_and_shards(self, tmp_path: Path) -> None:
         one, many = save(tmp_path / "one"), save(tmp_path / "many", shard_size="50KB")
-        assert locate_files(one) == ([one / "model.safetensors"], None)
-        assert locate_files(one / "model.safetensors") == ([one / "model.safetensors"], None)
-        paths, weight_map = locate_files(many)
-        assert paths == shards(many)
-        assert len(paths) > 3
-        assert weight_map is not None
-        assert set(weight_map.values()) == {path.name for path in paths}
-        assert locate_files(many / "model.safetensors.index.json") == (paths, weight_map)
+        assert locate_files(one) == locate_files(one / "model.safetensors") == [one / "model.safetensors"]
+        assert len(shards(many)) > 3
+        assert locate_files(many) == locate_files(many / "model.safetensors.index.json") == shards(many)
+
+    def test_a_name_of_its_own(self, tmp_path: Path) -> None:
+        """`transformers_weights` of config.json, which Transformers 5 reads."""
+        save(tmp_path)
+        other = (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+        with pytest.raises(CheckpointError, match=r"No model\.safetensors"):
+            locate_files(tmp_path)
+        assert locate_files(tmp_path, "other.safetensors") == [other]
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "other.safetensors"}))
+        assert locate_files(tmp_path) == [other]
+        (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_weights": "../other.safetensors"}))
+        with pytest.raises(
+            CheckpointError, match=r"config\.json names the file '\.\./other\.safetensors', which lies outside"
+        ):
+            locate_files(tmp_path)
 
     def test_other_formats(self, tmp_path: Path) -> None:
         (tmp_path / "pytorch_model.bin").write_bytes(b"x")
         with pytest.raises(CheckpointError, match=r"Found pytorch_model\.bin\. .*save_pretrained"):
             locate_files(tmp_path)
 
-    @pytest.mark.parametrize("index", ["", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1, "b": "c"}}', "[]"])
-    def test_damaged_index(self, tmp_path: Path, index: str) -> None:
+    @pytest.mark.parametrize(
+        ("index", "what"),
+        [
+            ("", "is no sound JSON file: Expecting value"),
+            ("{}", "cannot be used: KeyError: 'weight_map'"),
+            ('{"weight_map": 3}', "cannot be used: AttributeError"),
+            ('{"weight_map": {"a": 1, "b": "c"}}', "its weight_map does not name files"),
+            ("[]", "cannot be used: TypeError"),
+            ('{"weight_map": {"a": "b.safetensors"}}', 'it has no "metadata".*add "metadata": {} to it'),
+            (
+                "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n",
+                "a Git LFS pointer; run `git lfs pull`",
+            ),
+        ],
+    )
+    def test_damaged_index(self, tmp_path: Path, index: str, what: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(CheckpointError, match=r"The index .*model\.safetensors\.index\.json cannot be read"):
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors\.index\.json .*{what}"):
             locate_files(tmp_path)
 
     def test_shard_named_in_the_index_is_gone(self, tmp_path: Path) -> None:
         save(tmp_path, shard_size="50KB")
         gone = shards(tmp_path)[1]
         gone.unlink()
-        with pytest.raises(CheckpointError, match=f"{gone.name}: No such file"):
-            SafetensorsFiles.open(*locate_files(tmp_path))
+        with pytest.raises(
+            CheckpointError, match=f"{gone.name}: No such file .*not complete: download or copy that file"
+        ):
+            SafetensorsFiles.open(locate_files(tmp_path))
 
-    def test_shard_named_in_the_index_was_not_given(self, tmp_path: Path) -> None:
+    def test_what_a_stale_index_says_of_tensors_does_not_count(self, tmp_path: Path) -> None:
         save(tmp_path, shard_size="50KB")
-        paths, weight_map = locate_files(tmp_path)
-        with pytest.raises(CheckpointError, match=rf"index names {paths[0].name} for \d+ tensors.*not there"):
-            SafetensorsFiles.open(paths[1:], weight_map)
-
-    def test_tensor_named_in_the_index_is_not_in_its_shard(self, tmp_path: Path) -> None:
-        save(tmp_path, shard_size="50KB")
+        files = SafetensorsFiles.open(locate_files(tmp_path))
         index = tmp_path / "model.safetensors.index.json"
         content = json.loads(index.read_text())
-        name = next(iter(content["weight_map"]))
-        wrong = next(shard for shard in content["weight_map"].values() if shard != content["weight_map"][name])
-        content["weight_map"][name] = wrong
+        (shard, count), *_ = Counter(content["weight_map"].values()).most_common()
+        assert count > 1
+        name = next(name for name, listed in content["weight_map"].items() if listed == shard)
+        content["weight_map"][name] = next(path.name for path in shards(tmp_path) if path.name != shard)
+        content["weight_map"]["nobody.has.it"] = shard
         index.write_text(json.dumps(content))
-        with pytest.raises(CheckpointError, match=f"places '{name}' in {wrong}"):
-            SafetensorsFiles.open(*locate_files(tmp_path))
+        again = SafetensorsFiles.open(locate_files(tmp_path))
+        assert again.tensors == files.tensors
+        for opened in (files, again):
+            opened.close()
+
+
+class TestRemedies:
+    """What is said to help does."""
+
+    def test_a_file_of_somebody_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(path: Any) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        monkeypatch.setattr(safetensors_files, "open_plain", refuse)
+        with pytest.raises(CheckpointError, match=r"Permission denied\. Give this user the right to read it"):
+            SafetensorsFile.open(tmp_path / "model.safetensors")
+
+    def test_a_pointer_of_git_lfs(self, tmp_path: Path) -> None:
+        path = tmp_path / "model.safetensors"
+        path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
+        with pytest.raises(CheckpointError, match=r"is a Git LFS pointer of \d+ bytes, .*`git lfs pull`"):
+            SafetensorsFile.open(path)
+
+    def test_more_files_than_a_process_may_have_open(self, tmp_path: Path) -> None:
+        save(tmp_path, shard_size="50KB")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest_free = os.dup(0)
+        os.close(lowest_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 2, limits[1]))
+        try:
+            with pytest.raises(CheckpointError, match=rf"may have {lowest_free + 2} files open.*`ulimit -n \d+`"):
+                SafetensorsFiles.open(locate_files(tmp_path))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        SafetensorsFiles.open(locate_files(tmp_path)).close()
+
+    @pytest.mark.parametrize(
+        ("number", "what"),
+        [(errno.EIO, "Check the disk"), (errno.ENFILE, "close other programs"), (errno.ESTALE, "Try again")],
+    )
+    def test_others(self, number: int, what: str) -> None:
+        assert what in remedy(OSError(number, os.strerror(number)))

@@ -209,7 +209,7 @@ def test_a_killed_run_goes_on_without_loss_or_duplication(
         (["--data", "DATA", '{"prompt": 3}'], '"prompt" must be a string'),
         (["--exclude", "none.json"], "Cannot open none.json"),
         (["--model", "./none"], "There is no folder './none'. Give the folder of a checkpoint"),
-        (["--model", "DATA"], "There is no folder"),
+        (["--model", "DATA"], "is a file. Give the folder"),
     ],
 )
 def test_mistakes_are_answered_with_what_to_do(
