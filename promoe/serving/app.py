@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from jinja2 import TemplateError
@@ -80,7 +81,12 @@ class TurnManager(GenerateManager):  # type: ignore[misc]
         return await super().generate_non_streaming(*args, **kwargs)
 
     def _admit(self, model: Any, processor: Any, inputs: Any, gen_config: GenerationConfig, **ignored: Any) -> None:
-        ASKED.get().admit(inputs["input_ids"].shape[-1], gen_config, self._limits)
+        asked = ASKED.get()
+        if asked.prompt_ids is not None:  # in place of those of the text that stood for them
+            ids = torch.tensor([asked.prompt_ids], device=inputs["input_ids"].device)
+            inputs.clear()
+            inputs.update({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        asked.admit(inputs["input_ids"].shape[-1], gen_config, self._limits)
 
 
 class OneManager(GenerationState):  # type: ignore[misc]

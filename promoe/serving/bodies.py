@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from promoe.errors import shown
 from promoe.running import LEAST_TEMPERATURE
-from promoe.serving.requests import CHAT, Asked, Limits, Refused
+from promoe.serving.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.untrusted import loads
 
 # Transformers compares each with every token of the vocabulary before it generates.
@@ -54,11 +54,22 @@ _UNHEEDED: dict[str, Collection[Any]] = {
 }
 # Numbers: least and most. Transformers takes a frequency penalty for a penalty of repetition, 1 more than it.
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": (0.0, 2.0)}
+# Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
+_SETTINGS = {"min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
+# What is left for Transformers' handlers.
+_HEEDED = {
+    CHAT: frozenset(["messages", "tools", "chat_template_kwargs"]),
+    COMPLETION: frozenset(["prompt"]),
+}
+_HEEDED_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
+# Text of some token, for what Transformers' handler encodes before the client's own tokens are put in its place.
+_STANDS_FOR_IDS = "."
+MAX_PROMPTS = 32
 _TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def read_request(path: str, content: bytes, limits: Limits) -> tuple[Asked, bytes]:
-    """What a body asks for, and the body that Transformers' handler is given.
+def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked, bytes]]:
+    """What a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
 
     Args:
         path: CHAT or COMPLETION.
@@ -75,6 +86,24 @@ def read_request(path: str, content: bytes, limits: Limits) -> tuple[Asked, byte
     if not isinstance(body, dict):
         raise Refused(f"The body must be a JSON object. Got {shown(body)} instead.")
     body = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    if path == CHAT:
+        _check_chat(body)
+        return [_read(path, body, limits)]
+    prompts = _prompts(body, limits)
+    if len(prompts) > 1 and body.get("stream"):
+        raise Refused(
+            f"'stream' answers one prompt at a time. Got {len(prompts)}. Send one request for each.", param="stream"
+        )
+    requests = []
+    for prompt in prompts:
+        text, ids = (prompt, None) if isinstance(prompt, str) else (_STANDS_FOR_IDS, prompt)
+        asked, own_body = _read(path, {**body, "prompt": text}, limits)
+        asked.prompt_ids = ids
+        requests.append((asked, own_body))
+    return requests
+
+
+def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes]:
     _check_model(body, limits)
     _check_unheeded(body)
     for name, (least, most) in _RANGES.items():
@@ -83,20 +112,62 @@ def read_request(path: str, content: bytes, limits: Limits) -> tuple[Asked, byte
     asked.new_tokens = _new_tokens(body, limits)
     asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
     body.pop("seed", None)  # set when its turn comes: others' samples are being drawn now
+    asked.settings = _settings(body)
     greedy = body.get("temperature", 1.0) < LEAST_TEMPERATURE
-    if "temperature" in body or "top_p" in body:
+    if body.keys() & {"temperature", "top_p"} or asked.settings.keys() & {"top_k", "min_p"}:
         asked.samples = not greedy
     if greedy:
         body.pop("temperature")  # said above, and no divisor
     _check_stop(body)
     _check_bias(body, limits)
-    if path == CHAT:
-        _check_chat(body)
-    elif not isinstance(body.get("prompt"), str) or not body["prompt"]:
+    for name in sorted(body.keys() - _HEEDED_BY_BOTH - _HEEDED[path]):
         raise Refused(
-            f"'prompt' must be one text that is not empty. Got {shown(body.get('prompt'))} instead.", param="prompt"
+            f"This server has no field '{name}' for {path}. Leave it out.", param=name, code="unknown_parameter"
         )
     return asked, json.dumps(body).encode()
+
+
+def _prompts(body: dict[str, Any], limits: Limits) -> list[str | list[int]]:
+    """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
+    prompt = body.get("prompt")
+    one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0]))
+    prompts: Any = [prompt] if one else prompt
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        raise Refused(
+            f"'prompt' must be a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either. "
+            f"Got {shown(prompt)} instead.",
+            param="prompt",
+        )
+    largest = max((max(ids) for ids in prompts if isinstance(ids, list)), default=0)
+    if largest >= (limits.vocabulary or math.inf):
+        raise Refused(
+            f"'prompt' has the token id {largest}; the model has ids up to {(limits.vocabulary or 0) - 1}.",
+            param="prompt",
+        )
+    return prompts
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return bool(prompt) and (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt))))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _settings(body: dict[str, Any]) -> dict[str, float | int]:
+    """Take out of a body what other servers than OpenAI's let a client set."""
+    found: dict[str, float | int] = {}
+    if (top_k := _number(body, "top_k", -1, 2**31, whole=True)) is not None:
+        found["top_k"] = max(0, top_k)  # -1 is other servers' word for all tokens
+    for name, (least, most) in _SETTINGS.items():
+        if (value := _number(body, name, least, most)) is not None:
+            found[name] = float(value)
+    if "repetition_penalty" in found:
+        body.pop("frequency_penalty", None)  # which would be taken for another one
+    for name in ("top_k", *_SETTINGS):
+        body.pop(name, None)
+    return found
 
 
 def _check_model(body: dict[str, Any], limits: Limits) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import secrets
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from promoe.serving.app import HEALTH, error_body
-from promoe.serving.bodies import read_request
+from promoe.serving.bodies import read_requests
 from promoe.serving.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.serving.turns import ASKED, ENDING, Turns
 from promoe.units import format_memory, format_seconds
@@ -89,17 +90,45 @@ class Guard:
                 await self._app(scope, receive, send)
                 return
             body = await _read(receive, headers, self._limits.body_bytes)
-            asked, body = read_request(path, body, self._limits)
-            with self._turns.taking(asked):
-                started_s = time.perf_counter()
-                await self._answer(asked, body, scope, receive, send)
-            self._log(_line(asked, time.perf_counter() - started_s))
+            requests = read_requests(path, body, self._limits)
+            if len(requests) == 1:
+                await self._take_turn(*requests[0], scope, receive, send)
+            else:
+                await self._answer_all(requests, scope, receive, send)
         except Refused as refused:
             self._turns.tally["refused"] += 1
             self._log(_refusal(path, refused))
             await _refuse(refused, send)
         except _Gone:
             pass
+
+    async def _take_turn(self, asked: Asked, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
+        with self._turns.taking(asked):
+            started_s = time.perf_counter()
+            await self._answer(asked, body, scope, receive, send)
+        self._log(_line(asked, time.perf_counter() - started_s))
+
+    async def _answer_all(
+        self, requests: list[tuple[Asked, bytes]], scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Answer several prompts of one request, one after the other, with one response; an error of one is that of all."""
+        answers: list[dict[str, Any]] = []
+        for asked, body in requests:
+            kept: list[Message] = []
+
+            async def keep(message: Message, kept: list[Message] = kept) -> None:
+                kept.append(message)
+
+            await self._take_turn(asked, body, scope, receive, keep)
+            if asked.outcome != "answered" or kept[0]["status"] != 200:
+                for message in kept:
+                    await send(message)
+                return
+            answers.append(json.loads(b"".join(message.get("body", b"") for message in kept)))
+        content = _joined(answers)
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
     async def _answer(self, asked: Asked, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
         """Run the application on a request until it is done or the client is gone, whichever comes first."""
@@ -202,6 +231,13 @@ async def _read(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) 
         if len(body) > most_bytes:
             raise too_long
     return bytes(body)
+
+
+def _joined(answers: list[dict[str, Any]]) -> bytes:
+    """Answers to one prompt each as one: its choices are numbered in the prompts' order, its tokens added up."""
+    choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
+    usage = {name: sum(answer["usage"][name] for answer in answers) for name in answers[0]["usage"]}
+    return json.dumps({**answers[0], "choices": choices, "usage": usage}).encode()
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -68,6 +68,10 @@ class Asked:
     samples: bool | None = None
     """Whether it asks for sampling, or for the most likely tokens; None: the model's own setting."""
     seed: int | None = None
+    settings: dict[str, float | int] = field(default_factory=dict)
+    """Fields of a `GenerationConfig` that it sets: `top_k`, `min_p`, `repetition_penalty`."""
+    prompt_ids: list[int] | None = None
+    """The prompt's tokens, where the client has sent these; None: it has sent text."""
     prompt_tokens: int = 0
     passes: int = 0
     """Forward passes so far: one for each token of the answer."""
@@ -136,3 +140,5 @@ class Asked:
         generation.max_new_tokens = int(min(self.new_tokens or limits.new_tokens, left))
         if self.samples is not None:
             generation.do_sample = self.samples
+        for name, value in self.settings.items():
+            setattr(generation, name, value)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from promoe.serving.bodies import read_request
+from promoe.serving.bodies import read_requests
 from promoe.serving.requests import CHAT, COMPLETION, Asked, Limits, Refused
 
 LIMITS = Limits("m", new_tokens=100, vocabulary=50)
@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 def read(path: str = CHAT, **fields: Any) -> tuple[Asked, dict[str, Any]]:
     prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "hi"}
-    asked, body = read_request(path, json.dumps({**prompt, **fields}).encode(), LIMITS)
+    ((asked, body),) = read_requests(path, json.dumps({**prompt, **fields}).encode(), LIMITS)
     return asked, json.loads(body)
 
 
@@ -97,6 +97,11 @@ def test_what_transformers_understands_is_passed_on() -> None:
         ({"top_p": -0.1}, "top_p", "from 0.0 to 1.0"),
         ({"frequency_penalty": -1}, "frequency_penalty", "from 0.0"),
         ({"seed": 2**63}, "seed", "whole number"),
+        ({"top_k": 1.5}, "top_k", "whole number from -1"),
+        ({"min_p": 2}, "min_p", "from 0.0 to 1.0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01"),
+        ({"typical_p": 1}, "typical_p", "no field 'typical_p' for /v1/chat/completions. Leave it out"),
+        ({"prompt": "hi"}, "prompt", "no field 'prompt' for /v1/chat/completions"),
         ({"stream": "yes"}, "stream", "true or false"),
         ({"n": 2}, "n", "'n' is not supported. Got 2"),
         ({"logprobs": True}, "logprobs", "not supported"),
@@ -139,10 +144,58 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str, match: str)
     assert refused.value.status == (404 if param == "model" else 400)
 
 
-@pytest.mark.parametrize("prompt", ["", ["a", "b"], [1, 2], 3, None])
-def test_prompts_are_one_text(prompt: Any) -> None:
-    with pytest.raises(Refused, match="'prompt' must be one text"):
+@pytest.mark.parametrize(
+    "prompt", ["", [], ["a", ""], [[1], "a", []], [1, "a"], [1, -1], [1.5], [True], 3, None, ["a"] * 33, {"a": 1}]
+)
+def test_prompts_that_are_none(prompt: Any) -> None:
+    with pytest.raises(Refused, match="'prompt' must be a text that is not empty") as refused:
         read(COMPLETION, prompt=prompt)
+    assert refused.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts", "ids"),
+    [
+        ("hi", ["hi"], [None]),
+        (["hi"], ["hi"], [None]),
+        (["a", "b"], ["a", "b"], [None, None]),
+        ([7, 49], ["."], [[7, 49]]),
+        ([[7, 49]], ["."], [[7, 49]]),
+        ([[7], "a", [8, 9]], [".", "a", "."], [[7], None, [8, 9]]),
+    ],
+)
+def test_prompts_are_texts_or_token_ids_one_or_several(prompt: Any, texts: list[str], ids: list[Any]) -> None:
+    requests = read_requests(COMPLETION, json.dumps({"prompt": prompt, "max_tokens": 3}).encode(), LIMITS)
+    assert [json.loads(body)["prompt"] for _, body in requests] == texts
+    assert [asked.prompt_ids for asked, _ in requests] == ids
+    assert {asked.new_tokens for asked, _ in requests} == {3}
+
+
+def test_token_ids_are_of_the_model_and_several_prompts_are_not_streamed() -> None:
+    with pytest.raises(Refused, match="has the token id 50; the model has ids up to 49"):
+        read(COMPLETION, prompt=[[1], [50, 2]])
+    with pytest.raises(Refused, match="one prompt at a time"):
+        read(COMPLETION, prompt=["a", "b"], stream=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings", "samples"),
+    [
+        ({"top_k": 5}, {"top_k": 5}, True),
+        ({"top_k": -1}, {"top_k": 0}, True),
+        ({"min_p": 0.1, "top_k": 3, "temperature": 0}, {"top_k": 3, "min_p": 0.1}, False),
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, None),
+        ({"repetition_penalty": 1.1, "frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, None),
+    ],
+)
+def test_what_other_servers_let_clients_set(fields: dict[str, Any], settings: dict[str, Any], samples: Any) -> None:
+    for path in (CHAT, COMPLETION):
+        asked, body = read(path, **fields)
+        assert (asked.settings, asked.samples) == (settings, samples)
+        assert not body.keys() & {"top_k", "min_p", "repetition_penalty", "frequency_penalty"}
+        generation = Generation()
+        asked.admit(1, generation, LIMITS)
+        assert {name: getattr(generation, name) for name in settings} == settings
 
 
 @pytest.mark.parametrize(
@@ -150,7 +203,7 @@ def test_prompts_are_one_text(prompt: Any) -> None:
 )
 def test_bodies_that_are_no_json_object(content: bytes) -> None:
     with pytest.raises(Refused, match="body"):
-        read_request(CHAT, content, LIMITS)
+        read_requests(CHAT, content, LIMITS)
 
 
 def test_calls_of_tools_are_passed_on_and_none_at_all_is_left_out() -> None:
