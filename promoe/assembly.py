@@ -41,6 +41,7 @@ from promoe.sizes import PoolPlan
 from promoe.slot_rows import is_hopper
 from promoe.stores import HostStore, Store, first_chunks
 from promoe.stores.packed_store import packings_in
+from promoe.threads import warn_of_threads
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,9 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         for plan in parts.plans:
             pools.append(_pool(plan, parts))
             undo.callback(pools[-1].close)
-        if parts.device is not None:
+        if parts.device is None:
+            warn_of_threads()
+        else:
             _say_what_is_exact(layers, parts.device)
             undo.callback(place(model, layers, parts.device).undo)
         link = open_link(link_choice, parts)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import io
 import os
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from promoe.errors import ConfigError, PromoeError, shown
+from promoe.processor import choose_threads
 
+# What writing to an open file or terminal fails with.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_NOT_READ = 141  # as shells count what SIGPIPE ends
@@ -125,6 +130,9 @@ def run_command(program: str, description: str, version: str, commands: Commands
     """
     parser = make_parser(program, description, version, commands)
     arguments = sys.argv[1:] if argv is None else argv
+    choose_threads()  # before a command imports torch
+    if sys.stdout is None:  # it was closed before Python began
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
     _replace_what_cannot_be_written()
     try:
@@ -142,3 +150,15 @@ def run_command(program: str, description: str, version: str, commands: Commands
     except BrokenPipeError:
         _write_nowhere()
         return EXIT_NOT_READ
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NO_ROOM:
+            raise  # not from writing to what is open already
+        _write_nowhere()
+        with suppress(OSError):  # stderr may be as full
+            print(
+                f"{program} {parsed.command}: what it prints cannot be written: {error.strerror}. Send it to where there is "
+                "room.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return EXIT_USER_ERROR

@@ -111,23 +111,38 @@ class MemoryGroup:
 
 def memory_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryGroup]:
     """This process's own group and those around it, innermost first; empty where there are none."""
+    return [
+        MemoryGroup(folder, names)
+        for folder in groups_of("memory", proc, cgroups)
+        for names in (_VERSION_1, _VERSION_2)
+        if (folder / names.used).exists()
+    ]
+
+
+def groups_of(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
+    """Return the folders of the groups that this process is in, innermost first, where a controller may count.
+
+    Args:
+        controller: "memory" or "cpu".
+        proc: for tests.
+        cgroups: for tests.
+    """
     try:
         entries = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
     except OSError:
         return []
-    found: list[MemoryGroup] = []
+    found: list[Path] = []
     for entry in entries:
         if len(entry) != 3:
             continue
         hierarchy, controllers, path = entry
-        if "memory" in controllers.split(","):
-            found += _upwards(cgroups / "memory", path, _VERSION_1)
+        if controller in controllers.split(","):
+            found += _upwards(cgroups / controller, path)
         elif hierarchy == "0" and not controllers:
-            found += _upwards(cgroups, path, _VERSION_2)
+            found += _upwards(cgroups, path)
     return found
 
 
-def _upwards(root: Path, path: str, names: _Names) -> list[MemoryGroup]:
+def _upwards(root: Path, path: str) -> list[Path]:
     group = root / path.lstrip("/")
-    inside = [folder for folder in (group, *group.parents) if folder == root or root in folder.parents]
-    return [MemoryGroup(folder, names) for folder in inside if (folder / names.used).exists()]
+    return [folder for folder in (group, *group.parents) if folder == root or root in folder.parents]

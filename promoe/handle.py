@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from os import PathLike
 
+import torch
 from torch import nn
 
 from promoe.config import PromoeConfig
@@ -23,6 +24,7 @@ from promoe.runtime import Runtime
 from promoe.sizes import CacheSize, plan_pools
 from promoe.stats import Stats
 from promoe.stores import Store
+from promoe.taken_cores import BusyCores
 from promoe.tracing import PASS, Tracer, check_writable, latest_passes
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Handle:
         self._restore = restore
         self._renewing = threading.RLock()
         self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
+        self._busy_cores = None if runtime.on_device else BusyCores(torch.get_num_threads)
         self._governor = Governor() if predictor is not None and config.governor else None
         with runtime.engine.lock:
             runtime.engine.recorder.prefetch_switched(predictor is not None)
@@ -196,6 +199,12 @@ class Handle:
         if (tracer := self.runtime.engine.tracer) is not None:  # another thread may end the timeline at any time
             end_s = state.start_s + duration_s
             tracer.span(PASS, f"{state.phase} pass", state.start_s, end_s, phase=state.phase, tokens=state.num_tokens)
+        if (
+            self._busy_cores is not None
+            and state.phase == "decode"
+            and (told := self._busy_cores.pass_ended(duration_s))
+        ):
+            logger.warning("The cores are busy: %s", told)
         if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:

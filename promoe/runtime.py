@@ -44,6 +44,9 @@ ROWS_FOR_THE_PRICE_OF_ONE = 6
 class Runtime:
     """Runs the experts of one model's MoE layers through an engine.
 
+    Attributes:
+        on_device: whether the model computes on a device, not on the processor.
+
     Args:
         layers: the model's MoE layers, in order.
         engine: started.
@@ -74,7 +77,7 @@ class Runtime:
         self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
         self._live = [LiveWeights(layer) for layer in layers] if live else []
-        self._on_device = device is not None
+        self.on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
         self._experts_code: CodeType | None = None  # of the forwards that `run` returns, all one
         self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
@@ -149,19 +152,19 @@ class Runtime:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
             if self._live:
                 self._live[layer.layer_idx].check(ids)
-            host_index = on_host if self._on_device else None
+            host_index = on_host if self.on_device else None
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:
                 with visit:
                     beside = partial(self._predict_beside, layer)
-                    if self._on_device:  # its kernels wait for what is queued by then
+                    if self.on_device:  # its kernels wait for what is queued by then
                         beside()
                     rows = visit.all_rows()
                     if rows is not None:
                         result = run_resident(layer, hidden, index, weights, rows, tokens, host_index, beside)
                     else:
                         at_once = (
-                            self._on_device
+                            self.on_device
                             or self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
                             or depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )

@@ -10,11 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from promoe.processor import PROC, usable_cores
+from promoe.control_groups import PROC
+from promoe.processor import usable_cores
 
 # From when on figures are not what the machine can do: a share of the cores that this process may use.
 MUCH_TAKEN = 0.15
 SAMPLE_S = 0.5
+# Over how long a decoding model is watched; and from how large a part of a thread without a core on it is told.
+BUSY_STRETCH_S = 4.0
+BUSY_THREADS = 0.5
 # Less says nothing: what is counted comes in ticks of 10 ms.
 SHORTEST_S = 0.1
 # Of a core's line in /proc/stat.
@@ -49,7 +53,7 @@ class Taken:
         free = max(1, int(self.cores - self.by_others + 0.25))
         return (
             "Stop them, or compute on as many threads as cores are free, for threads wait for the slowest of them: "
-            f"OMP_NUM_THREADS={free}."
+            f"OMP_NUM_THREADS={free}, or torch.set_num_threads({free}) in Python."
         )
 
     def describe(self) -> str:
@@ -115,6 +119,50 @@ class CoreWatch:
                 busy += sum(ticks[field] for field in _BUSY)
                 withheld += ticks["steal"]
         return _Reading(self._clock(), busy / _ticks_per_s(), withheld / _ticks_per_s(), self._own_s())
+
+
+class BusyCores:
+    """Tells once that other processes keep cores busy while a model decodes, with what to do.
+
+    A product's threads wait for the slowest of them, spinning: on two cores of which another process has one, a token can take
+    eight times as long.
+
+    Args:
+        threads: that the model computes on, at the time.
+        watch: makes what watches the cores; for tests.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        threads: Callable[[], int],
+        watch: Callable[[], CoreWatch] = CoreWatch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._threads, self._make_watch, self._clock = threads, watch, clock
+        self._watch: CoreWatch | None = None
+        self._begun_s = self._computed_s = 0.0
+        self._passes = 0
+        self._told = False
+
+    def pass_ended(self, duration_s: float) -> str | None:
+        """A pass of so many seconds ended just now. Return what to tell, at most once; mostly None."""
+        if self._told:
+            return None
+        now_s = self._clock()
+        if self._watch is None or now_s - self._begun_s > 2 * BUSY_STRETCH_S:  # nothing was computed meanwhile
+            self._watch, self._begun_s, self._computed_s, self._passes = self._make_watch(), now_s, 0.0, 0
+            return None
+        self._computed_s += duration_s
+        self._passes += 1
+        if now_s - self._begun_s < BUSY_STRETCH_S:
+            return None
+        taken, computed = self._watch.taken(), self._computed_s >= 0.5 * (now_s - self._begun_s)
+        self._watch = None
+        if taken is None or not computed or taken.cores - taken.by_others > self._threads() - BUSY_THREADS:
+            return None
+        self._told = True
+        return f"{taken.describe()}, while {self._passes} tokens took {self._computed_s:.1f} s. {taken.remedy}"
 
 
 def taken_now(seconds: float = SAMPLE_S) -> Taken | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import sys
 import threading
@@ -17,9 +18,12 @@ from typing import Any, TypeVar
 import torch
 
 from promoe.errors import ConfigError
-from promoe.processor import num_cores
+from promoe.processor import cpu_quota, num_cores
+
+logger = logging.getLogger(__name__)
 
 Owner = TypeVar("Owner")
+_warned: list[bool] = []
 _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
 _held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what its copy is told
 _forking: dict[int, list[_HeldInForks]] = {}  # by thread: the owners themselves, and what is held
@@ -64,6 +68,23 @@ class ThreadBeside(threading.Thread):
 def has_spare_core() -> bool:
     """Whether this process may use more cores than torch computes on."""
     return num_cores() > torch.get_num_threads()
+
+
+def warn_of_threads() -> None:
+    """Warn, once in a process, where torch computes on more threads than this process may keep cores busy."""
+    threads, cores = torch.get_num_threads(), num_cores()
+    if threads > cores and not _warned:
+        _warned.append(True)
+        quota = cpu_quota()
+        why = f"may use {cores}" if quota is None else f"gets the time of {quota:.3g} (a control group's quota)"
+        logger.warning(
+            "torch computes on %d threads, and of the cores this process %s: threads wait for those that have none, and "
+            "a token can take twice as long. Call torch.set_num_threads(%d) before opening the model, or set OMP_NUM_THREADS=%d.",
+            threads,
+            why,
+            cores,
+            cores,
+        )
 
 
 def check_interpreter() -> None:

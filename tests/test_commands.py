@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -14,7 +16,7 @@ import pytest
 from jsonargparse import ArgumentParser
 
 import promoe
-from promoe import cli
+from promoe import cli, commands
 from promoe.commands import make_parser, run_command
 from promoe.training import cli as train
 
@@ -118,6 +120,46 @@ def test_an_output_that_nobody_reads_ends_a_command_without_a_word(
         assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 141
         unread.flush()  # as when Python ends
     assert capsys.readouterr().err == ""
+
+
+class Full(io.StringIO):
+    """An output without room, as /dev/full or a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_output_without_room_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "_write_nowhere", lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", Full())
+        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 2
+        said = capsys.readouterr().err
+        assert said == (
+            "program say: what it prints cannot be written: No space left on device. Send it to where there is room.\n"
+        )
+        patch.setattr(sys, "stderr", Full())
+        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 2
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_command_into_a_full_device() -> None:
+    """The interpreter's own end adds no second message."""
+    command = [sys.executable, "-m", "promoe.cli", "doctor"]
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
+    def fail() -> int:
+        """Fail."""
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+
+    with pytest.raises(OSError, match="/somewhere/file"):
+        run_command("program", "", "1", {"fail": fail}, ["fail"])
 
 
 def test_what_an_encoding_does_not_have_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

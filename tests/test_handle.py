@@ -59,11 +59,12 @@ def used(stats: promoe.Stats) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("store", ["host", "disk"])
 def test_what_was_used_before_is_there_when_the_first_prompt_comes(store: str, tmp_path: Path) -> None:
-    with served(FAMILY, cache="50%", store=store) as model:
+    """Without streaming, whose hits depend on how soon the next layer's experts come."""
+    with served(FAMILY, cache="50%", store=store, stream=False) as model:
         assert_unharmed(model)
         before = model.promoe.stats()
     for popularity in (before, before.decode.expert_counts):
-        with served(FAMILY, cache="50%", store=store) as model:
+        with served(FAMILY, cache="50%", store=store, stream=False) as model:
             found = model.promoe.warm(popularity)
             slots = model.promoe.stats().cache_slots
             resident = model.promoe.runtime.engine.scheduler.resident()

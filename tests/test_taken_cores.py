@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import promoe.taken_cores as module
-from promoe.taken_cores import CoreWatch, Taken
+from promoe.taken_cores import BusyCores, CoreWatch, Taken
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -72,7 +72,7 @@ def test_cores_that_this_process_may_not_use_do_not_count(tmp_path: Path) -> Non
     ("cores", "by_others", "threads"), [(2, 0.5, 1), (2, 1.9, 1), (2, 5.0, 1), (8, 1.2, 7), (8, 2.0, 6)]
 )
 def test_no_more_threads_than_cores_are_free(cores: int, by_others: float, threads: int) -> None:
-    assert f"OMP_NUM_THREADS={threads}." in Taken(cores, by_others, 0.0).remedy
+    assert f"OMP_NUM_THREADS={threads}, or torch.set_num_threads({threads})" in Taken(cores, by_others, 0.0).remedy
 
 
 def test_never_less_than_nothing(tmp_path: Path) -> None:
@@ -132,3 +132,54 @@ def test_a_child_that_still_runs_counts_already() -> None:
 def _spin_until(end: object) -> None:
     while not end.is_set():  # type: ignore[attr-defined]
         pass
+
+
+class Decoding:
+    """A model that decodes on a made-up machine of two cores, 0.5 s a token."""
+
+    def __init__(self, folder: Path, threads: int = 2) -> None:
+        self.machine = Machine(folder, 2)
+        self.busy_cores = BusyCores(lambda: threads, lambda: self.machine.watch([0, 1]), lambda: self.machine.now_s)
+        self.told: list[str] = []
+
+    def tokens(self, count: int, others: float, own: float = 1.0, between_s: float = 0.0) -> None:
+        for _ in range(count):
+            self.machine.pass_s(between_s + 0.5, [(others + own) / 2] * 2, own=own)
+            if (told := self.busy_cores.pass_ended(0.5)) is not None:
+                self.told.append(told)
+
+
+def test_cores_that_others_keep_busy_are_told_once(tmp_path: Path) -> None:
+    decoding = Decoding(tmp_path)
+    decoding.tokens(100, others=0.1, own=1.9)
+    assert decoding.told == []
+    decoding.tokens(100, others=1.0)
+    (told,) = decoding.told
+    assert told.startswith("other processes took 1.0")
+    assert "while 8 tokens took 4.0 s. Stop them, or compute on as many threads as cores are free" in told
+    assert told.endswith("OMP_NUM_THREADS=1, or torch.set_num_threads(1) in Python.")
+
+
+@pytest.mark.parametrize("what", ["threads are few", "the model waits for its user", "a short while"])
+def test_where_there_is_nothing_to_mend_nothing_is_told(what: str, tmp_path: Path) -> None:
+    decoding = Decoding(tmp_path, threads=1 if what == "threads are few" else 2)
+    between_s = 2.0 if what == "the model waits for its user" else 0.0
+    decoding.tokens(7 if what == "a short while" else 60, others=1.0, between_s=between_s)
+    assert decoding.told == []
+
+
+def test_a_pause_begins_a_new_stretch(tmp_path: Path) -> None:
+    """What others took while nothing was computed says nothing."""
+    decoding = Decoding(tmp_path)
+    for _ in range(10):
+        decoding.tokens(7, others=0.0, own=2.0)
+        decoding.machine.pass_s(60.0, [1.0, 1.0])
+    assert decoding.told == []
+
+
+def test_where_the_system_does_not_say_nothing_is_told(tmp_path: Path) -> None:
+    decoding = Decoding(tmp_path)
+    (tmp_path / "stat").unlink()
+    for _ in range(60):
+        decoding.machine.now_s += 0.5
+        assert decoding.busy_cores.pass_ended(0.5) is None

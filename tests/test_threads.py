@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import warnings
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import promoe.threads as module
 from promoe.threads import ThreadBeside, has_spare_core, hold_in_forks
 
 
@@ -127,3 +129,29 @@ def test_a_forked_process_is_told_while_the_lock_is_held() -> None:
     os.close(write)
     assert not owner.told_with_lock
     assert not lock.locked()
+
+
+@pytest.mark.parametrize(
+    ("threads", "cores", "quota", "said"),
+    [
+        (2, 2, None, None),
+        (2, 1, None, "torch computes on 2 threads, and of the cores this process may use 1: .*set_num_threads\\(1\\)"),
+        (8, 1, 1.5, "8 threads, and of the cores this process gets the time of 1.5 .*OMP_NUM_THREADS=1"),
+    ],
+)
+def test_more_threads_than_cores_are_told_once(
+    threads: int,
+    cores: int,
+    quota: float | None,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "_warned", [])
+    monkeypatch.setattr(module, "num_cores", lambda: cores)
+    monkeypatch.setattr(module, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for _ in range(2):
+        module.warn_of_threads()
+    assert len(caplog.records) == (said is not None)
+    assert re.search(said or "", caplog.text)

@@ -33,7 +33,7 @@ def test_cores_that_others_kept_busy_are_said(by_others: float | None, said: boo
     taken = None if by_others is None else Taken(2, by_others, 0.0)
     text = " ".join(" ".join(show.measured_lines(predictor(), {}, taken, 300)).split())
     assert ("cores other processes took 0.80 of 2 cores" in text) == said
-    assert ("OMP_NUM_THREADS=1. Then plan again." in text) == said
+    assert ("OMP_NUM_THREADS=1, or torch.set_num_threads(1) in Python. Then plan again." in text) == said
 
 
 def test_a_table_of_caches() -> None:
