@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from promoe.counts import PhaseStats
 from promoe.links import BoundEmulatedLink, FileLink, FileStore, Link
 from promoe.links.probe import BandwidthProbe, best_bandwidth
 from promoe.links.verified import VerifiedLink
@@ -22,7 +23,7 @@ from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.replay import Replay
 from promoe.scheduler import SchedulerConfig
 from promoe.stores import Store
-from promoe.units import ratio
+from promoe.units import is_number, ratio
 
 MIB = 1024 * 1024
 PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
@@ -117,10 +118,21 @@ def token_bound_s(compute_s: float | None, missed_bytes_per_token: float, bandwi
     return max(compute_s or 0.0, missed_bytes_per_token / bandwidth_bytes_per_s)
 
 
+def needed_bytes(replayed: float, decode: PhaseStats) -> float:
+    """Return the bytes per token that a system cannot do without.
+
+    Args:
+        replayed: what its eviction policy misses on demand only (`bytes_per_token`).
+        decode: what the system moved. Where its forecasts also keep experts from being evicted, it needed less.
+    """
+    used = ratio(decode.bytes_used, decode.tokens)
+    return min(replayed, used) if is_number(used) else replayed
+
+
 def link_bandwidth(link: Link, store: Store) -> float:
     """W, bytes per second: what an emulated link is set to, else the best of a raw probe of the store's files.
 
-    The probe takes about 4 s. Probe before and after what is to be bounded, and take the larger: disks drift.
+    The probe takes about 4 s. Disks drift: of several probes, and of what systems were seen to get, the largest is W.
     """
     if isinstance(link, VerifiedLink):
         link = link.link

@@ -176,16 +176,17 @@ def demo(
     model: str | None = None,
     cache: str = "20%",
     prompts: int = 3,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = 16,
     repeat: int = 128,
     out: str = "promoe-out",
     skip_widened: bool = False,
+    steps: bool = False,
 ) -> int:
-    """Show what caching, preemption, reordering and prefetch each buy, on a small trained model. Takes some minutes.
+    """Show what promoe buys over fetching experts on demand, on a small trained model. Takes two to four minutes.
 
-    First with its experts behind an emulated link that is as slow, for this model, as PCIe is for a real one; then with
-    experts of real size, read from this machine's disk. Every system's tokens are compared with the unmodified model's.
-    Writes reports and timelines.
+    First one answer. Then on-demand LRU and promoe side by side: with experts behind an emulated link that is as slow, for
+    this model, as PCIe is for a real one; then with experts of real size, read from this machine's disk. Every system's tokens
+    are compared with the unmodified model's. Writes reports and timelines.
 
     Example: `promoe demo --prompts 2 --skip-widened`
 
@@ -197,6 +198,7 @@ def demo(
         repeat: how many times wider the experts of the second part are (128: about 10 MB each)
         out: folder for reports, timelines and the widened model (several GB, written once)
         skip_widened: leave out the second part
+        steps: show what caching, preemption, reordering, eviction and prefetch each buy, one after the other (twice as long)
     """
     from promoe.demo import Options, run_demo
 
@@ -208,6 +210,7 @@ def demo(
         repeat=repeat,
         out=out,
         skip_widened=skip_widened,
+        steps=steps,
     )
     return 0 if run_demo(options) else EXIT_DIFFERENT_TOKENS
 

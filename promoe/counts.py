@@ -67,6 +67,11 @@ class Counts:
         return self.bytes_wasted - self.bytes_wasted_demand
 
     @property
+    def bytes_used(self) -> int:
+        """Of the bytes moved, those that were not moved in vain."""
+        return self.bytes_total - self.bytes_wasted
+
+    @property
     def bytes_pending(self) -> int:
         """Prefetched bytes of which it is not known yet whether they will be used; at least 0.
 

@@ -36,6 +36,7 @@ def from_pretrained(
     config: PromoeConfig | None = None,
     packed: PackedChoice = "auto",
     progress: Progress | None = None,
+    auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PreTrainedModel:
     """Open a safetensors checkpoint whose experts need not fit in memory.
@@ -46,7 +47,8 @@ def from_pretrained(
     one whose weights begin at multiples of 64 bytes, as clones do.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id.
+        path_or_id: folder of a checkpoint, or a hub id. Of an adapter alone (PEFT), the base model that it names is opened with
+            it.
         cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what
             is free, less 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
@@ -59,6 +61,8 @@ def from_pretrained(
         packed: folder of experts that `promoe pack` packed; "auto": that beside the checkpoint's files, if it is there and
             fits; None: read the checkpoint's own files. On a CPU only.
         progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
+        auto_class: an Auto class or model class of Transformers to open it as: `AutoModelForCausalLM` for the text model alone
+            of a model of text and images, for example. None: the class that config.json names (`architectures`).
         from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
 
     Returns:
@@ -82,7 +86,12 @@ def from_pretrained(
     check_cache(cache)
     check_choices(predictor, link, on_disk=True, on_device=target is not None)
     opened = open_without_experts(
-        path_or_id, dtype=dtype, progress=progress, chunk_bytes=config.longest_chunk(), **from_pretrained_kwargs
+        path_or_id,
+        dtype=dtype,
+        progress=progress,
+        chunk_bytes=config.longest_chunk(),
+        auto_class=auto_class,
+        **from_pretrained_kwargs,
     )
     model, layers, plain = opened.model, [layer.released() for layer in opened.layers], opened.store
     del opened

@@ -76,10 +76,12 @@ def warn_of_threads() -> None:
     if threads > cores and not _warned:
         _warned.append(True)
         quota = cpu_quota()
-        why = f"may use {cores}" if quota is None else f"gets the time of {quota:.3g} (a control group's quota)"
+        why = (
+            f"has {cores} core(s)" if quota is None else f"gets the time of {quota:.3g} cores (a control group's quota)"
+        )
         logger.warning(
-            "torch computes on %d threads, and of the cores this process %s: threads wait for those that have none, and "
-            "a token can take twice as long. Call torch.set_num_threads(%d) before opening the model, or set OMP_NUM_THREADS=%d.",
+            "torch computes on %d threads, and this process %s: threads wait for those without a core, and a token can take "
+            "twice as long. Call torch.set_num_threads(%d) before opening the model, or set OMP_NUM_THREADS=%d.",
             threads,
             why,
             cores,

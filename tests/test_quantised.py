@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import write_fp8, write_mxfp4
+from quantised_checkpoints import write_fp8, write_mxfp4, write_stacked_fp8
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
 
 import promoe
@@ -34,6 +34,12 @@ def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: An
     finally:
         if hasattr(model, "promoe"):
             close(model)
+
+
+def test_what_can_be_read_is_said_of_stacked_fp8_experts(tmp_path: Path) -> None:
+    what = r"has dtype F8_E4M3.*FP8 where each expert has tensors of its own \(not stacked ones\).*MXFP4\. Open such a checkpoint"
+    with pytest.raises(promoe.CheckpointError, match=what):
+        promoe.from_pretrained(write_stacked_fp8(tmp_path))
 
 
 def test_another_dtype_is_what_the_experts_are_dequantised_to(tmp_path: Path) -> None:

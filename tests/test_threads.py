@@ -135,8 +135,8 @@ def test_a_forked_process_is_told_while_the_lock_is_held() -> None:
     ("threads", "cores", "quota", "said"),
     [
         (2, 2, None, None),
-        (2, 1, None, "torch computes on 2 threads, and of the cores this process may use 1: .*set_num_threads\\(1\\)"),
-        (8, 1, 1.5, "8 threads, and of the cores this process gets the time of 1.5 .*OMP_NUM_THREADS=1"),
+        (2, 1, None, "torch computes on 2 threads, and this process has 1 core\\(s\\): .*set_num_threads\\(1\\)"),
+        (8, 1, 1.5, "8 threads, and this process gets the time of 1.5 cores .*OMP_NUM_THREADS=1"),
     ],
 )
 def test_more_threads_than_cores_are_told_once(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from promoe.demo.comparison import Reference, Result, Task, TokensDifferError, compare, record
+from promoe.demo.comparison import Reference, Result, Task, TokensDifferError, compare, record, verify
 from promoe.demo.example import READABLE_LOSS, Example, find_example
 from promoe.demo.options import Options
 from promoe.demo.setups import DEEPSEEK_ON_4090, RealSetup, emulate
@@ -26,15 +26,16 @@ from promoe.demo.show import (
     show_routing,
     show_sample,
 )
-from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk, learned_prefetch
+from promoe.demo.systems import SYSTEMS, BehindLink, OnDisk, load_stock, to_compare
 from promoe.links.file import SPARE_RAM_BYTES
 from promoe.links.free_ram import free_ram_bytes
+from promoe.loading import from_pretrained
 from promoe.output import check_writable, make_folder
 from promoe.report import html_report
 from promoe.running import load_tokenizer, prompt_inputs
 from promoe.sizes import plan_pools
 from promoe.taken_cores import CoreWatch, taken_now
-from promoe.units import format_memory, format_number, format_seconds
+from promoe.units import format_memory, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from promoe.moe_layers import MoELayer
@@ -52,6 +53,8 @@ def run_demo(options: Options) -> bool:
     started_s = time.monotonic()
     demo = Demo(options)
     try:
+        demo.first_look()
+        demo.say_what_is_compared()
         demo.behind_link(DEEPSEEK_ON_4090)
         if not options.skip_widened:
             demo.on_disk()
@@ -76,10 +79,37 @@ class Demo:
         self._tokenizer = load_tokenizer(str(self.example.checkpoint))
         self._prompts = self.example.prompts(options.prompts + 1)
         self.task = self._make_task()
-        learned = self.example.predictor
-        self.systems = SYSTEMS if learned is None else (*SYSTEMS, learned_prefetch(learned))
+        self.systems = to_compare(options.steps, self.example.predictor)
         _warn_of_others()
-        say("What each idea buys, step by step; every row adds one to the row above it.")
+
+    def first_look(self) -> None:
+        """One answer with the experts on disk, in the first seconds."""
+        heading("First look: the demo model, its experts left in the checkpoint's files")
+        checkpoint, inputs = self.example.checkpoint, self.task.prompts[0]
+        expected = self.task.run(load_stock(checkpoint, DTYPE), inputs)
+        model: Any = from_pretrained(checkpoint, cache=self.options.cache, dtype=DTYPE)
+        with closing(model.promoe):
+            started_s = time.monotonic()
+            answer = self.task.run(model, inputs)
+            seconds = time.monotonic() - started_s
+            verify("promoe", 1, answer, expected)
+            stats = model.promoe.stats()
+        if self._readable():
+            show_sample(self._prompts[1], str(self._tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
+        total_bytes = sum(count * nbytes for count, nbytes in zip(stats.num_experts, stats.expert_bytes, strict=True))
+        paragraph(
+            f"{len(answer.tokens)} tokens in {format_seconds(seconds)}, the same as the unmodified model's. Of its "
+            f"{format_memory(total_bytes)} of experts, RAM had slots for {format_memory(stats.cache_bytes)} "
+            f"({stats.cache_slots} experts): they held {format_percent(stats.decode.hit_rate)}% of what a token needed."
+        )
+
+    def say_what_is_compared(self) -> None:
+        """Print the systems, a line each."""
+        say()
+        if self.options.steps:
+            say("What each idea buys, step by step; every row adds one to the row above it.")
+        else:
+            say("What promoe buys over fetching on demand (promoe demo --steps: what each idea of it buys).")
         for system in self.systems:
             say(f"  {system.name.ljust(20)}{system.meaning}")
 

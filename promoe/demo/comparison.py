@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, link_bandwidth, token_bound_s
+from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, link_bandwidth, needed_bytes, token_bound_s
 from promoe.demo.systems import RESIDENT, SYSTEMS, Source, System
 from promoe.errors import PromoeError
 from promoe.measure import (
@@ -32,6 +32,7 @@ from promoe.moe_layers import MoELayer, find_moe_layers
 from promoe.recorder import Recorder
 from promoe.report import Run
 from promoe.stats import Stats
+from promoe.units import is_number
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,15 +151,19 @@ def compare(
         bandwidth = link_bandwidth(engine.link, engine.store)
         _warm_up(models, reference, task)
         times = _measure(models, reference, task)
-        # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
-        bandwidth = max(bandwidth, link_bandwidth(engine.link, engine.store))
         compute_s = median(tpots_s(times[RESIDENT])) if resident is not None else None
         tpots = paired_estimates({name: tpots_s(answers) for name, answers in times.items()})
+        stats = {
+            name: resident_stats(reference.layers) if name == RESIDENT else model.promoe.stats()
+            for name, model in models.items()
+        }
+        # A disk's speed drifts: what a system got from it in a whole token, the disk could give.
+        reached = (stats[system.name].decode.bytes_per_token / tpots[system.name].value for system in systems)
+        bandwidth = max(bandwidth, *filter(is_number, reached))
         runs = []
         for name, model in models.items():
             bound_s = None if name == RESIDENT else _bound_s(model, reference, compute_s, bandwidth)
-            stats = resident_stats(reference.layers) if name == RESIDENT else model.promoe.stats()
-            runs.append(_run(name, stats, times[name], tpots[name], bound_s))
+            runs.append(_run(name, stats[name], times[name], tpots[name], bound_s))
         _draw_timeline(models[systems[-1].name], task, timeline)
         slow, fast = (tpots_s(times[system.name]) for system in (systems[0], systems[-1]))
         return Result(runs, paired_speedup(slow, fast), compute_s, bandwidth, engine.link.describe(), times)
@@ -211,8 +216,7 @@ def _measure(models: dict[str, Any], reference: Reference, task: Task) -> dict[s
 
 def _bound_s(model: Any, reference: Reference, compute_s: float | None, bandwidth: float) -> float:
     missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, reference.routing)[1:]
-    # The median of bounds bounds the median of times, since each bounds its own.
-    return median(token_bound_s(compute_s, nbytes, bandwidth) for nbytes in missed)
+    return token_bound_s(compute_s, needed_bytes(median(missed), model.promoe.stats().decode), bandwidth)
 
 
 def _run(name: str, stats: Stats, answers: list[Generation], tpot: Estimate, bound_s: float | None) -> Run:

@@ -18,10 +18,11 @@ class Options:
     model: str | None = None
     cache: str = "20%"
     prompts: int = 3
-    max_new_tokens: int = 32
+    max_new_tokens: int = 16
     repeat: int = 128
     out: str = "promoe-out"
     skip_widened: bool = False
+    steps: bool = False
 
     def __post_init__(self) -> None:
         check_at_least(1, prompts=self.prompts, repeat=self.repeat)

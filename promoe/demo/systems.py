@@ -61,15 +61,27 @@ SYSTEMS = (
 )
 
 
-def learned_prefetch(predictor: Path) -> System:
-    """The last of `SYSTEMS` with a trained predictor in place of the gates.
+def to_compare(steps: bool, predictor: Path | None) -> tuple[System, ...]:
+    """Return the systems that the demo compares, the first that fetches first.
 
     Args:
-        predictor: its folder.
+        steps: each idea by itself, added to those before it; else on-demand LRU and the whole of promoe alone.
+        predictor: folder of a trained one for the model; None: there is none.
     """
-    return System(
-        "+ learned prefetch", _BASE, predictor=str(predictor), meaning="what promoe-train learned says it instead"
+    name = "+ learned prefetch" if steps else "promoe, trained"
+    meaning = (
+        "what promoe-train learned says it instead" if steps else "the same with a predictor that promoe-train trained"
     )
+    learned = () if predictor is None else (System(name, _BASE, str(predictor), meaning),)
+    if steps:
+        return (*SYSTEMS, *learned)
+    whole = System(
+        "promoe",
+        _BASE,
+        predictor="gate",
+        meaning="the default: evicts what is needed last, fetches ahead what later layers' gates foresee",
+    )
+    return (SYSTEMS[0], whole, *learned)
 
 
 class Source(Protocol):

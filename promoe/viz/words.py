@@ -243,7 +243,7 @@ def _switched_off(stats: Stats) -> str:
     return text
 
 
-_UNRESOLVED = " (not resolved: the intervals overlap)"
+_UNRESOLVED = ", within what these prompts can tell"
 _SINGLE = "one run each: how much of it is chance is not known"
 
 
@@ -267,13 +267,18 @@ def _steps(runs: Sequence[Run]) -> list[str]:
     steps = []
     for before, after in pairwise(runs):
         gain = before.time_per_token_s / after.time_per_token_s
-        text = f"“{after.name}” {format_times(gain)}"
+        unsure = "~" if _overlap(before, after) else ""
+        text = f"“{after.name}” {unsure}{format_times(gain)}"
         if gain < 1:
             text += " (slower)"
-        if _overlap(before, after):
-            text += _UNRESOLVED
         steps.append(text)
-    doubt = f" ({_SINGLE})" if _single(*runs) else ""
+    doubt = (
+        f" ({_SINGLE})"
+        if _single(*runs)
+        else " (~: within what these prompts can tell)"
+        if "~" in "".join(steps)
+        else ""
+    )
     return [f"Step by step, each against the row above it: {'; '.join(steps)}{doubt}."]
 
 

@@ -15,8 +15,10 @@ from promoe.errors import ConfigError
 from promoe.taken_cores import Taken
 
 QUICK = ["demo", "--prompts", "2", "--max-new-tokens", "4", "--repeat", "8", "--cache", "40%"]
-LEARNED = "+ learned prefetch"
-NAMES = [RESIDENT, *(system.name for system in SYSTEMS), LEARNED]
+STEPS = [*QUICK, "--steps"]
+LEARNED = "promoe, trained"
+SHOWN = ["on-demand LRU", "promoe", LEARNED]
+ALL_STEPS = [*(system.name for system in SYSTEMS), "+ learned prefetch"]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +30,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def rows(text: str) -> list[str]:
     """Names of the table's rows, in order, of all tables printed."""
-    return [name for line in text.splitlines() for name in NAMES if line.startswith(f"{name}  ")]
+    names = {RESIDENT, *SHOWN, *ALL_STEPS}
+    return [name for line in text.splitlines() for name in names if line.startswith(f"{name}  ")]
 
 
 def test_both_parts_have_all_systems_and_write_what_they_say(
@@ -36,8 +39,8 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
 ) -> None:
     assert cli.main(QUICK) == 0
     text = capsys.readouterr().out
-    legend = len(SYSTEMS) + 1 if rows(text)[0] != RESIDENT else 0
-    assert rows(text)[legend:] == NAMES * 2
+    assert text.index("4 tokens in ") < text.index("on-demand LRU"), "the first look comes first"
+    assert rows(text) == [RESIDENT, *SHOWN] * 2
     assert text.count("All tokens agree: 8 tokens of 2 answers") == 2
     for column in ("TTFT", "TPOT", "hit", "ready", "stall", "MB/token", "bound", "ratio"):
         assert column in text
@@ -50,13 +53,20 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
         timeline = checkout / "promoe-out" / f"{part}-timeline.json"
         assert str(report.relative_to(checkout)) in text
         assert report.read_text().startswith("<!DOCTYPE html>")
-        assert all(name in report.read_text() for name in NAMES)
+        assert all(name in report.read_text() for name in (RESIDENT, *SHOWN))
         assert json.loads(timeline.read_text())["traceEvents"]
     # Again: what was widened is used again.
     wide = next((checkout / "promoe-out").glob("widened-x8-*")) / "config.json"
     before = wide.stat().st_mtime_ns
     assert cli.main([*QUICK, "--prompts", "1"]) == 0
     assert wide.stat().st_mtime_ns == before
+
+
+def test_each_idea_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*STEPS, "--skip-widened"]) == 0
+    text = capsys.readouterr().out
+    assert rows(text) == [RESIDENT, *ALL_STEPS]
+    assert "every row adds one to the row above it" in text
 
 
 @pytest.mark.slow
@@ -66,7 +76,7 @@ def test_without_a_predictor_that_row_is_left_out(checkout: Path, capsys: pytest
     assert cli.main([*QUICK, "--skip-widened", "--model", str(checkout / "other")]) == 0  # it is not that model's
     text = capsys.readouterr().out
     assert LEARNED not in text
-    assert f"timeline of “{SYSTEMS[-1].name}”" in text
+    assert "timeline of “promoe”" in text
     (checkout / "other").rename(example / "checkpoint")
     shutil.rmtree(example / "predictor")
     assert cli.main([*QUICK, "--skip-widened"]) == 0
@@ -97,7 +107,7 @@ def test_other_tokens_fail_the_demo_loudly(monkeypatch: pytest.MonkeyPatch, caps
 
     def broken(self: BehindLink, system: Any, cache: str) -> Any:
         model: Any = patched(self, system, cache)
-        if system is SYSTEMS[2]:
+        if system.name == "promoe":
             model.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
         return model
 
@@ -105,7 +115,7 @@ def test_other_tokens_fail_the_demo_loudly(monkeypatch: pytest.MonkeyPatch, caps
     assert cli.main(QUICK) == 1
     text = capsys.readouterr().out
     assert "FAILED: THE OUTPUT IS NOT THE SAME" in text
-    assert f"“{SYSTEMS[2].name}”" in text
+    assert "“promoe” generated other tokens" in text
     assert "All tokens agree" not in text
 
 

@@ -59,6 +59,7 @@ def test_every_system_has_a_row_with_times_and_all_that_fetch_a_bound(
         assert run.bound_s is not None
         assert result.compute_s is not None
         assert run.bound_s >= result.compute_s > 0
+        assert run.bound_ratio >= 0.97, "no system is faster than possible"
         assert run.stats.cache_slots == 9
         assert run.stats.decode.passes == len(reference.answers[1:]) * 4, "warm-up is not counted"
     assert result.runs[0].stats.cache_rate == 1
@@ -82,7 +83,7 @@ def test_settings_differ_as_the_rows_say(measured: tuple[Result, Reference, Path
 def test_the_same_policy_has_the_same_bound_whatever_else_is_on(measured: tuple[Result, Reference, Path]) -> None:
     bounds = [run.bound_s for run in measured[0].runs[1:]]
     assert bounds[0] == bounds[1]
-    assert bounds[2] == bounds[3]
+    assert bounds[3] <= bounds[2], "forecasts also keep experts from being evicted"
 
 
 def test_the_timeline_is_of_the_full_system(measured: tuple[Result, Reference, Path]) -> None:

@@ -148,12 +148,13 @@ def test_comparison_says_when_intervals_overlap() -> None:
 
     runs = [run("a", 0.040, 0.001), run("b", 0.039, 0.001), run("c", 0.020, 0.001)]
     steps = comparison(runs, runs[0])[-1]  # type: ignore[arg-type]
-    assert "“b” 1.03x (not resolved: the intervals overlap)" in steps
-    assert steps.endswith("“c” 1.95x.")
+    assert "“b” ~1.03x" in steps
+    assert steps.endswith("(~: within what these prompts can tell).")
+    assert "“c” 1.95x (~:" in steps
     resolved = comparison(runs[1:], runs[1])[0]  # type: ignore[arg-type]
     assert resolved.endswith(" MB per token."), "neither doubt"
     pair = comparison(runs[:2], runs[0])[0]  # type: ignore[arg-type]
-    assert pair.endswith("(not resolved: the intervals overlap).")
+    assert pair.endswith(", within what these prompts can tell.")
 
 
 def test_comparison_without_times_claims_nothing() -> None:
