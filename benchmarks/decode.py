@@ -31,13 +31,13 @@ from promoe.bound import bytes_per_token
 from promoe.demo.command import DTYPE, Demo
 from promoe.demo.comparison import Reference, compare, record
 from promoe.demo.options import Options
-from promoe.demo.systems import SYSTEMS, OnDisk, System, learned_prefetch
+from promoe.demo.systems import SYSTEMS, OnDisk, System, to_compare
 from promoe.links import EmulatedLink
 from promoe.measure import paired_speedup, tpots_s
 from promoe.report import text_comparison
 
 NEXT_USE, GATE, RANDOM = SYSTEMS[2].name, SYSTEMS[3].name, "random predictions"
-LEARNED = learned_prefetch(Path()).name
+LEARNED = to_compare(True, Path())[-1].name
 RATIOS = (
     (SYSTEMS[0].name, NEXT_USE, "at least 1.3 at 20% or below"),
     (NEXT_USE, GATE, "at least 1.05 at 12.5%, never below 1 at 20 and 35%; 1.15 emulated"),
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--waste", type=float, nargs="+", help="limits of what prefetch may waste, as shares")
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/decode.json"))
     options = parser.parse_args()
-    demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
+    demo = Demo(Options(prompts=options.pairs, max_new_tokens=options.new_tokens, steps=True))
     compared, ratios = systems(demo), RATIOS
     if options.waste:
         compared = limited(demo, options.waste)

@@ -40,7 +40,7 @@ import promoe
 from promoe.adapters.base import set_tensor
 from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
 from promoe.demo.example import find_example
-from promoe.demo.systems import SYSTEMS, System, learned_prefetch, load_stock
+from promoe.demo.systems import SYSTEMS, System, load_stock, to_compare
 from promoe.devices import Device, Event, open_device
 from promoe.links.free_ram import free_ram_bytes
 from promoe.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
@@ -207,7 +207,7 @@ def whole_models(base: Any, device: Device, with_offload: bool) -> Iterator[dict
 @contextmanager
 def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[dict[str, Any]]:
     """Of promoe, over one set of experts; with a cache for all of them, the defaults, and slots all the same."""
-    systems = [*SYSTEMS, *([] if predictor is None else [learned_prefetch(predictor)])]
+    systems = list(to_compare(True, predictor))
     if cache == "100%":
         systems = [System(BYPASS, promoe.PromoeConfig()), System(IN_SLOTS, SYSTEMS[-2].config)]
     found: dict[str, Any] = {}

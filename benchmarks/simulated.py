@@ -12,7 +12,6 @@ within 15%.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -163,7 +162,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/simulated.json"))
     options = parser.parse_args()
-    demo = Demo(dataclasses.replace(Options(), prompts=options.pairs, max_new_tokens=options.new_tokens))
+    demo = Demo(Options(prompts=options.pairs, max_new_tokens=options.new_tokens, steps=True))
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
     disk, found = OnDisk(checkpoint, DTYPE), []
     resident = disk.resident()

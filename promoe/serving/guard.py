@@ -19,6 +19,7 @@ from promoe.serving.bodies import read_requests
 from promoe.serving.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.serving.turns import ASKED, ENDING, Turns
 from promoe.units import format_memory, format_seconds
+from promoe.untrusted import loads
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ class Guard:
                 for message in kept:
                     await send(message)
                 return
-            answers.append(json.loads(b"".join(message.get("body", b"") for message in kept)))
+            answers.append(loads(b"".join(message.get("body", b"") for message in kept)))
         content = _joined(answers)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
