@@ -20,7 +20,7 @@ def widened_demo(out: Path, count: int) -> tuple[Path, list[torch.Tensor]]:
     import torch
     from transformers import AutoTokenizer
 
-    from promoe.demo.example import find_example
+    from promoe.commands.demo.example import find_example
 
     example = find_example()
     checkpoint = example.widened(out, WIDTH, torch.bfloat16)

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from common import save
 
-from promoe.bound import bytes_per_token
-from promoe.demo.command import DTYPE, Demo
-from promoe.demo.comparison import Reference, compare, record
-from promoe.demo.options import Options
-from promoe.demo.systems import SYSTEMS, OnDisk, System, to_compare
-from promoe.links import EmulatedLink
-from promoe.measure import paired_speedup, tpots_s
-from promoe.report import text_comparison
+from promoe.commands.demo.command import DTYPE, Demo
+from promoe.commands.demo.comparison import Reference, compare, record
+from promoe.commands.demo.options import Options
+from promoe.commands.demo.systems import SYSTEMS, OnDisk, System, to_compare
+from promoe.commands.lower_bound import bytes_per_token
+from promoe.commands.measure import paired_speedup, tpots_s
+from promoe.stats.text_report import text_comparison
+from promoe.transfer.links import EmulatedLink
 
 NEXT_USE, GATE, RANDOM = SYSTEMS[2].name, SYSTEMS[3].name, "random predictions"
 LEARNED = to_compare(True, Path())[-1].name

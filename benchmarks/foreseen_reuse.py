@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from common import on_the_way, save
 
+from promoe.commands.simulate import belady
 from promoe.predictors import TrainedPredictor
-from promoe.replay import Replay
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.scheduler.config import EvictionName
+from promoe.scheduler.replay import Replay
 from promoe.scheduler.reuse import LearnedReuse
-from promoe.simulation import belady
 from promoe.training.kinds import folder_of_predictor
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.reuse_fit import fit_reuse

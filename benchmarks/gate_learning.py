@@ -23,11 +23,11 @@ from common import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.assembly import predictor_context
-from promoe.demo.example import find_example
+from promoe.commands.demo.example import find_example
 from promoe.predictors import LayerVisit, Predictor, PredictorContext, TrainedPredictor
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.learned import LearnedPredictor
+from promoe.runtime.assembly import predictor_context
 from promoe.units import aligned
 
 # Tokens after which a new stretch begins.

@@ -26,7 +26,7 @@ from common import save, widened_demo
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.governor import (
+from promoe.scheduler.governor import (
     ROUND_TRIALS,
     SETTLING_PASSES,
     TRIAL_PASSES,

@@ -37,15 +37,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import promoe
-from promoe.adapters.base import set_tensor
-from promoe.bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
-from promoe.demo.example import find_example
-from promoe.demo.systems import SYSTEMS, System, load_stock, to_compare
-from promoe.devices import Device, Event, open_device
-from promoe.links.free_ram import free_ram_bytes
-from promoe.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
-from promoe.placement import place
-from promoe.running import load_tokenizer, prompt_inputs
+from promoe.commands.demo.example import find_example
+from promoe.commands.demo.systems import SYSTEMS, System, load_stock, to_compare
+from promoe.commands.lower_bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
+from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
+from promoe.experts.adapters.base import set_tensor
+from promoe.model.placement import place
+from promoe.model.tokenizer import load_tokenizer, prompt_inputs
+from promoe.transfer.devices import Device, Event, open_device
+from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.units import aligned, format_megabytes, format_memory, format_ms, format_percent, format_times, ratio
 
 DTYPE, MIB = torch.bfloat16, 2**20

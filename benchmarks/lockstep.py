@@ -31,7 +31,7 @@ from common import save, widened_demo
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.measure import paired_speedup
+from promoe.commands.measure import paired_speedup
 from promoe.units import aligned
 
 DEFAULT, CONTROL = "default", "default again"

@@ -31,10 +31,10 @@ from common import WIDTH, save
 from transformers import AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.demo.example import find_example, read_prompts
-from promoe.measure import generate
+from promoe.commands.demo.example import find_example, read_prompts
+from promoe.commands.measure import generate
+from promoe.stats.lanes import Lanes, Transfer, lanes_of
 from promoe.units import aligned
-from promoe.viz.lanes import Lanes, Transfer, lanes_of
 
 QUIET, BUSY = 0.02, 0.98  # shares of a stretch of time in which all readers are busy: as good as none, as good as all
 

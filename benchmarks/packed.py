@@ -24,12 +24,12 @@ import transformers
 from common import SHAPES, save
 
 import promoe
-from promoe.demo.example import find_example
-from promoe.demo.systems import load_stock
-from promoe.measure import estimate, paired_speedup
-from promoe.opening import open_headers
-from promoe.packed import PackedMatrix, Packing
-from promoe.packed_files import FOLDER, INDEX, packed_folder, write_packed
+from promoe.commands.demo.example import find_example
+from promoe.commands.demo.systems import load_stock
+from promoe.commands.measure import estimate, paired_speedup
+from promoe.experts.kernels.packed import PackedMatrix, Packing
+from promoe.model.opening import open_headers
+from promoe.model.packed_files import FOLDER, INDEX, packed_folder, write_packed
 
 EXPERTS, ROUNDS, REPEAT = 24, 9, 128
 

@@ -3,7 +3,7 @@
     python benchmarks/planned_routing.py TRACE ... [--rates 12.5 25 50] [--answers 12] [--habits 0.5,2 ...]
 
 Each trace, and routing made up by each habit for a model of its sizes: prompts of 32 tokens, 64 tokens decoded after
-each, one cache for all, the default's policy and LRU. The habits are those of `promoe.planning.routing`, or
+each, one cache for all, the default's policy and LRU. The habits are those of `promoe.commands.plan.routing`, or
 `popularity,recency` as given.
 """
 
@@ -15,13 +15,13 @@ from statistics import mean
 
 import torch
 
-from promoe.layout import ExpertLayout
-from promoe.planning.fits import pools
-from promoe.planning.routing import OFTEN, SELDOM, Answers, Habit, from_trace, made_up
-from promoe.planning.sizes import ExpertsOfLayer, KvCache, ModelSizes
-from promoe.replay import Replay
+from promoe.commands.plan.fits import pools
+from promoe.commands.plan.routing import OFTEN, SELDOM, Answers, Habit, from_trace, made_up
+from promoe.commands.plan.sizes import ExpertsOfLayer, KvCache, ModelSizes
 from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.config import EvictionName
+from promoe.scheduler.replay import Replay
+from promoe.stores.layout import ExpertLayout
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_percent

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from common import on_the_way, save
 
-from promoe.simulation.machine import MACHINES, geometry_of
-from promoe.simulation.run import Scenario, simulate
+from promoe.commands.simulate.machine import MACHINES, geometry_of
+from promoe.commands.simulate.run import Scenario, simulate
 from promoe.training.evaluate_command import open_trace
 from promoe.training.reuse_fit import fit_reuse
 from promoe.training.routing_traces import RoutingTrace

@@ -26,13 +26,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.demo.command import DTYPE, Demo
-from promoe.demo.options import Options
-from promoe.measure import paired_speedup
-from promoe.prediction import Forecaster
+from promoe.commands.demo.command import DTYPE, Demo
+from promoe.commands.demo.options import Options
+from promoe.commands.measure import paired_speedup
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor
+from promoe.runtime.prediction import Forecaster
 from promoe.scheduler.reuse import LearnedReuse
 from promoe.training.fit_command import default_width
 

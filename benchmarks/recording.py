@@ -17,9 +17,9 @@ from statistics import mean, median
 
 import numpy as np
 
-from promoe.recorder import Recorder
 from promoe.scheduler.accuracy import Accuracy
-from promoe.tracing import COMPUTE, latest_passes
+from promoe.stats.recorder import Recorder
+from promoe.stats.tracing import COMPUTE, latest_passes
 
 SIZES = ((12, 32, 4), (48, 128, 8))
 REPEATS, CALLS = 7, 2000

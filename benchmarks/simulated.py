@@ -24,18 +24,18 @@ from common import save
 from decode import SlowedFiles
 from transformers import PreTrainedModel
 
-from promoe.contention import measure_contention
-from promoe.demo.command import DTYPE, Demo
-from promoe.demo.comparison import Reference, Task, compare, record
-from promoe.demo.options import Options
-from promoe.demo.systems import SYSTEMS, OnDisk, System
-from promoe.experts_forward import run_groups
-from promoe.links import FileLink
-from promoe.moe_layers import MoELayer
+from promoe.commands.contention import measure_contention
+from promoe.commands.demo.command import DTYPE, Demo
+from promoe.commands.demo.comparison import Reference, Task, compare, record
+from promoe.commands.demo.options import Options
+from promoe.commands.demo.systems import SYSTEMS, OnDisk, System
+from promoe.commands.simulate.answers import simulate_answers
+from promoe.experts.experts_forward import run_groups
+from promoe.experts.moe_layers import MoELayer
 from promoe.scheduler import SchedulerConfig
-from promoe.simulation.answers import simulate_answers
+from promoe.transfer.link_timetable import Wire
+from promoe.transfer.links import FileLink
 from promoe.units import aligned, format_ms, format_share
-from promoe.wire import Wire
 
 WITHOUT_PREFETCH = SYSTEMS[:3]
 GROUP_ROUNDS, GROUP_SLEEP_S = 20, 0.002

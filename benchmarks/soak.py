@@ -40,13 +40,13 @@ from memory import anonymous_bytes
 from transformers.generation.streamers import BaseStreamer
 
 import promoe
+from promoe.commands.demo.command import DTYPE
+from promoe.commands.demo.example import Example, find_example
+from promoe.commands.demo.options import Options
+from promoe.commands.demo.systems import load_stock
 from promoe.config import PromoeConfig
-from promoe.demo.command import DTYPE
-from promoe.demo.example import Example, find_example
-from promoe.demo.options import Options
-from promoe.demo.systems import load_stock
-from promoe.links.faults import FaultKind, Faults, seeded
-from promoe.running import load_tokenizer, prompt_inputs
+from promoe.model.tokenizer import load_tokenizer, prompt_inputs
+from promoe.transfer.links.faults import FaultKind, Faults, seeded
 from promoe.units import format_memory, format_ms
 
 MOST_TRIES = 20

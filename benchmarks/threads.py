@@ -7,8 +7,8 @@ torch gives a large elementwise operation to several threads, which may cut a ro
 left of a piece after whole vectors goes through other code, whose last bit can differ. The unmodified model computes all
 rows of a layer in one operation, groups theirs in several. So such a layer waits for all its experts and runs at once; as far
 as there are slots for them, else in groups whose activations are computed with zeros in place of what is missing
-(`promoe.activation`). Half of the experts of these two layers, with random weights and as wide as large models', are all of one
-layer's; with `--cache 25%` there are not enough slots.
+(`promoe.experts.activation`). Half of the experts of these two layers, with random weights and as wide as large models', are
+all of one layer's; with `--cache 25%` there are not enough slots.
 """
 
 from __future__ import annotations

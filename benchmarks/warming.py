@@ -21,7 +21,7 @@ import transformers
 from common import save, widened_demo
 
 import promoe
-from promoe.measure import generate, paired_speedup
+from promoe.commands.measure import generate, paired_speedup
 from promoe.units import aligned
 
 COUNTED_PROMPTS, COUNTED_TOKENS = 6, 24

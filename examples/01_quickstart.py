@@ -26,10 +26,10 @@ from IPython.display import display
 from transformers import AutoTokenizer
 
 import promoe
-from promoe.demo.systems import load_stock
+from promoe.commands.charts.parts import NEEDS
+from promoe.commands.demo.systems import load_stock
+from promoe.stats.figure_style import HATCHED, INK, MEANING, new_figure, plain, set_title
 from promoe.units import aligned, format_megabytes, format_share
-from promoe.viz.figures import HATCHED, INK, MEANING, new_figure, plain, set_title
-from promoe.viz.parts import NEEDS
 
 MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
 NEW_TOKENS = int(os.environ.get("PROMOE_NEW_TOKENS", "60"))

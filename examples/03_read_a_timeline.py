@@ -31,11 +31,11 @@ import torch
 from transformers import AutoTokenizer
 
 import promoe
-from promoe.demo.systems import load_stock
-from promoe.measure import generate
+from promoe.commands.charts.lanes_figure import draw_lanes
+from promoe.commands.demo.systems import load_stock
+from promoe.commands.measure import generate
+from promoe.stats.lanes import lanes_of, median_pass
 from promoe.units import aligned, format_ms, format_share
-from promoe.viz.lanes import lanes_of, median_pass
-from promoe.viz.lanes_figure import draw_lanes
 
 MODEL = os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint")
 NEW_TOKENS = int(os.environ.get("PROMOE_NEW_TOKENS", "48"))

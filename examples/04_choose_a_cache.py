@@ -33,13 +33,13 @@ import torch
 from IPython.display import display
 
 import promoe
-from promoe.demo.systems import load_stock
-from promoe.simulation.machine import Geometry, Machine
-from promoe.simulation.run import Scenario, simulate
+from promoe.commands.demo.systems import load_stock
+from promoe.commands.simulate.machine import Geometry, Machine
+from promoe.commands.simulate.run import Scenario, simulate
+from promoe.stats.figure_style import COLOURS, INK, new_figure, plain, set_title
 from promoe.training.cli import main as promoe_train
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.units import aligned, format_memory, format_ms
-from promoe.viz.figures import COLOURS, INK, new_figure, plain, set_title
 
 MODEL = Path(os.environ.get("PROMOE_MODEL", "sharegpt_moe/checkpoint"))
 PROMPTS = Path(os.environ.get("PROMOE_PROMPTS", "sharegpt_moe/heldout_prompts.json"))

@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 import promoe
-from promoe.memory import SLOT_ALIGNMENT_BYTES
+from promoe.transfer.memory import SLOT_ALIGNMENT_BYTES
 from promoe.units import format_memory
 
 work = Path(tempfile.mkdtemp(prefix="promoe-"))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from promoe.gate_output import gate_indices, gate_logits
+from promoe.experts.gate_output import gate_indices, gate_logits
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
 from .gate_call import GateCaller

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
         PromoeError,
         UnsupportedModelError,
     )
-    from promoe.links import EmulatedLink
-    from promoe.loading import from_pretrained
-    from promoe.moe_layers import MoELayer, find_moe_layers
-    from promoe.patching import patch, unpatch
-    from promoe.stats import Stats
+    from promoe.experts.moe_layers import MoELayer, find_moe_layers
+    from promoe.runtime.loading import from_pretrained
+    from promoe.runtime.patching import patch, unpatch
+    from promoe.stats.totals import Stats
+    from promoe.transfer.links import EmulatedLink
 
 __version__ = "0.1.0"
 
@@ -54,14 +54,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EmulatedLink": "links",
-    "MoELayer": "moe_layers",
+    "EmulatedLink": "transfer.links",
+    "MoELayer": "experts.moe_layers",
     "PromoeConfig": "config",
-    "Stats": "stats",
-    "find_moe_layers": "moe_layers",
-    "from_pretrained": "loading",
-    "patch": "patching",
-    "unpatch": "patching",
+    "Stats": "stats.totals",
+    "find_moe_layers": "experts.moe_layers",
+    "from_pretrained": "runtime.loading",
+    "patch": "runtime.patching",
+    "unpatch": "runtime.patching",
 }
 
 

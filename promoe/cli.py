@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import promoe
-from promoe import commands
+from promoe import command_line as commands
 
 EXIT_DIFFERENT_TOKENS = 1
 
@@ -57,7 +57,7 @@ def run(
         live: show how it goes below the answer: hit rate, ready rate, link use, stall, bytes; now and so far. Where stderr is
             no terminal, as a line a second. With rich installed (the extra "live") it is drawn
     """
-    from promoe.running import Request, answer
+    from promoe.commands.run import Request, answer
 
     answer(
         Request(
@@ -92,7 +92,7 @@ def report(runs: list[str], *, out: str, baseline: str | None = None) -> int:
         baseline: name of the run that others are compared with (a file's name without its ending); by default the first
             whose experts do not all fit its cache
     """
-    from promoe import reporting
+    from promoe.commands import report as reporting
 
     reporting.report(reporting.Request(runs=runs, out=out, baseline=baseline), sys.stdout)
     return 0
@@ -141,7 +141,7 @@ def serve(
     """
     import os
 
-    from promoe.serving.command import API_KEY_VARIABLE, Options, run_serve
+    from promoe.commands.serve.command import API_KEY_VARIABLE, Options, run_serve
 
     options = Options(
         model=model,
@@ -200,7 +200,7 @@ def demo(
         skip_widened: leave out the second part
         steps: show what caching, preemption, reordering, eviction and prefetch each buy, one after the other (twice as long)
     """
-    from promoe.demo import Options, run_demo
+    from promoe.commands.demo import Options, run_demo
 
     options = Options(
         model=model,
@@ -258,8 +258,8 @@ def simulate(
     import os
     from pathlib import Path
 
-    from promoe.planning.geometry import read_geometry
-    from promoe.simulation.command import Task, run_simulation
+    from promoe.commands.plan.geometry import read_geometry
+    from promoe.commands.simulate.command import Task, run_simulation
 
     if model == "auto" and os.path.isdir(trace):
         from promoe.training.trace_folder import model_folder
@@ -330,8 +330,8 @@ def bench(
     """
     from pathlib import Path
 
-    from promoe.bench.command import run_bench
-    from promoe.bench.options import Options
+    from promoe.commands.bench.command import run_bench
+    from promoe.commands.bench.options import Options
 
     options = Options(
         model=model,
@@ -366,7 +366,7 @@ def doctor(folder: str = ".", *, chaos: bool = False, json: str | None = None) -
     """
     from pathlib import Path
 
-    from promoe.doctor.command import run_doctor
+    from promoe.commands.doctor.command import run_doctor
 
     right = run_doctor(Path(folder), chaos, None if json is None else Path(json), sys.stdout)
     return 0 if right else EXIT_DIFFERENT_TOKENS
@@ -411,7 +411,7 @@ def plan(
     """
     from pathlib import Path
 
-    from promoe.planning.command import Task, run_plan
+    from promoe.commands.plan.command import Task, run_plan
 
     run_plan(
         Task(
@@ -449,7 +449,7 @@ def pack(model: str, *, out: str | None = None, dtype: str | None = None) -> int
     """
     from pathlib import Path
 
-    from promoe.packing import run_pack
+    from promoe.commands.pack import run_pack
 
     run_pack(model, None if out is None else Path(out), dtype, sys.stdout)
     return 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError, shown
-from promoe.layout import DEFAULT_CHUNK_BYTES
 from promoe.scheduler.config import EvictionName
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 
 # A predictor is asked about passes of up to this many tokens.
 MAX_PREDICTED_TOKENS = 8

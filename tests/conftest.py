@@ -23,7 +23,8 @@ os.environ["COLUMNS"] = "100"
 import torch
 from transformers.utils import logging as transformers_logging
 
-from promoe import packed_gain, spool
+from promoe.experts.kernels import packed_gain
+from promoe.model import spool
 
 transformers_logging.disable_progress_bar()
 

@@ -15,8 +15,8 @@ from itertools import count
 
 import torch
 
-from promoe.devices import Pinned
 from promoe.errors import ConfigError
+from promoe.transfer.devices import Pinned
 
 _numbers = count()
 ALIGNMENT_BYTES = 256
@@ -123,7 +123,7 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class FakeDevice:
-    """Satisfies `promoe.devices.Device`.
+    """Satisfies `promoe.transfer.devices.Device`.
 
     Args:
         memory_bytes: of the device.

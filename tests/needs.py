@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from promoe.opening import open_headers
-from promoe.packed import Packing
-from promoe.packed_files import packable
+from promoe.experts.kernels.packed import Packing
+from promoe.model.opening import open_headers
+from promoe.model.packed_files import packable
 
 needs_packing = pytest.mark.skipif(
     Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"

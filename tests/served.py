@@ -21,15 +21,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import promoe
-from promoe.assembly import predictor_context
-from promoe.gate_output import gate_indices
-from promoe.links import EmulatedLink, FaultyLink, FileLink, FileStore, HostLink, Link
-from promoe.links.faults import seeded
+from promoe.experts.gate_output import gate_indices
 from promoe.predictors import Predictor
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import OraclePredictor
-from promoe.runtime import MAX_PREDICTED_TOKENS
+from promoe.runtime.assembly import predictor_context
+from promoe.runtime.hot_path import MAX_PREDICTED_TOKENS
 from promoe.stores import Store
+from promoe.transfer.links import EmulatedLink, FaultyLink, FileLink, FileStore, HostLink, Link
+from promoe.transfer.links.faults import seeded
 
 IN_MEMORY = ("host", "offloaded", "spooled")  # stores of a model that was in memory before
 EVICTIONS = ("next_use", "lru", "lfru", "static")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from promoe.recorder import Recorder
-from promoe.stats import Stats
-from promoe.viz.lanes import Lanes, Transfer, Work
-from promoe.viz.run import Run
+from promoe.stats.lanes import Lanes, Transfer, Work
+from promoe.stats.recorder import Recorder
+from promoe.stats.run import Run
+from promoe.stats.totals import Stats
 
 MIB = 2**20
 

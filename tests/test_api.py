@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import promoe
-from promoe.handle import Handle
-from promoe.resident import ResidentHandle
+from promoe.runtime.handle import Handle
+from promoe.runtime.resident import ResidentHandle
 
 ROOT = Path(promoe.__file__).parent.parent
 NEVER_IMPORTED = ("lightning", "datasets", "sklearn", "matplotlib", "tqdm", "jsonargparse")
@@ -212,15 +212,16 @@ def test_import_promoe_waits_for_no_other_library(imported: dict[str, Any]) -> N
 def test_no_member_needs_a_library_for_training_plots_or_the_command_line(imported: dict[str, Any]) -> None:
     """Of what promoe itself imports: transformers has tqdm for itself."""
     asked = {(importer, name) for importer, name in imported["asked"]}
-    assert ("promoe.moe_layers", "transformers") in asked
+    assert ("promoe.experts.moe_layers", "transformers") in asked
     assert {(importer, name) for importer, name in asked if name in NEVER_IMPORTED} == set()
     assert imported["seen"][0] == ["promoe.somewhere", "tqdm"]
 
 
-def test_no_member_needs_command_line_demo_or_training(imported: dict[str, Any]) -> None:
+def test_no_member_needs_the_command_line_charts_or_training(imported: dict[str, Any]) -> None:
+    """To patch a model loads no HTML, CSS or chart."""
     rooms = {".".join(name.split(".")[:2]) for name in imported["loaded"]}
-    assert {"promoe.engine", "promoe.scheduler", "promoe.patching"} <= rooms
-    assert rooms.isdisjoint({"promoe.cli", "promoe.demo", "promoe.training", "promoe.running", "promoe.terminal"})
+    assert {"promoe.transfer", "promoe.scheduler", "promoe.runtime"} <= rooms
+    assert rooms.isdisjoint({"promoe.cli", "promoe.command_line", "promoe.commands", "promoe.training"})
 
 
 def test_the_linked_rooms_are_imported_under_one_name(imported: dict[str, Any]) -> None:

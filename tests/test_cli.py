@@ -13,11 +13,12 @@ import transformers
 from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM
 
-from promoe import cli, running
+from promoe import cli
+from promoe.commands import run as running
+from promoe.commands.report import SAME
 from promoe.errors import CheckpointError, ExpertLoadError
-from promoe.report import load_run
-from promoe.reporting import SAME
-from promoe.taken_cores import Taken
+from promoe.stats.text_report import load_run
+from promoe.transfer.cpu_contention import Taken
 
 PROMPT = "What is a lighthouse?"
 
@@ -56,7 +57,7 @@ def test_live_on_a_terminal_draws_a_panel_and_leaves_the_answer_as_it_is(
 
     screen = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("promoe.terminal._size", lambda: (100, 30))
+    monkeypatch.setattr("promoe.commands.terminal._size", lambda: (100, 30))
     monkeypatch.setattr(sys, "stderr", screen)
     assert cli.main(["run", checkpoint, PROMPT, "--cache", "25%", "--max-new-tokens", "8", "--live"]) == 0
     assert capsys.readouterr().out.removesuffix("\n") == stock_answer(checkpoint, 8).removesuffix("\n")

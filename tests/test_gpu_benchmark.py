@@ -15,8 +15,8 @@ from fake_device import FakeDevice
 from tiny_models import build
 
 import promoe
-from promoe import patching
-from promoe.measure import Generation
+from promoe.commands.measure import Generation
+from promoe.runtime import patching
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 REAL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}

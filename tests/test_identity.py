@@ -41,10 +41,10 @@ from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, build, left_padded, token
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.bank import ExpertRows
-from promoe.combine import WeightedSum
-from promoe.links import Fault, FaultyLink, HostLink, Link
+from promoe.experts.combine import WeightedSum
 from promoe.stores import Chunk, Store
+from promoe.transfer.links import Fault, FaultyLink, HostLink, Link
+from promoe.transfer.rows import ExpertRows
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Cache, prompt, store, and whether forwards copy short chunks themselves.

@@ -18,9 +18,9 @@ from tiny_models import build
 from transformers import AutoModelForCausalLM
 
 import promoe
-from promoe import packed
-from promoe.packing import run_pack
-from promoe.stores.packed_store import PackedStore
+from promoe.commands.pack import run_pack
+from promoe.experts.kernels import packed
+from promoe.experts.kernels.packed_store import PackedStore
 
 pytestmark = pytest.mark.slow
 

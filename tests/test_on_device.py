@@ -21,13 +21,13 @@ from unread import Unread
 from untouched import assert_same, leaving_untouched, snapshot
 
 import promoe
-from promoe import loading, patching
-from promoe.chosen import HostIds
-from promoe.devices import open_device
 from promoe.errors import ConfigError, PromoeError
-from promoe.links import EmulatedLink
-from promoe.moe_layers import MoELayer
-from promoe.seam import is_patched
+from promoe.experts.moe_layers import MoELayer
+from promoe.experts.routed_ids import HostIds
+from promoe.model.seam import is_patched
+from promoe.runtime import loading, patching
+from promoe.transfer.devices import open_device
+from promoe.transfer.links import EmulatedLink
 
 NEW_TOKENS = 4
 CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
@@ -111,7 +111,7 @@ def test_slots_may_be_warmed_and_become_more_or_fewer_between_forwards(device: F
 
 def test_a_forgotten_wait_is_seen(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tests above can fail: who reads a slot without waiting for its copies reads NaN."""
-    from promoe.device_pool import DevicePool
+    from promoe.transfer.device_pool import DevicePool
 
     monkeypatch.setattr(DevicePool, "begin_read", lambda pool, slots: None)
     model = build("qwen2_moe")
@@ -164,7 +164,7 @@ def test_nothing_is_asked_of_the_device_but_the_ids(
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 def test_a_read_is_seen(implementation: str, device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail."""
-    monkeypatch.setattr("promoe.runtime.DeviceIds", lambda device: HostIds())
+    monkeypatch.setattr("promoe.runtime.hot_path.DeviceIds", lambda device: HostIds())
     model = build("qwen3_moe", experts_implementation=implementation)
     with on_device(model, cache="20%", predictor=None) as served, pytest.raises(AssertionError, match="host wait"):
         run_block(promoe.find_moe_layers(served)[1], 40, Unread)
@@ -331,7 +331,7 @@ def test_tied_weights_stay_tied(device: FakeDevice) -> None:
 
 
 def test_an_interrupted_placement_is_taken_back(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    from promoe import assembly
+    from promoe.runtime import assembly
 
     def broken(*args: Any) -> None:
         raise RuntimeError("injected")

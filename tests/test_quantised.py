@@ -11,7 +11,7 @@ from quantised_checkpoints import write_fp8, write_mxfp4, write_stacked_fp8
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
 
 import promoe
-from promoe.links import FileLink
+from promoe.transfer.links import FileLink
 
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4}
 

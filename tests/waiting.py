@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from promoe.engine import Engine
+from promoe.transfer.engine import Engine
 
 WAIT_S = 120.0  # longer than anything takes on a slow machine: what takes longer hangs
 _LOOK_EVERY_S = 0.0005

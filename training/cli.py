@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import promoe
-from promoe import commands
+from promoe import command_line as commands
 from promoe.errors import ConfigError, shown
 from promoe.training.trainer_options import TrainerOptions
 
@@ -167,7 +167,7 @@ def evaluate(
         plots: folder for plots (PNG): accuracy by lookahead and by layer, calibration
     """
     require_libraries("sklearn", *(["datasets"] if os.path.isdir(trace) else []))
-    from promoe.output import check_writable
+    from promoe.files import check_writable
     from promoe.training.evaluate_command import Evaluation, policy_named, run_evaluation, transfer_of
 
     task = Evaluation(

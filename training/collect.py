@@ -20,8 +20,8 @@ from tqdm.auto import tqdm
 
 import promoe
 from promoe.errors import ConfigError, UnsupportedModelError
-from promoe.moe_layers import MoELayer, find_moe_layers
-from promoe.running import check_known
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.model.tokenizer import check_known
 from promoe.training.collect_options import CollectOptions, check_positions
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.prompt_encoding import encode

@@ -11,10 +11,10 @@ import torch
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError
-from promoe.hub import base_of
-from promoe.model_class import class_to_open
-from promoe.moe_layers import find_moe_layers
-from promoe.running import load_tokenizer
+from promoe.experts.moe_layers import find_moe_layers
+from promoe.model.hub import base_of
+from promoe.model.model_class import class_to_open
+from promoe.model.tokenizer import load_tokenizer
 from promoe.training.collect import collect, describe, save_gates
 from promoe.training.collect_options import CollectOptions, check_disk, check_positions
 from promoe.training.prompts import read_exclusions, read_prompts

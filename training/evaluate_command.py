@@ -12,7 +12,7 @@ from typing import Any, TextIO, get_args
 
 import promoe
 from promoe.errors import ConfigError, check_at_least
-from promoe.output import write_atomically
+from promoe.files import write_atomically
 from promoe.scheduler.config import EvictionName
 from promoe.training.evaluation import evaluate, replay_caches
 from promoe.training.evaluation_table import accuracy_columns, cache_columns, legend, table
@@ -65,7 +65,7 @@ def transfer_of(bandwidth: str | None, expert_bytes: str | None, layer_seconds: 
 
 def _bytes(text: str, option: str, example: str) -> float:
     """A number of bytes, `/s` or not, with or without a unit."""
-    from promoe.sizes import UNIT_BYTES
+    from promoe.runtime.sizes import UNIT_BYTES
 
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text, re.IGNORECASE)
     try:

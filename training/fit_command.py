@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 import promoe
 from promoe.errors import ConfigError, check_at_least
-from promoe.output import write_atomically
+from promoe.files import write_atomically
 from promoe.predictors.trained import NETWORKS, TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE

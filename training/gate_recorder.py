@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from promoe.errors import UnsupportedModelError
-from promoe.gate_output import gate_logits
-from promoe.moe_layers import MoELayer
+from promoe.experts.gate_output import gate_logits
+from promoe.experts.moe_layers import MoELayer
 
 
 @dataclass(frozen=True)

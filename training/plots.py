@@ -7,8 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from promoe.errors import ConfigError
-from promoe.output import make_folder
-from promoe.viz.figures import COLOURS, DPI, INK, MARKERS, SOFT, check_matplotlib, new_figure, percent_axis, set_title
+from promoe.files import make_folder
+from promoe.stats.figure_style import (
+    COLOURS,
+    DPI,
+    INK,
+    MARKERS,
+    SOFT,
+    check_matplotlib,
+    new_figure,
+    percent_axis,
+    set_title,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

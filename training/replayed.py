@@ -6,9 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from tqdm.auto import tqdm
 
-from promoe.replay import Replay
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.scheduler.config import EvictionName
+from promoe.scheduler.replay import Replay
 from promoe.training.routing_traces import RoutingTrace
 
 

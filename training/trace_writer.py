@@ -21,7 +21,7 @@ import pyarrow as pa
 import torch
 from safetensors.torch import save
 
-from promoe.output import make_folder, write_atomically
+from promoe.files import make_folder, write_atomically
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import DECODE, GATES_FILE, INFO_FILE, TraceInfo, find_info, part_paths
 from promoe.training.trace_parts import Rows, distinct_prompts, open_part

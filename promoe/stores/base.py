@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from promoe.errors import ConfigError
-from promoe.layout import DEFAULT_CHUNK_BYTES, PAGE_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES, PAGE_BYTES, ExpertLayout
 
 
 @dataclass(frozen=True, slots=True)

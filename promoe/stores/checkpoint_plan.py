@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
 from promoe.stores.base import ChunkPart
 from promoe.stores.checkpoint_names import BankSpec, CheckpointNames, is_per_expert
 from promoe.stores.expert_conversion import ExpertConversion
 from promoe.stores.expert_pieces import ComputedPiece, LayerPlan, Piece, SourceRange, coalesce
+from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
 from promoe.stores.safetensors_header import TensorRange
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from promoe.layout import ExpertLayout
 from promoe.stores.base import Chunk, ChunkPart, split_at_pages
 from promoe.stores.expert_conversion import ExpertConversion
+from promoe.stores.layout import ExpertLayout
 
 
 class SourceRange(NamedTuple):

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from promoe.errors import UnsupportedModelError
-from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import Chunk, split_at_pages
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 
 # A copy this short is over before another thread could have used the interpreter, which is slow to get back.
 SHORT_COPY_BYTES = 64 * 1024

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from promoe.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
 from promoe.stores.expert_pieces import LayerPlan
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class SafetensorsStore:
     """Store over the files of a checkpoint. A chunk's source is a file.
 
-    Takes over `files` (closed by `close`). See `promoe.opening` for how plan and files come about.
+    Takes over `files` (closed by `close`). See `promoe.model.opening` for how plan and files come about.
     """
 
     def __init__(self, files: SafetensorsFiles, plan: CheckpointPlan) -> None:
@@ -48,7 +48,7 @@ class SafetensorsStore:
         Args:
             checkpoint: a local folder, a `.safetensors` file or an index file.
             model: says how the checkpoint's names become the model's; nothing of it is changed.
-            layers: per MoE layer its parameters, as `promoe.opening.bank_specs` gives them.
+            layers: per MoE layer its parameters, as `promoe.model.opening.bank_specs` gives them.
             chunk_bytes: longest chunk, a multiple of 4096.
 
         Raises:

@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from promoe.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.checkpoint_plan import CheckpointPlan
 from promoe.stores.expert_pieces import LayerPlan, Piece, SourceRange, coalesce
+from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore

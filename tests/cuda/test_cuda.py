@@ -19,11 +19,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import promoe
-from promoe.devices.cuda import OWN_PAGES_BYTES
 from promoe.errors import ConfigError, PromoeError
-from promoe.pairs import Pairs
-from promoe.slot_decode import _VERDICTS
-from promoe.slot_rows import MAX_GROUPS, SlotOrder, is_hopper
+from promoe.experts.kernels.slot_decode import _VERDICTS
+from promoe.experts.kernels.slot_rows import MAX_GROUPS, SlotOrder, is_hopper
+from promoe.experts.pairs import Pairs
+from promoe.transfer.devices.cuda import OWN_PAGES_BYTES
 from promoe.units import aligned
 
 pytestmark = [

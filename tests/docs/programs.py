@@ -10,7 +10,7 @@ from pathlib import Path
 
 import promoe
 from promoe import cli
-from promoe.commands import make_parser
+from promoe.command_line import make_parser
 from promoe.training import cli as train
 
 from .pages import ROOT, Command

@@ -18,12 +18,12 @@ from training.traces import random_trace, save
 
 import promoe.cli
 import promoe.training.cli
-from promoe.bench.options import Options
-from promoe.commands import EXIT_USER_ERROR
+from promoe.command_line import EXIT_USER_ERROR
+from promoe.commands.bench.options import Options
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError
-from promoe.layout import ExpertLayout
-from promoe.sizes import fixed_bytes, plan_pools
+from promoe.runtime.sizes import fixed_bytes, plan_pools
+from promoe.stores.layout import ExpertLayout
 from promoe.training.evaluate_command import transfer_of
 
 from .inputs import fuzzed, outcome, refused, taken
@@ -132,9 +132,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save(random_trace(prompts=4, length=4), folder / "trace.npz")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("promoe.running.load_tokenizer", stopped)
-        patch.setattr("promoe.demo.command.Demo", stopped)
-        patch.setattr("promoe.bench.command.run_bench", stopped)
+        patch.setattr("promoe.model.tokenizer.load_tokenizer", stopped)
+        patch.setattr("promoe.commands.demo.command.Demo", stopped)
+        patch.setattr("promoe.commands.bench.command.run_bench", stopped)
         patch.setattr("promoe.training.fit_command.RecordedTrace", stopped)
         patch.setattr("promoe.training.collect_command.open_model", stopped)
         yield folder

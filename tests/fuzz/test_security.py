@@ -47,9 +47,11 @@ def argument(call: ast.Call, name: str) -> str | None:
 
 def test_all_sources_are_seen() -> None:
     names = {name for name, _ in trees()}
-    assert {"promoe/opening.py", "training/routing_traces.py", "predictors/trained.py"} <= names
+    assert {"promoe/model/opening.py", "training/routing_traces.py", "predictors/trained.py"} <= names
     assert len(names) > 100
-    assert ("promoe/model_class.py", "AutoConfig.from_pretrained") in {(name, called) for name, called, _ in calls()}
+    assert ("promoe/model/model_class.py", "AutoConfig.from_pretrained") in {
+        (name, called) for name, called, _ in calls()
+    }
 
 
 def test_nothing_that_unpickles_is_imported() -> None:
@@ -78,7 +80,9 @@ def test_no_code_of_a_checkpoint_is_trusted() -> None:
     for name, called, call in calls():
         assert argument(call, "trust_remote_code") in (None, "False"), name
         if (
-            called.startswith("Auto") and called.endswith(".from_pretrained") and name != "promoe/bench/peers.py"
+            called.startswith("Auto")
+            and called.endswith(".from_pretrained")
+            and name != "promoe/commands/bench/peers.py"
         ):  # AirLLM's
             options = argument(call, "trust_remote_code") or next(
                 ast.unparse(k.value) for k in call.keywords if k.arg is None
@@ -98,4 +102,4 @@ def test_dictionaries_of_options_do_not_trust_either() -> None:
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
                     if isinstance(key, ast.Constant) and key.value == "trust_remote_code":
-                        assert ast.unparse(value) == "False" or name == "promoe/opening_checks.py", name
+                        assert ast.unparse(value) == "False" or name == "promoe/model/opening_checks.py", name

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.stats import Stats
+from promoe.stats.totals import Stats
 
 FAMILY = "qwen3_moe"
 SLOTS = 8  # of 24 experts: room to fetch ahead, and every prompt evicts

@@ -12,8 +12,8 @@ from tiny_models import token_ids
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from generation.compared import FAMILY, SLOTS, Call, assert_same, assert_same_bits, assert_served, seeded, unmodified
-from promoe.links import HostLink
 from promoe.stores import Chunk
+from promoe.transfer.links import HostLink
 
 PADDED = PROMPTS["padded"]
 ONE = PROMPTS["one"]

@@ -30,8 +30,8 @@ from generation.compared import (
     assert_same_patched,
     unmodified,
 )
-from promoe.links import HostLink
 from promoe.stores import Chunk
+from promoe.transfer.links import HostLink
 
 PADDED = PROMPTS["padded"]
 ONE = PROMPTS["one"]

@@ -22,7 +22,7 @@ from zoo.families import build as build_zoo
 from zoo.families import inputs
 
 import promoe
-from promoe.moe_layers import find_moe_layers
+from promoe.experts.moe_layers import find_moe_layers
 
 # Stacked; stacked with biases; flat in a submodule; one module per expert.
 FAMILIES = ("qwen2_moe", "gpt_oss", "dbrx", "switch_transformers")

@@ -29,7 +29,7 @@ from life.models import (
 )
 from promoe import EmulatedLink
 from promoe.errors import ConfigError, UnsupportedModelError
-from promoe.moe_layers import find_moe_layers
+from promoe.experts.moe_layers import find_moe_layers
 
 FAST = EmulatedLink(bandwidth_bytes_per_s=1e12)
 Wrap = Callable[[Any, Path], Any]

@@ -14,7 +14,7 @@ import promoe
 from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, differs, loaded, opened, patched, prompt
 from promoe import EmulatedLink
 from promoe.errors import PatchStateError, UnsupportedModelError
-from promoe.guard import is_guard
+from promoe.experts.guard import is_guard
 
 FAST = EmulatedLink(bandwidth_bytes_per_s=1e12)
 ATTENTION = {

@@ -15,9 +15,11 @@ from untouched import leaving_untouched, open_files, opened_since
 
 import promoe
 from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, differs, open_tiny, opened, patch, patched
-from promoe import EmulatedLink, assembly, prediction, seam
-from promoe.moe_layers import find_moe_layers
+from promoe import EmulatedLink
+from promoe.experts.moe_layers import find_moe_layers
+from promoe.model import seam
 from promoe.predictors import LayerVisit
+from promoe.runtime import assembly, prediction
 
 
 class Beside:

@@ -22,7 +22,7 @@ from life.models import (
     patched,
 )
 from promoe.errors import UnsupportedModelError
-from promoe.guard import is_guard
+from promoe.experts.guard import is_guard
 
 Change = Callable[[Any], Any]
 REFUSED: dict[str, tuple[Change, str]] = {

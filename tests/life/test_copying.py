@@ -24,7 +24,7 @@ from life.models import (
     patched,
 )
 from promoe.errors import PatchStateError, PromoeError
-from promoe.resident import ResidentHandle
+from promoe.runtime.resident import ResidentHandle
 
 
 def ways_to_copy(model: Any) -> list[Any]:

@@ -16,7 +16,7 @@ from untouched import leaving_untouched
 import promoe
 from life.models import FAMILIES, ask, assert_unharmed, build, differs, opened, patched, with_families
 from promoe.errors import PatchStateError, PromoeError
-from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
 
 FIRED = r"The gates of MoE layers \[1\] fired but their experts did not run through promoe"
 LEFT_OUT = r"MoE layers \[1\] did not run through promoe"

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 import promoe
 from life.models import FAMILIES, ask, assert_unharmed, build, loaded, opened, parts_with_experts, patched
 from promoe.errors import PatchStateError, PromoeError
-from promoe.guard import is_guard
-from promoe.resident import ResidentHandle
+from promoe.experts.guard import is_guard
+from promoe.runtime.resident import ResidentHandle
 
 NOT_SAVED = r"cannot be saved.*experts are in files.*Nothing was written.*promoe\.unpatch\(model\)"
 

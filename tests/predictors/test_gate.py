@@ -14,12 +14,12 @@ from tiny_models import MOE_FAMILIES, build, token_ids
 from torch import nn
 
 import promoe
-from promoe import prediction
-from promoe.assembly import predictor_context
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.base import Phase
 from promoe.predictors.gate import AGREEMENTS, GatePredictor, _one_token, selection_probability
 from promoe.predictors.linear_fit import LinearFit
+from promoe.runtime import prediction
+from promoe.runtime.assembly import predictor_context
 
 LAYERS = 4
 

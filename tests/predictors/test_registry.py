@@ -10,13 +10,13 @@ from tiny_models import build
 
 import promoe
 from predictors.trained_predictors import make
-from promoe.assembly import predictor_context
 from promoe.errors import ConfigError
 from promoe.predictors import KINDS, LayerVisit, PredictorContext, check_kind, create
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.history import PopularityPredictor, PreviousPredictor
 from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import RandomPredictor
+from promoe.runtime.assembly import predictor_context
 
 LAYERS = 3
 

@@ -18,10 +18,10 @@ from untouched import open_files, opened_since
 from waiting import until
 
 import promoe
-from promoe.links import Fault, FaultyLink
-from promoe.links.faults import FaultKind, Plan
-from promoe.memory import SlotPool
 from promoe.stores import Chunk
+from promoe.transfer.links import Fault, FaultyLink
+from promoe.transfer.links.faults import FaultKind, Plan
+from promoe.transfer.memory import SlotPool
 
 FAMILY = "qwen2_moe"
 EXPERTS = 24  # in three layers

@@ -22,7 +22,7 @@ from waiting import WAIT_S
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, EngineClosedError, PatchStateError
-from promoe.forwards import threads_in_forward
+from promoe.model.forwards import threads_in_forward
 
 from .support import FAMILY, always, assert_right, assert_told, faulty, never
 
@@ -329,7 +329,7 @@ def test_abandoned_generation(way: str, abandon: Callable[[PreTrainedModel], Non
 START = """
     import sys, threading
     import torch, promoe
-    from promoe.links import Fault, Faults
+    from promoe.transfer.links import Fault, Faults
     torch.set_num_threads(1)
     config = promoe.PromoeConfig(bypass=False, strict=True, stall_timeout_s=float(sys.argv[2]))
     ids = torch.arange(2, 6).unsqueeze(0)

@@ -20,8 +20,8 @@ from waiting import settle
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, ExpertLoadError, PatchStateError
-from promoe.links import Fault, FaultyLink
-from promoe.links.direct import DirectFiles
+from promoe.transfer.links import Fault, FaultyLink
+from promoe.transfer.links.direct import DirectFiles
 
 from .support import (
     FAMILY,
@@ -273,7 +273,7 @@ def test_weights_in_ram_that_are_changed_after_patching(
 
 
 def test_verify_needs_slots_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("promoe.patching.open_device", lambda name: FakeDevice())
+    monkeypatch.setattr("promoe.runtime.patching.open_device", lambda name: FakeDevice())
     with pytest.raises(ConfigError, match=r"verify='always' compares experts in RAM.*promoe\.from_pretrained"):
         promoe.patch(resident(FAMILY), device="cuda", config=config(verify="always"))
     assert not hasattr(resident(FAMILY), "promoe")

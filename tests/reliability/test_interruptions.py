@@ -19,7 +19,7 @@ from waiting import WAIT_S, until
 
 import promoe
 from promoe.errors import EngineError
-from promoe.memory import SlotPool
+from promoe.transfer.memory import SlotPool
 
 from .support import WAYS, always, assert_refuses, assert_right, faulty, never
 
@@ -265,7 +265,7 @@ def test_interruption_at_a_named_point(way: str, function: str) -> None:
     class AtCall(Interrupting):
         def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
             path = Path(frame.f_code.co_filename)
-            mine = path.parent.name == "engine" or path.parts[-2:] == ("promoe", "runtime.py")
+            mine = path.parent.name == "engine" or path.parts[-2:] == ("runtime", "hot_path.py")
             if mine and event == "call" and frame.f_code.co_name == function and not self.where:
                 self.where = function
                 raise KeyboardInterrupt(self.where)

@@ -18,11 +18,11 @@ from untouched import leaving_untouched
 from waiting import WAIT_S
 
 import promoe
-from promoe import memory
 from promoe.errors import ConfigError, ExpertLoadError
-from promoe.links import Fault
-from promoe.over_time import Stretch
 from promoe.predictors import Forecast, LayerVisit
+from promoe.stats.over_time import Stretch
+from promoe.transfer import memory
+from promoe.transfer.links import Fault
 
 from .support import FAMILY, WAYS, assert_right, faulty, leaving_nothing, never
 

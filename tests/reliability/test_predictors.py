@@ -32,7 +32,7 @@ class Raising:
 @pytest.fixture(params=[False, True], ids=["in a thread", "in the forward"])
 def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param:
-        monkeypatch.setattr("promoe.prediction.has_spare_core", lambda: False)
+        monkeypatch.setattr("promoe.runtime.prediction.has_spare_core", lambda: False)
     return bool(request.param)
 
 
@@ -56,7 +56,7 @@ def test_predictor_that_raises(
 @pytest.mark.parametrize("way", WAYS)
 def test_interruption_of_a_predictor_in_the_forward(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is the user's, and says nothing about the predictor."""
-    monkeypatch.setattr("promoe.prediction.has_spare_core", lambda: False)
+    monkeypatch.setattr("promoe.runtime.prediction.has_spare_core", lambda: False)
     predictor = Raising(KeyboardInterrupt, quick=True)
     with faulty(way, never, predictor=predictor) as (model, _):
         with pytest.raises(KeyboardInterrupt):

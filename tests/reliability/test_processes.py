@@ -19,8 +19,8 @@ from served import checkpoint
 from waiting import WAIT_S
 
 import promoe
-from promoe.control_groups import memory_groups
 from promoe.errors import EngineError
+from promoe.transfer.control_groups import memory_groups
 
 from .support import FAMILY, WAYS, assert_right, assert_told, faulty, never
 

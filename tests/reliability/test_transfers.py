@@ -11,9 +11,9 @@ from waiting import WAIT_S
 
 import promoe
 from promoe.errors import EngineStalledError, ExpertLoadError
-from promoe.links import Fault
-from promoe.links.faults import FaultKind, seeded
-from promoe.memory import POISON_BYTE
+from promoe.transfer.links import Fault
+from promoe.transfer.links.faults import FaultKind, seeded
+from promoe.transfer.memory import POISON_BYTE
 
 from .support import (
     STALL_S,

@@ -14,7 +14,7 @@ from zoo.families import build as build_family
 from zoo.families import names
 
 from promoe.errors import CheckpointError
-from promoe.opening import OpenedModel, open_without_experts
+from promoe.model.opening import OpenedModel, open_without_experts
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.expert_conversion import ExpertConversion

@@ -11,8 +11,8 @@ from tiny_models import build
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from promoe.errors import CheckpointError, ConfigError
-from promoe.moe_layers import find_moe_layers
-from promoe.opening import bank_specs
+from promoe.experts.moe_layers import find_moe_layers
+from promoe.model.opening import bank_specs
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores import SafetensorsStore, Store
 from stores.checkpoints import expert_tensors, plain_tensors, read_header, rewrite, save, shards

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from promoe.layout import PAGE_BYTES, ExpertLayout
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
+from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 import promoe
 from promoe import EmulatedLink
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
-from promoe.moe_layers import find_moe_layers
+from promoe.experts.moe_layers import find_moe_layers
 from promoe.training import collect as collect_module
 from promoe.training.collect import collect, describe, gate_width, save_gates
 from promoe.training.collect_options import CollectOptions, check_disk

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 import promoe
 from promoe.errors import UnsupportedModelError
-from promoe.gate_output import gate_logits
-from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.gate_output import gate_logits
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 
 BATCH = left_padded((6, 4, 2))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from promoe.errors import ConfigError
+from promoe.stats import figure_style as style
+from promoe.stats.figure_style import COLOURS
 from promoe.training.plots import check_plots, draw_accuracy, draw_calibration, draw_layers, save_plots
-from promoe.viz import figures as style
-from promoe.viz.figures import COLOURS
 
 from .results import calibration, figures
 

@@ -11,7 +11,7 @@ from served import LinkOver, check_integrity, config, plain_link
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
 
 
 @contextmanager

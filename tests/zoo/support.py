@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
-from promoe.adapters import Adapter
-from promoe.adapters.stacked import is_decorated
-from promoe.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.adapters import Adapter
+from promoe.experts.adapters.stacked import is_decorated
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from zoo.families import build, family_of, names
 
 HEAD = """# Supported families

@@ -15,10 +15,10 @@ from served import config
 from untouched import assert_same, snapshot
 
 import promoe
-from promoe import patching
-from promoe.adapters import Adapter
 from promoe.errors import UnsupportedModelError
-from promoe.moe_layers import find_moe_layers
+from promoe.experts.adapters import Adapter
+from promoe.experts.moe_layers import find_moe_layers
+from promoe.runtime import patching
 from zoo.exactness import assert_equal, cache_bytes, outputs, served
 from zoo.families import build, family_of, inputs, names, served_families
 from zoo.scan import experts_classes

@@ -1,0 +1,39 @@
+"""`promoe bench`: measures, prints tables, writes them with plots and JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TextIO
+
+from promoe.commands.bench.options import Options
+from promoe.commands.bench.plots import save_plots
+from promoe.commands.bench.results import Report
+from promoe.commands.bench.run import Bench
+from promoe.commands.bench.show import report_lines
+from promoe.files import check_writable, make_folder, write_atomically
+
+
+def run_bench(options: Options, out: TextIO) -> Report:
+    """Measure, print and write.
+
+    Raises:
+        PromoeError: something that it needs is missing or cannot be written, before anything is measured; or a system
+            generated other tokens than the unmodified model.
+    """
+    options = replace(options, json=options.json or options.out / "bench.json")
+    make_folder(options.out)
+    assert options.json is not None
+    outputs = [check_writable(options.json), check_writable(options.out / "bench.md")]
+    report = Bench(options).run()
+    lines = list(report_lines(report))
+    print(*lines, sep="\n", file=out)
+    write_atomically(outputs[0], [json.dumps(report.to_json(), indent=2), "\n"])
+    write_atomically(outputs[1], [f"{line}\n" for line in lines])
+    if find_spec("matplotlib") is not None:
+        outputs += save_plots(report, options.out)
+    else:
+        print("", "No plots: matplotlib is not installed. Try `pip install 'promoe[viz]'`.", sep="\n", file=out)
+    print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)
+    return report

@@ -1,0 +1,51 @@
+"""The unmodified model's experts where they are, computed as this library computes them: the least that a prompt takes.
+
+For a long prompt, and with packed experts, that is less than the unmodified model itself takes, so that it bounds the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from promoe.experts.experts_forward import run_resident
+from promoe.experts.kernels.packed import Packing
+from promoe.experts.moe_layers import MoELayer
+from promoe.experts.routed_ids import chosen_experts
+from promoe.model.packed_files import packings_of
+from promoe.model.seam import attach
+from promoe.transfer.rows import ExpertRows, Row
+
+
+def rows_of(layers: Sequence[MoELayer], packed: Collection[str]) -> list[ExpertRows]:
+    """All experts of each layer: tensors of these names packed where they can be (in other memory, as much again)."""
+    packings = packings_of(layers) if packed else {}
+    return [_rows(layer, packings.get(layer.layout, {}), packed) for layer in layers]
+
+
+def _rows(layer: MoELayer, packings: Mapping[str, Packing], packed: Collection[str]) -> ExpertRows:
+    def row(name: str, tensor: torch.Tensor) -> Row:
+        packing = packings.get(name) if name in packed else None
+        return tensor if packing is None else packing.view(packing.pack(tensor))
+
+    stacks = layer.rows()
+    return {expert: {name: row(name, stacks[name][expert]) for name in stacks} for expert in range(layer.num_experts)}
+
+
+@contextmanager
+def in_place(layers: Sequence[MoELayer], rows: Sequence[ExpertRows]) -> Iterator[None]:
+    """While it lasts, the experts of `layers`, all of them in memory, go through this library's products."""
+    with ExitStack() as undo:
+        for layer, of_layer in zip(layers, rows, strict=True):
+            undo.callback(attach(layer, _run(layer, of_layer), lambda *args: None))
+        yield
+
+
+def _run(layer: MoELayer, rows: ExpertRows) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, _ = chosen_experts(index)
+        return run_resident(layer, hidden, index, weights, rows, tokens)
+
+    return run

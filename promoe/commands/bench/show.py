@@ -1,0 +1,212 @@
+"""The tables of `promoe bench` as Markdown, which also reads well in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from promoe.commands.bench.results import Report, Row, Table
+from promoe.commands.bench.tasks import GENERATE
+from promoe.commands.contention import Contention
+from promoe.commands.measure import Estimate
+from promoe.stats.words import BOUND_TOLERANCE
+from promoe.transfer.cpu_contention import Taken
+from promoe.units import (
+    DASH,
+    format_megabytes,
+    format_memory,
+    format_ms,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_times,
+    is_number,
+    ratio,
+)
+
+
+class _Column(NamedTuple):
+    head: str
+    cell: Callable[[Row], str]
+
+
+def _interval(value: Estimate, count: int) -> str:
+    if not is_number(value.value):
+        return DASH
+    text = format_ms(value.value)
+    return f"{text} [{format_ms(value.low)}, {format_ms(value.high)}]" if count > 1 else text
+
+
+def _times(time_s: float, bound_s: float | None) -> str:
+    return DASH if bound_s is None else format_times(ratio(time_s, bound_s)).removesuffix("x")
+
+
+def _memory(nbytes: int | None) -> str:
+    return DASH if nbytes is None else f"{nbytes / 2**20:,.0f}"
+
+
+_MEMORY = (
+    _Column("limited, MiB", lambda r: _memory(r.peak_limited_bytes)),
+    _Column("RSS, MiB", lambda r: _memory(r.peak_rss_bytes)),
+)
+_GENERATE = (
+    _Column("system", lambda r: r.system.name),
+    _Column("TTFT, ms", lambda r: format_ms(r.ttft.value)),
+    _Column("TPOT, ms", lambda r: _interval(r.tpot, len(r.answers))),
+    _Column("bound, ms", lambda r: format_ms(r.tpot_bound_s)),
+    _Column("x bound", lambda r: _times(r.tpot.value, r.tpot_bound_s)),
+    _Column("x shared", lambda r: _times(r.tpot.value, r.tpot_shared_s)),
+    _Column("stall, ms", lambda r: DASH if r.decode is None else format_ms(r.decode.stall_per_pass_s)),
+    _Column("hit, %", lambda r: DASH if r.decode is None else format_percent(r.decode.hit_rate)),
+    _Column("ready, %", lambda r: DASH if r.decode is None else format_percent(r.decode.ready_rate)),
+    _Column("MB/token", lambda r: DASH if r.decode is None else format_megabytes(r.decode.bytes_per_token)),
+    _Column("wasted, %", lambda r: DASH if r.decode is None else format_percent(r.decode.wasted_share)),
+    *_MEMORY,
+)
+_READ = (
+    _Column("system", lambda r: r.system.name),
+    _Column("TTFT, ms", lambda r: _interval(r.ttft, len(r.answers))),
+    _Column("bound, ms", lambda r: format_ms(r.ttft_bound_s)),
+    _Column("x bound", lambda r: _times(r.ttft.value, r.ttft_bound_s)),
+    _Column("stall, ms", lambda r: DASH if r.prefill is None else format_ms(r.prefill.stall_per_pass_s)),
+    _Column("hit, %", lambda r: DASH if r.prefill is None else format_percent(r.prefill.hit_rate)),
+    _Column("MB", lambda r: DASH if r.prefill is None else _megabytes_per_pass(r)),
+    *_MEMORY,
+)
+
+
+def _megabytes_per_pass(row: Row) -> str:
+    assert row.prefill is not None
+    return format_megabytes(ratio(row.prefill.bytes_total, row.prefill.passes))
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """The whole report."""
+    sizes = report.sizes
+    experts = sum(sizes.num_experts)
+    yield f"# promoe bench: {report.model}"
+    yield ""
+    yield (
+        f"{experts} routed experts in {len(sizes.num_experts)} layers, {format_memory(sizes.experts_bytes)}; a token needs "
+        f"{format_memory(sizes.token_bytes)} of them. All else takes {format_memory(sizes.other_bytes)}. "
+        f"{report.options.dtype}, {report.threads} threads, experts over {report.link}."
+    )
+    yield f"{report.options.pairs} prompts, the systems taking turns at each; medians, in brackets 95% intervals."
+    yield _memory_words(report)
+    yield ""
+    seen = [system for table in report.tables[:1] for system in (row.system for row in table.rows)]
+    yield from (f"- `{system.name}`: {system.meaning}" for system in seen)
+    for table in report.tables:
+        yield ""
+        yield from table_lines(table)
+
+
+def _memory_words(report: Report) -> str:
+    if report.not_limited is not None:
+        return (
+            f"Memory was not limited ({report.not_limited}): compare this library's systems with each other, and no other "
+            "with them, since the kernel may keep files in memory."
+        )
+    return (
+        "Each system but the unmodified model has a control group that limits its memory, page cache included, to the slots, "
+        "all else that the model has, what the longest prompt's experts compute in one layer and oneDNN keeps of that, and "
+        f"{report.options.workspace}. "
+        "`limited` is the peak of what counted against that, `RSS` of what the process had mapped, libraries included."
+    )
+
+
+def table_lines(table: Table) -> Iterator[str]:
+    """One cache size and task: conditions, the table, and the ratios that matter."""
+    limit = "" if table.limit_bytes is None else f", {format_memory(table.limit_bytes)} of memory"
+    link = f"link {format_number(table.bandwidth_bytes_per_s / 1e6)} MB/s"
+    yield f"## cache {table.cache}, {table.task}{limit}, {link}"
+    yield ""
+    yield from markdown(_GENERATE if table.task == GENERATE else _READ, [row for row in table.rows if row.answers])
+    yield ""
+    yield from (f"- `{row.system.name}`: {row.error}" for row in table.rows if row.error is not None)
+    if table.contention is not None and table.task == GENERATE:
+        yield f"- {_contention_words(table.contention, table.bandwidth_bytes_per_s)}"
+    if table.prompt_compute_s is not None and table.task != GENERATE:
+        yield (
+            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, as the unmodified model "
+            "or as this library runs its experts, whichever is less: `bound` counts that."
+        )
+    if any(row.tpot_unmodified_s is not None for row in table.rows) and table.task == GENERATE:
+        yield f"- {_packed_words(table)}"
+    if table.taken is not None:
+        yield f"- {_taken_words(table.taken)}"
+    yield from (f"- {sentence}" for sentence in ratios(table))
+    yield from (f"- {sentence}" for sentence in impossible(table))
+
+
+def _packed_words(table: Table) -> str:
+    times = ", ".join(
+        f"{row.system.name} {_times(row.tpot.value, row.tpot_unmodified_s)}"
+        for row in table.rows
+        if row.answers and row.tpot_unmodified_s is not None
+    )
+    return (
+        "Experts are packed: `bound` counts what computing takes with packed ones. TPOT over max(C, B / W) with the unmodified "
+        f"model's C: {times}."
+    )
+
+
+def _contention_words(found: Contention, bandwidth: float) -> str:
+    return (
+        f"At once, computing takes {format_number(found.slowdown)} times as long, and reads reach "
+        f"{format_number(found.bandwidth_bytes_per_s / 1e6)} of {format_number(bandwidth / 1e6)} MB/s: they share this "
+        "machine's cores and memory. `x shared` is the time over the least possible with that counted in."
+    )
+
+
+def _taken_words(taken: Taken) -> str:
+    words = f"Meanwhile {taken.describe()}"
+    return words + (": everything is slower then. Measure again without them." if taken.much_by_others else ".")
+
+
+def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:
+    """A Markdown table, its columns padded to one width."""
+    cells = [[column.head for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    kept = [i for i in range(len(columns)) if any(line[i] != DASH for line in cells[1:])]
+    widths = {i: max(len(line[i]) for line in cells) for i in kept}
+    lines = [
+        "| " + " | ".join(line[i].ljust(widths[i]) if i == 0 else line[i].rjust(widths[i]) for i in kept) + " |"
+        for line in cells
+    ]
+    rule = "|" + "|".join(("-" * (widths[i] + 2)) if i == 0 else "-" * (widths[i] + 1) + ":" for i in kept) + "|"
+    return [lines[0], rule, *lines[1:]]
+
+
+def ratios(table: Table) -> list[str]:
+    """Every system's time over that of the default (of this library's last system, where the default is not among them)."""
+    ours = [row for row in table.rows if row.system.kind == "promoe" and row.answers]
+    best = next((row for row in ours if row.system.name == "gate"), ours[-1] if ours else None)
+    if best is None:
+        return []
+    phase = "decode" if table.task == GENERATE else "prefill"
+    found = []
+    for row in table.rows:
+        if row is not best and row.answers:
+            speed = table.speedup(row, best, phase)
+            if is_number(speed.value):
+                found.append(
+                    f"{row.system.name} / {best.system.name}: {format_times(speed.value)} "
+                    f"[{format_times(speed.low)}, {format_times(speed.high)}]"
+                )
+    what = "TPOT" if phase == "decode" else "TTFT"
+    return [f"{what} of others over that of `{best.system.name}`, per prompt: " + "; ".join(found)] if found else []
+
+
+def impossible(table: Table) -> list[str]:
+    """Times below their bounds, which say that something was measured wrong."""
+    found = []
+    for row in table.rows:
+        time_s, bound_s = (
+            (row.tpot.value, row.tpot_bound_s) if table.task == GENERATE else (row.ttft.value, row.ttft_bound_s)
+        )
+        if bound_s is not None and is_number(time_s) and time_s < BOUND_TOLERANCE * bound_s:
+            found.append(
+                f"**MEASURED WRONG**: `{row.system.name}` took {format_seconds(time_s)}, less than the least possible "
+                f"{format_seconds(bound_s)}: the link or the machine changed its speed meanwhile. Measure again."
+            )
+    return found

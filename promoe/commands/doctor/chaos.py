@@ -1,0 +1,143 @@
+"""Is promoe right on this machine, also where reads fail? A tiny model is asked, and its answers are compared bit by bit."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+from promoe.config import PromoeConfig
+from promoe.errors import EngineClosedError, EngineError, PromoeError
+from promoe.runtime.patching import patch, unpatch
+from promoe.transfer.engine import Engine
+from promoe.transfer.links.faults import FaultKind, Faults, seeded
+
+NEW_TOKENS = 8
+MOST_TRIES = 100
+ANSWERS = 5
+FAULT_SHARE = 0.01
+WRONG, NEVER = "an answer was WRONG", "no more answers, and no reason"
+# A read that never returns is noticed after so long.
+STALL_TIMEOUT_S = 1.0
+# Errors after which the model is closed.
+FOR_GOOD = (EngineError, EngineClosedError)
+KINDS: dict[FaultKind, str] = {
+    "slow": "a read takes longer",
+    "failed": "a read fails",
+    "short": "a read gives half",
+    "torn": "a read gives garbage, then fails",
+    "no_memory": "no memory for a read",
+    "bug": "a read raises what nobody expects",
+    "exit": "the thread that reads ends",
+    "stuck": "a read never returns",
+}
+"""Faults, in words."""
+
+
+class Outcome(NamedTuple):
+    """What one kind of fault did."""
+
+    kind: str
+    injected: int
+    errors: dict[str, int]
+    """By class, how many of the answers ended in each."""
+    right: int
+    """Answers whose logits were bit by bit those of the unpatched model."""
+    end: str
+    """Why there were no more; empty: there were enough."""
+
+    @property
+    def survived(self) -> bool:
+        """Whether all answers were right, and if they ended, the model said so."""
+        return self.end not in (WRONG, NEVER)
+
+
+def chaos(seed: int = 0) -> list[Outcome]:
+    """Without faults first, then with each kind of them."""
+    torch.manual_seed(seed)
+    model: Any = Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            hidden_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            moe_intermediate_size=256,  # more than a forward copies by itself
+            shared_expert_intermediate_size=64,
+            num_experts=16,
+            num_experts_per_tok=4,
+            vocab_size=200,
+        )
+    ).eval()
+    prompt = torch.arange(3, 20).reshape(1, -1)
+    expected = _logits(model, prompt)
+    with _quiet():
+        return [_under(model, prompt, expected, kind, seed) for kind in (None, *KINDS)]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a warning for each fault."""
+    logger = logging.getLogger("promoe")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _under(
+    model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, seed: int
+) -> Outcome:
+    plan = seeded(seed, {} if kind is None else {kind: FAULT_SHARE})
+    config = PromoeConfig(stall_timeout_s=STALL_TIMEOUT_S, workers=2)
+    handle = patch(model, cache="25%", predictor="gate", link=Faults(plan), config=config).promoe
+    try:
+        return _ask(model, prompt, expected, kind, handle.runtime.engine)
+    finally:
+        handle.runtime.engine.link.mend()
+        unpatch(model)
+
+
+def _ask(
+    model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, engine: Engine
+) -> Outcome:
+    link: Any = engine.link
+    errors: Counter[str] = Counter()
+    right = 0
+    for _ in range(MOST_TRIES):
+        try:
+            found = _logits(model, prompt)
+        except PromoeError as error:
+            errors[type(error).__name__] += 1
+            if type(error) in FOR_GOOD:
+                return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, f"closed: {error}")
+            if kind == "stuck":
+                link.mend()
+            continue
+        if not all(map(torch.equal, found, expected)):
+            return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, WRONG)
+        right += 1
+        if right == ANSWERS and (link.injected or kind is None):
+            break
+    return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, "" if right >= ANSWERS else NEVER)
+
+
+def _logits(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:
+    with torch.inference_mode():
+        out = model.generate(
+            prompt,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    return list(out.logits)

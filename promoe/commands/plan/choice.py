@@ -1,0 +1,123 @@
+"""Which cache to choose, and what limits the speed, in one plain sentence each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from promoe.commands.plan.fits import Room, rate_name
+from promoe.commands.plan.prediction import Prediction
+from promoe.units import format_megabytes, format_memory, format_number, format_seconds
+
+# Cache rates that are tried for a wanted speed: steps of so many per cent, from the first on.
+STEP_PERCENT = 5
+# A cache whose token takes no longer than this times computing alone needs nothing more.
+NEAR = 1.1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A cache, why it, and what limits the speed with it.
+
+    Args:
+        prediction: what it gives.
+        reason: why this one.
+        limit: what keeps it from being faster.
+        reached: whether it is as fast as was wanted, for all kinds of routing.
+    """
+
+    prediction: Prediction
+    reason: str
+    limit: str
+    reached: bool
+
+
+def rates_to_try(least: float, largest: float) -> list[float]:
+    """In steps, from the first or the least cache to the largest that fits, both included.
+
+    Nothing below the first step where a larger one fits: a single slot works, and next to nothing is saved by it.
+    """
+    steps = [percent / 100 for percent in range(STEP_PERCENT, 101, STEP_PERCENT)]
+    first = min(max(least, steps[0]), largest)
+    return sorted({first, *(rate for rate in steps if first < rate < largest), largest})
+
+
+def cheapest(predict: Callable[[float], Prediction], rates: Sequence[float], tokens_per_s: float) -> Prediction | None:
+    """The smallest cache that is as fast as wanted with the slowest routing; None: none of them.
+
+    Args:
+        predict: a larger cache is taken to be no slower.
+        rates: ascending.
+        tokens_per_s: wanted.
+    """
+    low, high = 0, len(rates)
+    while low < high:
+        middle = (low + high) // 2
+        if predict(rates[middle]).slowest.tokens_per_s >= tokens_per_s:
+            high = middle
+        else:
+            low = middle + 1
+    return predict(rates[low]) if low < len(rates) else None
+
+
+def choose(
+    predict: Callable[[float], Prediction],
+    rates: Sequence[float],
+    room: Room,
+    link_name: Callable[[float], str],
+    tokens_per_s: float | None,
+) -> Choice:
+    """The cheapest cache for a wanted speed; without one, the smallest that is about as fast as the largest that fits.
+
+    Args:
+        predict: what a cache rate gives.
+        rates: that fit, ascending, at least one.
+        room: fast memory.
+        link_name: what experts come over with a cache of this rate, in words.
+        tokens_per_s: wanted, or None.
+    """
+    largest = predict(rates[-1])
+    if tokens_per_s is None:
+        enough = cheapest(predict, rates, largest.slowest.tokens_per_s / NEAR) or largest
+        how = "the largest that fits" if enough is largest else f"within {NEAR - 1:.0%} of the largest that fits"
+        return Choice(enough, how, _limit(enough, room, link_name(enough.rate)), True)
+    found = cheapest(predict, rates, tokens_per_s)
+    if found is not None:
+        reason = f"the smallest that reaches {_per_s(tokens_per_s)}"
+        return Choice(found, reason, _limit(found, room, link_name(found.rate)), True)
+    reason = f"{_per_s(tokens_per_s)} are not reached: this is the largest that fits"
+    return Choice(largest, reason, _limit(largest, room, link_name(largest.rate)), False)
+
+
+def _per_s(tokens_per_s: float) -> str:
+    return f"{format_number(tokens_per_s)} tokens/s"
+
+
+def _limit(found: Prediction, room: Room, link: str) -> str:
+    """What to change for more speed."""
+    speed = found.slowest
+    compute, rate = format_seconds(speed.compute_s), rate_name(found.rate)
+    if speed.tpot_s <= NEAR * speed.compute_s:
+        return (
+            f"Computing limits it: with every expert in {room.where} a token takes {compute}, and here "
+            f"{format_seconds(speed.tpot_s)}. A faster processor, or fewer bits per weight, would help."
+        )
+    megabytes, seconds = format_megabytes(speed.bytes_per_token), format_seconds(speed.transfer_s)
+    moved = f"{megabytes} MB per token are not in the slots and take {seconds}"
+    if speed.transfer_s >= speed.compute_s:
+        return (
+            f"The link limits it: at {rate} {moved} over the {link}, more than computing ({compute}). A larger cache "
+            f"or a faster link helps.{_memory(found, room)}"
+        )
+    return (
+        f"Computing and moving experts share the time: at {rate} {moved} over the {link}, beside computing ({compute}); "
+        f"they overlap in part. A larger cache helps.{_memory(found, room)}"
+    )
+
+
+def _memory(found: Prediction, room: Room) -> str:
+    left = None if room.slots_bytes is None else room.slots_bytes - found.slots_bytes
+    step = found.slots_bytes * STEP_PERCENT / 100 / found.rate
+    if left is None or left >= step:
+        return ""
+    return f" Memory allows no larger one: {format_memory(max(0, left))} of {room.where} are left."

@@ -1,0 +1,283 @@
+"""`promoe plan`: reads headers, measures, predicts, prints, and, if asked, runs the model and compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import transformers
+
+from promoe.commands.plan import show
+from promoe.commands.plan.choice import Choice, choose, rates_to_try
+from promoe.commands.plan.fits import Room, largest_rate, pools, rate_name, rate_of, slots_bytes
+from promoe.commands.plan.measuring import measure_compute, measure_link
+from promoe.commands.plan.overlap import fit_overlap
+from promoe.commands.plan.prediction import Predictor
+from promoe.commands.plan.reading import ReadModel, read_model
+from promoe.commands.plan.result import Result, write_result
+from promoe.commands.plan.routing import OFTEN, SELDOM, Routing, from_trace, made_up
+from promoe.commands.plan.sizes import ModelSizes
+from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn
+from promoe.commands.plan.times import LinkSpeed
+from promoe.commands.plan.verification import verify
+from promoe.config import PromoeConfig, ReadMode
+from promoe.errors import ConfigError, PromoeError, check_at_least
+from promoe.experts.kernels.packed_store import Packings, packings_in
+from promoe.files import check_writable
+from promoe.model.packed_files import packable
+from promoe.training.evaluate_command import open_trace
+from promoe.training.routing_traces import RoutingTrace
+from promoe.transfer.cpu_contention import CoreWatch, Taken
+from promoe.transfer.devices import Device, open_device
+from promoe.transfer.links.file import choose_mode
+from promoe.transfer.links.free_ram import free_ram_bytes
+from promoe.transfer.links.probe import ProbeMode
+from promoe.units import format_memory
+
+# Cache rates of the table, beside the largest that fits and the chosen one.
+RATES = (0.125, 0.25, 0.5, 0.75, 1.0)
+# Of what is free, what made-up experts may take while they are timed.
+STAND_IN_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Task:
+    """The command's options; see `promoe.cli.plan`.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+
+    model: str
+    cache: Sequence[str] = ()
+    device: str = "cpu"
+    context: int = 4096
+    prompt_tokens: int = 256
+    new_tokens: int = 32
+    tokens_per_second: float | None = None
+    trace: str | None = None
+    dtype: str | None = None
+    read_mode: ReadMode = "auto"
+    verify: bool = False
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(1, context=self.context, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        if self.tokens_per_second is not None and not 0 < self.tokens_per_second < float("inf"):
+            raise ConfigError(f"--tokens-per-second must be more than 0. Got {self.tokens_per_second:g}.")
+
+
+def run_plan(task: Task, out: TextIO) -> Result:
+    """Plan, print to `out`, write the JSON, and return what was found.
+
+    Raises:
+        PromoeError: an option cannot work, or the model cannot be served.
+    """
+    if task.json is not None:
+        check_writable(task.json)
+    transformers.logging.disable_progress_bar()
+    trace = None if task.trace is None else open_trace(task.trace)
+    device = open_device(task.device)
+    read = read_model(task.model, task.dtype)
+    with ExitStack() as stack:
+        if read.store is not None:
+            stack.enter_context(closing(read.store))
+        result = _Plan(task, read, device, out).run(trace)
+    if task.json is not None:
+        write_result(result, task.json)
+        print(f"\nwritten to {task.json}", file=out)
+    return result
+
+
+class _Plan:
+    """One plan in the making."""
+
+    def __init__(self, task: Task, read: ReadModel, device: Device | None, out: TextIO) -> None:
+        self.task, self.read, self.sizes, self._out = task, read, read.sizes, out
+        self._columns = shutil.get_terminal_size((80, 24)).columns
+        self._device = device
+        self.room = _room(task, read.sizes, device)
+        self._links: dict[ProbeMode, LinkSpeed] = {}
+        self._taken: Taken | None = None  # while speeds were measured
+        self._packed_s: float | None = None  # of a token, were experts packed; None: nothing gained
+
+    def run(self, trace: RoutingTrace | None) -> Result:
+        """Everything, in the order in which it is printed."""
+        task, sizes = self.task, self.sizes
+        asked = [rate_of(cache, sizes, self.room) for cache in task.cache]
+        self._print(show.model_lines(sizes, task.context, self._columns))
+        largest = largest_rate(sizes, self.room)
+        self._print(show.machine_lines(self.room, largest, self._columns))
+        rates = sorted(
+            {*(asked or (rate for rate in RATES if rate >= sizes.least_rate)), *([largest] if largest else [])}
+        )
+        if not largest:
+            raise ConfigError(_no_room(task.model, sizes, self.room))
+        routings = _routings(task, sizes, trace)
+        predictor = self._predictor(routings, rates)
+        if isinstance(predictor, str):
+            self._print(show.entry("speed", f"not predicted: {predictor}", self._columns))
+            self._print(["", *show.fit_lines(sizes, rates, self.room)])
+            return Result(sizes, self.room, task.context)
+        fitting = [rate for rate in rates if rate <= largest or self._fits(rate)]
+        predictions = [predictor(rate) for rate in fitting]
+        choice = self._choose(predictor, asked, fitting, largest)
+        self._print(show.measured_lines(predictor, self._links, self._taken, self._columns))
+        self._print(show.routing_lines(routings, self._columns))
+        table = sorted({one.rate: one for one in (*predictions, choice.prediction)}.values(), key=lambda one: one.rate)
+        self._print(
+            ["", *show.table_lines(sizes, table, [rate for rate in rates if rate not in fitting], choice.prediction)]
+        )
+        packing = None
+        if self._packed_s is not None:
+            packing = show.packing_advice(self._pack_command(), sizes, predictor.compute_s, self._packed_s)
+        self._print(["", *show.choice_lines(choice, packing, self._commands(choice), self._columns)])
+        verified = []
+        if task.verify:
+            run_at = (
+                [rate for rate in fitting if rate in asked] or [rate for rate in fitting if rate < 1][:3] or fitting
+            )
+            verified = verify(predictor, run_at, task.prompt_tokens, task.new_tokens, self._settings())
+            self._print(["", *show.verified_lines(verified, predictor.compute_s, self._compute_s(), self._columns)])
+        return Result(
+            sizes,
+            self.room,
+            task.context,
+            compute=predictor.compute,
+            packed_compute_s=self._packed_s,
+            links=self._links,
+            predictions=table,
+            choice=choice,
+            verified=verified,
+            taken=self._taken,
+        )
+
+    def _fits(self, rate: float) -> bool:
+        return self.room.fits(slots_bytes(pools(self.sizes, rate)))
+
+    def _print(self, lines: Sequence[str]) -> None:
+        print(*lines, sep="\n", file=self._out, flush=True)
+
+    def _choose(self, predictor: Predictor, asked: Sequence[float], fitting: Sequence[float], largest: float) -> Choice:
+        rates = rates_to_try(self.sizes.least_rate, largest)
+        if asked and self.task.tokens_per_second is None:
+            rates = list(fitting) or rates
+        return choose(predictor, rates, self.room, self._link_name, self.task.tokens_per_second)
+
+    def _predictor(self, routings: Sequence[Routing], rates: Sequence[float]) -> Predictor | str:
+        """What predicts speeds; or why nothing can."""
+        if self._device is not None:
+            return "what a model takes on a GPU was never compared with a plan; the sizes hold"
+        try:
+            with closing(self._stand_in(self.read)) as found:
+                watch = CoreWatch()
+                compute = measure_compute(found, self.task.prompt_tokens)
+                # A rate that was asked for may fit and be more than the largest one, which is in whole per cent.
+                ends = (self.sizes.least_rate, largest_rate(self.sizes, self.room))
+                for mode in {self._mode(rate) for rate in (*ends, *filter(self._fits, rates))}:
+                    workers = PromoeConfig().workers
+                    self._links[mode] = measure_link(found, self.read.store, self.read.folder, mode, workers)
+                compute = compute.quicker(measure_compute(found, self.task.prompt_tokens))
+                self._taken = watch.taken()
+                if self.read.store is not None:
+                    self._links = {
+                        mode: fit_overlap(found, self.read.store, mode, compute, link)
+                        for mode, link in self._links.items()
+                    }
+            # Not before: it takes as much memory.
+            if self.read.store is not None and (packings := packable(self.read.layers, self.read.store)):
+                self._packed_s = self._compute_s(packings)
+        except PromoeError as error:
+            return str(error)
+        except Exception as error:  # of a family's own forward
+            return f"its blocks cannot be run alone ({type(error).__name__}: {error})"
+        return Predictor(self.sizes, compute, self._link_at, routings)
+
+    def _stand_in(self, read: ReadModel, packings: Packings | None = None) -> StandIn:
+        spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
+        packings = packings_in(read.store) if packings is None else packings
+        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings)
+
+    def _compute_s(self, packings: Packings | None = None) -> float:
+        """Computing a token once more, as it is or with packed experts. Its blocks are the model's: they are read anew."""
+        read = read_model(self.task.model, self.task.dtype)
+        if read.store is not None:
+            read.store.close()
+        with closing(self._stand_in(read, packings)) as found:
+            return Predictor(self.sizes, measure_compute(found, 1), self._link_at, ()).compute_s
+
+    def _mode(self, rate: float) -> ProbeMode:
+        free_bytes = self.room.free_bytes
+        planned = self.sizes.other_bytes + slots_bytes(pools(self.sizes, rate))
+        return choose_mode(
+            self.task.read_mode, self.sizes.expert_bytes, None if free_bytes is None else free_bytes - planned
+        )[0]
+
+    def _link_at(self, rate: float) -> LinkSpeed:
+        return self._links[self._mode(rate)]
+
+    def _link_name(self, rate: float) -> str:
+        return show.link_name(self._link_at(rate))
+
+    def _settings(self) -> dict[str, Any]:
+        """For `from_pretrained`, beside the cache."""
+        task = self.task
+        settings: dict[str, Any] = {} if task.device == "cpu" else {"device": task.device}
+        if task.dtype is not None:
+            settings["dtype"] = task.dtype
+        if task.read_mode != "auto":
+            settings["config"] = PromoeConfig(read_mode=task.read_mode)
+        return settings
+
+    def _pack_command(self) -> str:
+        dtype = "" if self.task.dtype is None else f" --dtype {shlex.quote(self.task.dtype)}"
+        return f"promoe pack {shlex.quote(self.task.model)}{dtype}"
+
+    def _commands(self, choice: Choice) -> list[str]:
+        """To copy: on the command line, where it has the options, and in Python."""
+        cache, model = rate_name(choice.prediction.rate), self.task.model
+        arguments = {name: repr(value) for name, value in self._settings().items() if name != "config"}
+        if self.task.read_mode != "auto":
+            arguments["config"] = f'promoe.PromoeConfig(read_mode="{self.task.read_mode}")'
+        python = ", ".join(
+            [json.dumps(model), f'cache="{cache}"', *(f"{name}={text}" for name, text in arguments.items())]
+        )
+        on_device = f" --device {shlex.quote(self.task.device)}" if "device" in arguments else ""
+        shell = f'promoe run {shlex.quote(model)} "PROMPT" --cache {cache}{on_device}'
+        later = ["once its weights are in that folder, beside config.json:"]
+        return [
+            *(later if self.read.store is None and os.path.isdir(model) else []),
+            *([] if set(arguments) - {"device"} else [shell]),
+            f"model = promoe.from_pretrained({python})",
+        ]
+
+
+def _room(task: Task, sizes: ModelSizes, device: Device | None) -> Room:
+    kv_bytes = sizes.kv.nbytes(task.context)
+    if device is None:
+        return Room("RAM", free_ram_bytes(), sizes.other_bytes, kv_bytes)
+    return Room(device.name, device.free_bytes(), sizes.other_bytes, kv_bytes)
+
+
+def _routings(task: Task, sizes: ModelSizes, trace: RoutingTrace | None) -> list[Routing]:
+    if trace is None:
+        return [made_up(sizes, habit, task.prompt_tokens, task.new_tokens) for habit in (SELDOM, OFTEN)]
+    return [from_trace(trace, sizes, str(task.trace), task.prompt_tokens, task.new_tokens)]
+
+
+def _no_room(model: str, sizes: ModelSizes, room: Room) -> str:
+    least_bytes = slots_bytes(pools(sizes, sizes.least_rate))
+    missing_bytes = least_bytes - (room.slots_bytes or 0)
+    return (
+        f"{model} does not run here: of {format_memory(room.free_bytes or 0)} of free {room.where}, the model without its "
+        f"routed experts takes {format_memory(room.other_bytes)}, {format_memory(room.reserve_bytes)} are for KV cache and "
+        f"activations, and the smallest cache is {format_memory(least_bytes)}. {format_memory(missing_bytes)} are missing: "
+        "close other programs, lower --context, or take a machine with more."
+    )

@@ -1,0 +1,189 @@
+"""A model's sizes from the headers of its files, or, where there are none, from its configuration alone. Reads no weights."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, initialization
+
+from promoe.commands.plan.kv_cache import find_kv_cache
+from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
+from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.experts.kernels.packed_store import packings_in
+from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
+from promoe.model.hub import base_of, is_folder
+from promoe.model.model_class import class_to_open
+from promoe.model.opening import as_loaded, open_headers
+from promoe.model.opening_checks import prepare_config
+from promoe.model.packed_files import open_packed
+from promoe.model.placement import other_bytes
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import split_at_pages
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
+from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
+from promoe.stores.safetensors_store import SafetensorsStore
+
+# Of a weight in the files, scales included, by quantisation; and in words.
+STORED_BITS = {"fp8": 8.0, "mxfp4": 4.25}
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """A model on the meta device and its sizes.
+
+    Args:
+        sizes: as numbers.
+        model: without weights.
+        layers: its MoE layers.
+        store: its files, to be closed; None: there are none here.
+        folder: whose disk its files are on, or would be.
+    """
+
+    sizes: ModelSizes
+    model: PreTrainedModel
+    layers: list[MoELayer]
+    store: SafetensorsStore | None
+    folder: Path
+
+
+def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
+    """From headers where the files are here (a folder, or a hub id that was downloaded), else from config.json.
+
+    Args:
+        path_or_id: folder of a checkpoint, or a hub id.
+        dtype: that the model is to have; None: the checkpoint's.
+
+    Raises:
+        PromoeError: there is neither, or it is not of a model that promoe can serve.
+    """
+    path_or_id = base_of(path_or_id)
+    folder = _local_folder(path_or_id)
+    if folder is None or not _has_weights(folder):
+        model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)
+        experts = tuple(_assumed_experts(layer, _stored_bits(model)) for layer in layers)
+        return _read(path_or_id, model, layers, experts, None, folder or Path.cwd(), f"config.json alone; {assumed}")
+    opened = open_headers(folder, dtype=dtype)
+    count = len(opened.store.files)
+    found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
+    store = open_packed(opened.layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
+    if packings_in(store):
+        found_in += ", experts packed"
+    experts = tuple(_stored_experts(layer, store) for layer in opened.layers)
+    return _read(path_or_id, opened.model, opened.layers, experts, store, folder, found_in)
+
+
+def _read(
+    name: str,
+    model: PreTrainedModel,
+    layers: list[MoELayer],
+    experts: tuple[ExpertsOfLayer, ...],
+    store: SafetensorsStore | None,
+    folder: Path,
+    found_in: str,
+) -> ReadModel:
+    sizes = ModelSizes(
+        name=name,
+        model_type=model_type_of(model) or type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        layers=experts,
+        other_bytes=other_bytes(model, layers),
+        kv=find_kv_cache(model, layers),
+        found_in=found_in,
+    )
+    return ReadModel(sizes, model, layers, store, folder)
+
+
+def _local_folder(path_or_id: str) -> Path | None:
+    """Where the checkpoint lies; None: it is a hub id, of which nothing is here."""
+    if is_folder(path_or_id):
+        return Path(path_or_id)
+    try:
+        for name in (INDEX_NAME, WEIGHTS_NAME):
+            if isinstance(found := try_to_load_from_cache(path_or_id, name), str) and _has_weights(Path(found).parent):
+                return Path(found).parent
+    except ValueError as error:  # no name that a hub has
+        raise CheckpointError(f"There is no model '{path_or_id[:500]}': {error}") from error
+    return None
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str]:
+    """The model that a configuration describes, and what its dtype rests on."""
+    try:
+        config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
+        prepare_config(path_or_id, config)
+        stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        wanted = _dtype(dtype) if dtype not in (None, "auto") else stated or torch.bfloat16
+        assumed = "as asked" if dtype is not None else "as it says" if stated else "which does not say so: assumed"
+        model_class = class_to_open(path_or_id, {"config": config})
+        build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
+        with torch.device("meta"), _safe_on_meta():
+            model: Any = build(config, dtype=wanted)
+        as_loaded(model, model._get_dtype_plan(wanted))
+        return model.eval(), find_moe_layers(model, allow_meta=True), f"{str(wanted).removeprefix('torch.')}, {assumed}"
+    except (PromoeError, MemoryError):
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot read the configuration of {path_or_id}: {str(error)[:2000]} Give a folder with a config.json, or a hub id "
+            "that can be reached."
+        ) from error
+    except Exception as error:  # Transformers computes with what config.json says, and so do models
+        raise UnsupportedModelError(
+            f"No model can be made from the config.json of {path_or_id}: {type(error).__name__}: "
+            f"{str(error)[:300].removesuffix('.')}. It is damaged, or of a model that Transformers does not have."
+        ) from error
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _safe_on_meta() -> AbstractContextManager[object]:
+    """As Transformers' own `from_pretrained`: some models compute a number or two when they are made."""
+    context: AbstractContextManager[object] = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)()
+    return context
+
+
+def _stored_experts(layer: MoELayer, store: SafetensorsStore) -> ExpertsOfLayer:
+    chunks = store.chunks(ExpertKey(layer.layer_idx, 0))
+    stored = sum(sum(part.nbytes for part in chunk.parts) or chunk.source_nbytes for chunk in chunks)
+    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, store.chunk_bytes(layer.layer_idx))
+
+
+def _assumed_experts(layer: MoELayer, bits: float | None) -> ExpertsOfLayer:
+    """As a checkpoint would have it: `bits` per weight of its matrices, or, None, as the model has them."""
+    tensors = layer.layout.tensors
+    stored = sum(
+        tensor.nbytes if bits is None or len(tensor.shape) < 2 else round(math.prod(tensor.shape) * bits / 8)
+        for tensor in tensors
+    )
+    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, _chunks(layer.layout))
+
+
+def _chunks(layout: ExpertLayout) -> tuple[int, ...]:
+    return tuple(
+        nbytes
+        for tensor in layout.tensors
+        for _, nbytes in split_at_pages(tensor.offset_bytes, tensor.nbytes, DEFAULT_CHUNK_BYTES)
+    )
+
+
+def _stored_bits(model: PreTrainedModel) -> float | None:
+    for owner in (model.config, model.config.get_text_config()):
+        fields = getattr(owner, "quantization_config", None)
+        if fields:
+            fields = fields if isinstance(fields, dict) else vars(fields)
+            method: Any = fields.get("quant_method")
+            return STORED_BITS.get(getattr(method, "value", method))
+    return None

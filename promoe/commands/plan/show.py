@@ -1,0 +1,249 @@
+"""What `promoe plan` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from promoe.commands.plan.choice import Choice
+from promoe.commands.plan.fits import Room, pools, rate_name, slots_bytes
+from promoe.commands.plan.prediction import Prediction, Predictor, Speed
+from promoe.commands.plan.routing import Routing
+from promoe.commands.plan.sizes import ModelSizes
+from promoe.commands.plan.times import ComputeTimes, LinkSpeed
+from promoe.commands.plan.verification import Verified
+from promoe.stats.text_columns import NARROWEST_TEXT, WIDEST_TEXT, labelled
+from promoe.transfer.cpu_contention import Taken
+from promoe.transfer.links.probe import ProbeMode
+from promoe.transfer.processor import num_cores, processor_name
+from promoe.units import (
+    aligned,
+    format_bandwidth,
+    format_memory,
+    format_ms,
+    format_number,
+    format_percent,
+    format_seconds,
+    format_share,
+    format_times,
+    ratio,
+)
+
+LABEL = 10
+# By how much computing may become slower or faster while a plan is verified, before it is said.
+DRIFT = 0.15
+# Of what a token takes, what it may take with packed experts for that to be said: less is within what times differ by.
+WORTH_PACKING = 0.95
+
+
+def entry(label: str, text: str, columns: int) -> list[str]:
+    """A label and its text, wrapped beside it."""
+    return labelled(label, text, LABEL, max(NARROWEST_TEXT, min(WIDEST_TEXT, columns)))
+
+
+def model_lines(sizes: ModelSizes, context: int, columns: int) -> list[str]:
+    """What the model takes."""
+    per_layer = sorted({(layer.num_experts, layer.top_k) for layer in sizes.layers})
+    choice = " or ".join(f"{top_k} of {count}" for count, top_k in per_layer)
+    ones = sorted({layer.layout.payload_bytes for layer in sizes.layers})
+    one = " or ".join(format_memory(nbytes) for nbytes in ones)
+    stored = ""
+    if abs(sizes.stored_share - 1) > 0.005:
+        stored = f" ({format_memory(sizes.stored_bytes)} in the files, as quantised)"
+    kv_bytes = sizes.kv.nbytes(context)
+    kv = sizes.kv.assumed
+    if kv_bytes is not None:
+        kv = f"{format_memory(kv_bytes)} at {context:,} tokens of one sequence: {'; '.join(sizes.kv.kinds())} ({kv})"
+    share = ratio(sizes.expert_bytes, sizes.expert_bytes + sizes.other_bytes)
+    return [
+        *entry("model", f"{sizes.name}: {sizes.model_type}, {sizes.dtype}; from {sizes.found_in}", columns),
+        *entry(
+            "experts",
+            f"{format_memory(sizes.expert_bytes)}, {format_share(share)} of the model{stored}: "
+            f"{sizes.num_experts:,} in {len(sizes.layers)} layers, {one} each; a token uses {choice} per layer",
+            columns,
+        ),
+        *entry("the rest", f"{format_memory(sizes.other_bytes)}, always in memory", columns),
+        *entry("KV cache", kv, columns),
+    ]
+
+
+def machine_lines(room: Room, largest: float, columns: int) -> list[str]:
+    """What there is, what of it slots may take, and whether that is enough; `largest` is the largest cache that fits."""
+    cores, threads = num_cores(), torch.get_num_threads()
+    machine = f"{processor_name()}, {cores} {'core' if cores == 1 else 'cores'}, {threads} of them compute"
+    if room.slots_bytes is None or room.free_bytes is None:
+        left = "free memory unknown: whatever is asked for is taken to fit"
+    else:
+        left = (
+            f"{format_memory(room.free_bytes)} of {room.where} are free; the rest of the model, and "
+            f"{format_memory(room.reserve_bytes)} for KV cache and activations, leave "
+            f"{format_memory(max(0, room.slots_bytes))} for slots"
+        )
+    share = "all" if largest == 1 else f"up to {rate_name(largest)}"
+    verdict = f"yes, with slots for {share} of the experts" if largest else "no, there is no room for a single slot"
+    return [
+        *entry("machine", machine, columns),
+        *entry("memory", left, columns),
+        *entry("runs here", verdict, columns),
+    ]
+
+
+def measured_lines(
+    predictor: Predictor, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None, columns: int
+) -> list[str]:
+    """What was measured; `links` are all that caches of different size would use, and `taken` is what others took meanwhile."""
+    lines = entry("computing", _computing(predictor, predictor.compute), columns)
+    for link in links.values():
+        lines += entry("link", _link(link), columns)
+    if taken is not None and taken.much_by_others:
+        lines += entry(
+            "cores",
+            f"{taken.describe()}, while this was measured: speeds are of a machine as busy as that. {taken.remedy} Then plan "
+            "again.",
+            columns,
+        )
+    return lines
+
+
+def routing_lines(routings: Sequence[Routing], columns: int) -> list[str]:
+    """What was assumed."""
+    if len(routings) == 1:
+        return entry("routing", routings[0].assumed, columns)
+    ends = "; ".join(f"{one.name}: {one.assumed}" for one in routings)
+    return entry("routing", f"not known without a trace, so a range ({ends}). --trace FILE narrows it", columns)
+
+
+def link_name(link: LinkSpeed) -> str:
+    """For a sentence."""
+    return f"{'disk' if link.name == 'O_DIRECT' else link.name} ({format_bandwidth(link.alone_bytes_per_s)})"
+
+
+def _computing(predictor: Predictor, compute: ComputeTimes) -> str:
+    others_s = compute.layer(1) * len(predictor.sizes.layers)
+    return (
+        f"{format_seconds(predictor.compute_s)} per token with every expert in memory, "
+        f"{format_seconds(predictor.compute_s - others_s)} of it experts ({compute.how})"
+    )
+
+
+def _link(link: LinkSpeed) -> str:
+    text = f"{link.name}, {format_bandwidth(link.alone_bytes_per_s)} ({link.how})"
+    if link.slowdown > 1.005:
+        beside = format_bandwidth(link.bytes_per_s)
+        text += f"; beside computing {beside}, and computing takes {link.slowdown:.2f} times as long then"
+    if link.convert_s:
+        text += f"; {format_seconds(link.convert_s)} to dequantise an expert"
+    return text
+
+
+def table_lines(
+    sizes: ModelSizes, predictions: Sequence[Prediction], too_large: Sequence[float], chosen: Prediction
+) -> list[str]:
+    """A row for each cache rate, the chosen one marked; then those that do not fit."""
+    rows = [("  cache", "slots", "memory", "hits, %", "TTFT, s", "TPOT, ms", "tokens/s")]
+    for one in predictions:
+        mark = ">" if one.rate == chosen.rate else " "
+        rows.append(
+            (
+                f"{mark} {rate_name(one.rate)}",
+                f"{one.slots:,}",
+                format_memory(one.slots_bytes),
+                _range(one, lambda speed: speed.hit_rate, format_percent),
+                _range(one, lambda speed: speed.ttft_s, format_number),
+                _range(one, lambda speed: speed.tpot_s, format_ms),
+                _range(one, lambda speed: speed.tokens_per_s, format_number),
+            )
+        )
+    for rate in too_large:
+        rows.append((f"  {rate_name(rate)}", *_slots(sizes, rate), "", "does not fit", "", ""))
+    return aligned(rows)
+
+
+def fit_lines(sizes: ModelSizes, rates: Sequence[float], room: Room) -> list[str]:
+    """The same without speeds."""
+    rows = [("  cache", "slots", "memory", "")]
+    for rate in rates:
+        fits = "fits" if room.fits(slots_bytes(pools(sizes, rate))) else "does not fit"
+        rows.append((f"  {rate_name(rate)}", *_slots(sizes, rate), fits))
+    return aligned(rows)
+
+
+def _slots(sizes: ModelSizes, rate: float) -> tuple[str, str]:
+    plans = pools(sizes, rate)
+    return f"{sum(plan.spec.num_slots for plan in plans):,}", format_memory(slots_bytes(plans))
+
+
+def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float], str]) -> str:
+    values = [of(speed) for speed in one.speeds if not math.isnan(of(speed))]
+    ends = [write(value) for value in (min(values), max(values))] if values else [write(math.nan)]
+    return "-".join(dict.fromkeys(ends))
+
+
+def choice_lines(choice: Choice, packing: str | None, commands: Sequence[str], columns: int) -> list[str]:
+    """What to do, what limits it, what packing the experts would change, and what to copy."""
+    found = choice.prediction
+    speed = _range(found, lambda speed: speed.tokens_per_s, format_number)
+    said = f"cache {rate_name(found.rate)} ({format_memory(found.slots_bytes)}), {choice.reason}: {speed} tokens/s"
+    return [
+        *entry("choice" if choice.reached else "at best", said, columns),
+        *entry("limit", choice.limit, columns),
+        *(entry("packing", packing, columns) if packing else ()),
+        "",
+        *(f"  {line}" for line in commands),
+    ]
+
+
+def packing_advice(command: str, sizes: ModelSizes, compute_s: float, packed_s: float) -> str | None:
+    """For experts that are not packed, if computing a token takes longer than with packed ones; else None."""
+    if packed_s > WORTH_PACKING * compute_s:
+        return None
+    return (
+        f"with its experts packed for this processor, a token takes {format_seconds(packed_s)} where it now takes "
+        f"{format_seconds(compute_s)} with every expert in memory (measured). `{command}` does that once, and takes "
+        f"{format_memory(sizes.expert_bytes)} of disk; output stays identical."
+    )
+
+
+def verified_lines(verified: Sequence[Verified], before_s: float, after_s: float, columns: int) -> list[str]:
+    """Predicted beside measured, and with the routing that the model then had.
+
+    Args:
+        verified: cache rates that were run.
+        before_s: computing a token, as it was measured for the prediction.
+        after_s: the same, after the runs.
+        columns: of the terminal.
+    """
+    rows = [("  cache", "", "measured", "predicted", "ratio", "routing known", "ratio", "hits, %")]
+    for one in verified:
+        known, speeds = one.with_this_routing, one.prediction.speeds
+        measured = {"TPOT, ms": (one.tpot_s, "tpot_s", format_ms), "TTFT, s": (one.ttft_s, "ttft_s", format_number)}
+        for name, (seconds, field, write) in measured.items():
+            first = name.startswith("TPOT")
+            ends = sorted(getattr(speed, field) for speed in speeds)
+            rows.append(
+                (
+                    f"  {rate_name(one.prediction.rate)}" if first else "",
+                    name,
+                    write(seconds),
+                    "-".join(dict.fromkeys(map(write, ends))),
+                    "-".join(dict.fromkeys(_ratio(end, seconds) for end in ends)),
+                    write(getattr(known, field)),
+                    _ratio(getattr(known, field), seconds),
+                    format_percent(one.hit_rate) if first else "",
+                )
+            )
+    links = "; ".join(dict.fromkeys(one.link.partition(" (")[0] for one in verified))
+    said = f"run with the default predictor over {links}. Ratios are predicted / measured."
+    if abs(after_s / before_s - 1) > DRIFT:
+        said += (
+            f" The machine changed meanwhile: computing a token took {format_seconds(before_s)} before, and "
+            f"{format_seconds(after_s)} after. Something else ran; do it again when nothing does."
+        )
+    return [*entry("verified", said, columns), *aligned(rows)]
+
+
+def _ratio(predicted_s: float, measured_s: float) -> str:
+    return format_times(ratio(predicted_s, measured_s)).removesuffix("x")

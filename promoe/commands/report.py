@@ -1,0 +1,96 @@
+"""`promoe report`: a page from runs that were saved, one of them or several set side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from promoe.commands.charts.html_report import html_report
+from promoe.errors import ConfigError
+from promoe.files import check_writable
+from promoe.stats.text_columns import bullets
+from promoe.stats.text_report import Run, Saved, load_run, text_comparison, text_report
+
+# Conditions under which runs have to be alike, or their times say little about their settings.
+SAME = ("model", "prompt", "tokens", "threads", "processor", "versions")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `promoe report` was asked for; see the help of its options."""
+
+    runs: Sequence[str]
+    out: str
+    baseline: str | None = None
+
+
+def report(request: Request, out: TextIO) -> Path:
+    """Read the runs, write the page, and print what it says in text.
+
+    Raises:
+        ConfigError: a file is no saved run, runs are of different models, or the page cannot be written.
+    """
+    check_writable(request.out)
+    _check_not_read(request)
+    found = {name: load_run(path) for name, path in _names(request.runs).items()}
+    _check_same_model({name: saved.run for name, saved in found.items()})
+    runs = [replace(saved.run, name=name) for name, saved in found.items()]
+    title = f"promoe report: {' and '.join(found)}" if len(found) <= 2 else f"promoe report: {len(found)} runs"
+    path = html_report(runs, request.out, title, _conditions(found), baseline=request.baseline)
+    alone = runs[0]
+    text = text_comparison(runs, baseline=request.baseline) if len(runs) > 1 else text_report(alone.stats)
+    if differing := _differing(found):
+        text = "\n".join(
+            [text, *bullets([f"The runs are not of the same {' and '.join(differing)}: see the page's head."])]
+        )
+    print(text, "", f"report    {path}", sep="\n", file=out)
+    return path
+
+
+def _check_not_read(request: Request) -> None:
+    for path in request.runs:
+        if os.path.realpath(path) == os.path.realpath(request.out):
+            raise ConfigError(f"--out names '{request.out}', which is one of the runs. Give another file.")
+
+
+def _names(paths: Sequence[str]) -> dict[str, str]:
+    """Name -> path: the files' names without endings where that tells them apart, else the paths."""
+    stems = [Path(path).stem for path in paths]
+    names = stems if len(set(stems)) == len(stems) else list(paths)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"Give each run once. Got {' '.join(paths)}.")
+    return dict(zip(names, paths, strict=True))
+
+
+def _check_same_model(runs: Mapping[str, Run]) -> None:
+    (first, one), *others = runs.items()
+    for name, run in others:
+        if run.stats.num_experts != one.stats.num_experts:
+            raise ConfigError(
+                f"The runs are of different models: “{first}” has {_sizes(one)}, “{name}” {_sizes(run)}. "
+                "Compare runs of one model."
+            )
+
+
+def _sizes(run: Run) -> str:
+    layers = run.stats.num_experts
+    return f"{len(layers)} MoE layers with {sum(layers):,} experts"
+
+
+def _differing(found: Mapping[str, Saved]) -> list[str]:
+    """What should be the same in runs that are compared, and is not."""
+    return [key for key in SAME if len({saved.conditions.get(key) for saved in found.values()}) > 1]
+
+
+def _conditions(found: Mapping[str, Saved]) -> dict[str, str]:
+    """What holds for all once; what differs with the runs' names."""
+    keys = dict.fromkeys(key for saved in found.values() for key in saved.conditions)
+    result = {}
+    for key in keys:
+        values = {name: saved.conditions.get(key, "unknown") for name, saved in found.items()}
+        same = len(set(values.values())) == 1
+        result[key] = next(iter(values.values())) if same else "\n".join(f"{n}: {v}" for n, v in values.items())
+    return result

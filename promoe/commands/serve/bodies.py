@@ -1,0 +1,302 @@
+"""What a client sends, read: checked before anything is computed, and refused in words that say what to change."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+from collections.abc import Collection
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from promoe.commands.run import LEAST_TEMPERATURE
+from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
+from promoe.errors import shown
+from promoe.untrusted import loads
+
+# Transformers compares each with every token of the vocabulary before it generates.
+MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32
+
+# Fields that say nothing about the answer's text, which the server does without.
+_IGNORED = frozenset(
+    [
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "user",
+        "verbosity",
+    ]
+)
+# Fields that would change the answer and that Transformers' server does not heed, with the values that ask for nothing.
+_UNHEEDED: dict[str, Collection[Any]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto", "none"),
+    "audio": (),
+    "function_call": (),
+    "functions": (),
+    "prediction": (),
+    "web_search_options": (),
+    "generation_config": (),
+}
+# Numbers: least and most. Transformers takes a frequency penalty for a penalty of repetition, 1 more than it.
+_RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": (0.0, 2.0)}
+# Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
+_SETTINGS = {"min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
+# What is left for Transformers' handlers.
+_HEEDED = {
+    CHAT: frozenset(["messages", "tools", "chat_template_kwargs"]),
+    COMPLETION: frozenset(["prompt"]),
+}
+_HEEDED_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
+# Text of some token, for what Transformers' handler encodes before the client's own tokens are put in its place.
+_STANDS_FOR_IDS = "."
+MAX_PROMPTS = 32
+_TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked, bytes]]:
+    """What a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
+
+    Args:
+        path: CHAT or COMPLETION.
+        content: the body as it came.
+        limits: see `Limits`.
+
+    Raises:
+        Refused: it cannot be read, asks for more than the limits, or for what the server does not have.
+    """
+    try:
+        body = loads(content, constants=False)
+    except ValueError as error:
+        raise Refused(f"The body is no JSON: {error}.") from None
+    if not isinstance(body, dict):
+        raise Refused(f"The body must be a JSON object. Got {shown(body)} instead.")
+    body = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    if path == CHAT:
+        _check_chat(body)
+        return [_read(path, body, limits)]
+    prompts = _prompts(body, limits)
+    if len(prompts) > 1 and body.get("stream"):
+        raise Refused(
+            f"'stream' answers one prompt at a time. Got {len(prompts)}. Send one request for each.", param="stream"
+        )
+    requests = []
+    for prompt in prompts:
+        text, ids = (prompt, None) if isinstance(prompt, str) else (_STANDS_FOR_IDS, prompt)
+        asked, own_body = _read(path, {**body, "prompt": text}, limits)
+        asked.prompt_ids = ids
+        requests.append((asked, own_body))
+    return requests
+
+
+def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes]:
+    _check_model(body, limits)
+    _check_unheeded(body)
+    for name, (least, most) in _RANGES.items():
+        _number(body, name, least, most)
+    asked = Asked(path, stream=_flag(body, "stream"))
+    asked.new_tokens = _new_tokens(body, limits)
+    asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
+    body.pop("seed", None)  # set when its turn comes: others' samples are being drawn now
+    asked.settings = _settings(body)
+    greedy = body.get("temperature", 1.0) < LEAST_TEMPERATURE
+    if body.keys() & {"temperature", "top_p"} or asked.settings.keys() & {"top_k", "min_p"}:
+        asked.samples = not greedy
+    if greedy:
+        body.pop("temperature")  # said above, and no divisor
+    _check_stop(body)
+    _check_bias(body, limits)
+    for name in sorted(body.keys() - _HEEDED_BY_BOTH - _HEEDED[path]):
+        raise Refused(
+            f"This server has no field '{name}' for {path}. Leave it out.", param=name, code="unknown_parameter"
+        )
+    return asked, json.dumps(body).encode()
+
+
+def _prompts(body: dict[str, Any], limits: Limits) -> list[str | list[int]]:
+    """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
+    prompt = body.get("prompt")
+    one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0]))
+    prompts: Any = [prompt] if one else prompt
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS or not all(map(_is_prompt, prompts)):
+        raise Refused(
+            f"'prompt' must be a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either. "
+            f"Got {shown(prompt)} instead.",
+            param="prompt",
+        )
+    largest = max((max(ids) for ids in prompts if isinstance(ids, list)), default=0)
+    if largest >= (limits.vocabulary or math.inf):
+        raise Refused(
+            f"'prompt' has the token id {largest}; the model has ids up to {(limits.vocabulary or 0) - 1}.",
+            param="prompt",
+        )
+    return prompts
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return bool(prompt) and (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_id, prompt))))
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _settings(body: dict[str, Any]) -> dict[str, float | int]:
+    """Take out of a body what other servers than OpenAI's let a client set."""
+    found: dict[str, float | int] = {}
+    if (top_k := _number(body, "top_k", -1, 2**31, whole=True)) is not None:
+        found["top_k"] = max(0, top_k)  # -1 is other servers' word for all tokens
+    for name, (least, most) in _SETTINGS.items():
+        if (value := _number(body, name, least, most)) is not None:
+            found[name] = float(value)
+    if "repetition_penalty" in found:
+        body.pop("frequency_penalty", None)  # which would be taken for another one
+    for name in ("top_k", *_SETTINGS):
+        body.pop(name, None)
+    return found
+
+
+def _check_model(body: dict[str, Any], limits: Limits) -> None:
+    name = body.setdefault("model", limits.model)
+    if name != limits.model:
+        raise Refused(
+            f"There is no model {shown(name)} here. This server has {limits.model!r}.", 404, "model", "model_not_found"
+        )
+
+
+def _check_unheeded(body: dict[str, Any]) -> None:
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
+    for name in sorted(body.keys() & _UNHEEDED.keys()):
+        value = body.pop(name)
+        if value not in _UNHEEDED[name]:
+            raise Refused(
+                f"'{name}' is not supported. Got {shown(value)}. Leave it out.", param=name, code="unsupported_value"
+            )
+
+
+def _number(body: dict[str, Any], name: str, least: float, most: float, whole: bool = False) -> Any:
+    value = body.get(name)
+    if name not in body:
+        return None
+    kinds = int if whole else (int, float)
+    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise Refused(f"'{name}' must be {kind} from {least} to {most}. Got {shown(value)} instead.", param=name)
+    return value
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise Refused(f"'{name}' must be true or false. Got {shown(value)} instead.", param=name)
+    return value
+
+
+def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
+    """The newer name wins; Transformers before 5.18 knows the older alone."""
+    asked = [_number(body, name, 1, limits.new_tokens, whole=True) for name in ("max_completion_tokens", "max_tokens")]
+    body.pop("max_completion_tokens", None)
+    body.pop("max_tokens", None)
+    wanted: int | None = asked[0] if asked[0] is not None else asked[1]
+    return wanted
+
+
+def _check_stop(body: dict[str, Any]) -> None:
+    stop = body.get("stop")
+    stops = [stop] if isinstance(stop, str) else stop
+    if stop is None:
+        return
+    if (
+        not isinstance(stops, list)
+        or not 0 < len(stops) <= MAX_STOPS
+        or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in stops)
+    ):
+        raise Refused(
+            f"'stop' must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them. "
+            f"Got {shown(stop)} instead.",
+            param="stop",
+        )
+
+
+def _check_bias(body: dict[str, Any], limits: Limits) -> None:
+    bias = body.get("logit_bias")
+    if bias is None:
+        return
+    if not isinstance(bias, dict):
+        raise Refused(f"'logit_bias' must map token ids to numbers. Got {shown(bias)} instead.", param="logit_bias")
+    for token, value in bias.items():
+        known = (
+            token.isdecimal() and token.isascii() and len(token) < 10 and int(token) < (limits.vocabulary or math.inf)
+        )
+        if not known:
+            raise Refused(f"'logit_bias' names {shown(token)}, which is no token id of the model.", param="logit_bias")
+        bias[token] = float(_number({"logit_bias": value}, "logit_bias", -100, 100))  # nothing else will do
+    if not bias:
+        body.pop("logit_bias")
+
+
+def _check_chat(body: dict[str, Any]) -> None:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"'messages' must be a list that is not empty. Got {shown(messages)} instead.", param="messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(
+                f"Message {number} must be an object with a 'role'. Got {shown(message)} instead.", param="messages"
+            )
+        if not _is_text(message.get("content")):
+            raise Refused(
+                f"The content of message {number} must be text, or parts of type text: this server reads no pictures, sounds "
+                f"or files. Got {shown(message.get('content'))} instead.",
+                param="messages",
+            )
+        _check_calls(message, number)
+    arguments = body.get("chat_template_kwargs", {})
+    if not isinstance(arguments, dict) or arguments.keys() & _TEMPLATE_PARAMETERS:
+        raise Refused(
+            f"'chat_template_kwargs' must be an object of the template's own variables. Got {shown(arguments)} instead.",
+            param="chat_template_kwargs",
+        )
+
+
+def _check_calls(message: dict[str, Any], number: int) -> None:
+    calls = message.get("tool_calls")
+    if calls in (None, []):
+        message.pop(
+            "tool_calls", None
+        )  # clients send an answer back as they got it; with it, its text would be left out
+        return
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise Refused(
+            f"The 'tool_calls' of message {number} must be a list of objects whose 'function' has a 'name' and 'arguments'. "
+            f"Got {shown(calls)} instead.",
+            param="messages",
+        )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
+
+
+def _is_text(content: Any) -> bool:
+    if content is None or isinstance(content, str):
+        return True
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+    )

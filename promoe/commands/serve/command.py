@@ -1,0 +1,284 @@
+"""`promoe serve`: opens a model and answers requests until it is interrupted."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import transformers
+from transformers.utils.import_utils import is_serve_available
+
+from promoe.commands.serve.requests import Limits
+from promoe.commands.serve.turns import Turns
+from promoe.commands.terminal import opening_bar
+from promoe.errors import ConfigError, UnsupportedModelError, check_at_least
+from promoe.model.tokenizer import load_tokenizer
+from promoe.runtime.loading import from_pretrained
+from promoe.runtime.sizes import CacheSize, check_cache, fixed_bytes
+from promoe.stats import saved
+
+if TYPE_CHECKING:
+    import uvicorn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+API_KEY_VARIABLE = "PROMOE_API_KEY"
+# Connections that nobody reads from are cut off after that when the server ends.
+LAST_WORDS_S = 5
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `promoe serve` was asked for; see the help of its options.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    model: str
+    cache: CacheSize = "50%"
+    predictor: str | None = "gate"
+    device: str = "cpu"
+    packed: str | None = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    api_key: str | None = None
+    max_prompt_tokens: int = 8192
+    max_new_tokens: int = 1024
+    max_body: str = "1MiB"
+    max_waiting: int = 32
+    warm: str | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least(
+            1,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_new_tokens=self.max_new_tokens,
+            max_waiting=self.max_waiting,
+        )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be from 0 (any that is free) to 65535. Got {self.port} instead.")
+        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
+            raise ConfigError("The API key must be plain ASCII text that is not empty. Leave it out to ask for none.")
+        check_cache(self.cache)
+        try:
+            fixed_bytes(self.max_body)
+        except ConfigError as error:
+            raise ConfigError(f"--max-body: {error}") from None
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.name or self.model
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and how to end it from another thread."""
+
+    url: str
+    end: Callable[[], None]
+
+
+def run_serve(options: Options, out: TextIO) -> None:
+    """Open the model, serve it until Ctrl-C or SIGTERM, and say at the end what happened.
+
+    Raises:
+        PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
+    """
+    require_server()
+    before = None if options.warm is None else saved.read(options.warm).run.stats
+    with _listening(options.host, options.port) as listener:
+        transformers.logging.disable_progress_bar()  # ours shows bytes
+        transformers.logging.set_verbosity_error()  # its server logs each request as a warning; ours says how it ended
+        tokenizer = load_tokenizer(options.model)
+        with opening_bar(Path(options.model).name) as progress:
+            model = from_pretrained(
+                options.model,
+                cache=options.cache,
+                predictor=options.predictor,
+                device=options.device,
+                packed=options.packed,
+                progress=progress,
+            )
+        handle: Any = model.promoe
+        try:
+            with _terminated_as_interrupted():
+                if before is not None:
+                    print(f"warmed: {handle.warm(before)} experts that were used before are in slots", file=sys.stderr)
+                serve(model, tokenizer, options, listener, lambda address: _say(address, options, out))
+        except KeyboardInterrupt:
+            pass  # the way to end it
+        finally:
+            handle.close()
+        print(f"\n{handle.report()}", file=sys.stderr)
+
+
+def require_server() -> None:
+    """Raise ConfigError where the server's libraries are missing."""
+    if not is_serve_available():
+        raise ConfigError(
+            "promoe serve needs fastapi, uvicorn, pydantic and openai (whose types Transformers' server writes). "
+            "Install them: pip install 'promoe[serve]'."
+        )
+
+
+def serve(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Options,
+    listener: socket.socket,
+    on_ready: Callable[[Address], None],
+) -> None:
+    """Answer requests for an opened model in this thread, until it is interrupted or `Address.end` is called.
+
+    Args:
+        model: patched or opened by promoe; its handle stays open.
+        tokenizer: of the model.
+        options: address, limits and key.
+        listener: bound; closed when this returns.
+        on_ready: called once, when requests can come.
+
+    Raises:
+        UnsupportedModelError: Transformers' server could not serve it.
+    """
+    _check_servable(model, tokenizer)
+    limits = _limits(model, options)
+    turns = Turns(limits)
+    with ExitStack() as stack:
+        server = _server(turns, stack, model, tokenizer, options, limits)
+        ready = threading.Event()
+        thread = threading.Thread(
+            target=_run_server, args=(server, listener, turns, ready), name="promoe-server", daemon=True
+        )
+        thread.start()
+        try:
+            ready.wait()
+            if server.started:
+                on_ready(Address(_url(listener), turns.end))
+                turns.run()
+        finally:
+            turns.end()  # also of what this thread has not begun
+            turns.run()
+            server.should_exit = True
+            thread.join()
+
+
+def _check_servable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has an encoder and a decoder, and Transformers' server takes answers for continuations of "
+            "their prompts. Call model.generate yourself."
+        )
+    if not hasattr(tokenizer, "_tokenizer"):
+        raise UnsupportedModelError(
+            f"{type(tokenizer).__name__} is no fast tokenizer, and Transformers' server streams with nothing else. Add a "
+            "tokenizer.json to the checkpoint."
+        )
+
+
+def _server(
+    turns: Turns,
+    stack: ExitStack,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Options,
+    limits: Limits,
+) -> uvicorn.Server:
+    import uvicorn
+
+    from promoe.commands.serve.app import make_app
+    from promoe.commands.serve.guard import Door, Guard
+
+    served = stack.enter_context(turns.watching(model))
+    door = Door(options.api_key, local_names_only=_is_loopback(options.host))
+    app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, door)
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, ws="none")
+    )
+
+
+def _run_server(server: uvicorn.Server, listener: socket.socket, turns: Turns, ready: threading.Event) -> None:
+    """Where the event loop lives. Whatever ends it ends the turns, too."""
+    started = server.startup
+
+    async def startup(sockets: list[socket.socket] | None = None) -> None:
+        await started(sockets)
+        ready.set()
+
+    server.startup = startup  # type: ignore[method-assign]
+    try:
+        server.run([listener])
+    finally:
+        turns.end()
+        ready.set()
+
+
+def _limits(model: PreTrainedModel, options: Options) -> Limits:
+    text = model.config.get_text_config()
+    return Limits(
+        model=options.served_name,
+        body_bytes=fixed_bytes(options.max_body),
+        prompt_tokens=options.max_prompt_tokens,
+        new_tokens=options.max_new_tokens,
+        waiting=options.max_waiting,
+        context=getattr(text, "max_position_embeddings", None),
+        vocabulary=getattr(text, "vocab_size", None),
+    )
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket that listens there, bound before the model is opened, which can take long.
+
+    Raises:
+        ConfigError: the address cannot be had.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            f"Cannot listen at {host}, port {port}: {reason}. Choose another --host or --port (0: any that is free)."
+        ) from error
+    with listener:
+        yield listener
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the server as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say(address: Address, options: Options, out: TextIO) -> None:
+    key = "with the API key" if options.api_key else "no API key"
+    print(f"Serving {options.served_name} at {address.url}/v1 ({key}); Ctrl-C ends it", file=out, flush=True)
+    print(f"  statistics: {address.url}/promoe/report, {address.url}/promoe/stats", file=out, flush=True)
+    if not _is_loopback(options.host) and not options.api_key:
+        print("  Everyone who reaches this address can use it: set --api-key.", file=sys.stderr, flush=True)

@@ -1,6 +1,0 @@
-"""Threads that move experts as the scheduler orders, and forwards that wait for them."""
-
-from promoe.engine.engine import Engine
-from promoe.engine.visit import EngineVisit
-
-__all__ = ["Engine", "EngineVisit"]

@@ -1,0 +1,1 @@
+"""One MoE layer: finding it, and running it over slots."""

@@ -1,0 +1,57 @@
+"""DBRX: the experts' matrices lie one below the other in flat parameters `[E * F, H]` of a submodule.
+
+The gate returns logits only; the block chooses from them. The experts are called with the batch still in shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from promoe.experts.bank import view
+
+from .base import Adapter, ExpertTensor, Run, get_tensor, part_with, stock_forward
+
+_NAMES = ("w1", "v1", "w2")
+
+
+class DbrxAdapter(Adapter):
+    """`DbrxExperts`."""
+
+    def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
+        """`[F, H]` each."""
+        shape: Any = (experts.ffn_hidden_size, experts.hidden_size)
+        paths = [f"mlp.{name}" for name in _NAMES]
+        return tuple(ExpertTensor.stack(path, get_tensor(experts, path), shape) for path in paths)
+
+    def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
+        """The stock loop, on tokens without a batch."""
+        return _loop
+
+    def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
+        """The submodule's parameters are what has to be replaced."""
+        mlp = part_with(experts.get_submodule("mlp"), {name: banks[f"mlp.{name}"] for name in _NAMES})
+        return view(experts, {"mlp": mlp})
+
+    def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
+        """`hidden[B, S, H]` in, `[B, S, H]` out."""
+
+        def forward(
+            hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        ) -> torch.Tensor:
+            flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+            return run(flat, top_k_index, top_k_weights).view(hidden_states.shape[0], -1, flat.shape[1])
+
+        return forward
+
+    def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
+        """What the block will choose from these logits."""
+        _, index = block.route_tokens_to_experts(output)  # type: ignore[operator]
+        return index if isinstance(index, torch.Tensor) else None
+
+
+def _loop(self: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return stock_forward(type(self))(self, hidden, index, weights).view(hidden.shape)

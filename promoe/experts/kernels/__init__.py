@@ -1,0 +1,1 @@
+"""What multiplies the rows of a group of experts."""

@@ -1,0 +1,1 @@
+"""A whole model of Transformers: open, hook, observe, give back."""

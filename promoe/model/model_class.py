@@ -1,0 +1,53 @@
+"""Which class of Transformers a checkpoint is to be opened as."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from promoe.model.hub import OF_THE_HUB
+
+
+def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+    """Return the model class that the checkpoint's configuration names in `architectures`.
+
+    Where that is the family's causal language model, or a name that this Transformers does not have: `AutoModelForCausalLM`.
+
+    Args:
+        path_or_id: folder of a checkpoint, or a hub id.
+        options: as for `from_pretrained`.
+
+    Raises:
+        OSError: there is no configuration to read.
+        ValueError: it is of no model that Transformers has.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = options.get("config")
+    if config is None or isinstance(config, (str, os.PathLike)):
+        found = {name: options[name] for name in OF_THE_HUB if name in options}
+        config = AutoConfig.from_pretrained(config or path_or_id, trust_remote_code=False, **found)
+    mapping = AutoModelForCausalLM._model_mapping
+    causal = mapping.get(type(config), None)
+    named = _class_named(config)
+    # Through the Auto class where that gives the same: it takes the text model's part of a configuration of several.
+    if named is None or named in (causal if isinstance(causal, (list, tuple)) else [causal]):
+        return AutoModelForCausalLM
+    return named
+
+
+def _class_named(config: Any) -> Any:
+    """Return the first class of `architectures` that the family has; None: it has none of them."""
+    from transformers import PreTrainedModel
+
+    module_name = type(config).__module__.replace(".configuration_", ".modeling_")
+    if module_name == type(config).__module__:
+        return None
+    module = importlib.import_module(module_name)
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(module, str(name), None)
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found
+    return None

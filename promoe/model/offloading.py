@@ -1,0 +1,274 @@
+"""The experts of a model in RAM, left on disk: `promoe.patch(model, store="disk")`.
+
+They are read from the checkpoint that the model came from, if every byte that it would give is what the model has: weights
+may have been trained, merged or converted since. Otherwise they are written to files of their own (`spool`). Their RAM is given
+back when the model is patched, and not before; until then everything can be taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from torch import nn
+from transformers import PreTrainedModel
+
+from promoe.config import PromoeConfig
+from promoe.errors import CheckpointError, PatchStateError, UnsupportedModelError
+from promoe.experts.adapters.base import get_tensor, owner_of, set_tensor
+from promoe.experts.guard import guard_parameter, is_guard
+from promoe.experts.moe_layers import MoELayer
+from promoe.model.forwards import check_idle
+from promoe.model.opening import bank_specs
+from promoe.model.restoring import LOADING_THREADS, read_all_experts
+from promoe.model.spool import spool
+from promoe.scheduler import ExpertKey
+from promoe.stores import HostStore, SafetensorsStore, Store
+from promoe.stores.base import read_expert
+from promoe.stores.safetensors_files import remedy
+
+logger = logging.getLogger(__name__)
+
+
+class _Expert(NamedTuple):
+    """A parameter or buffer of an experts module, and what it was when it was looked at."""
+
+    layer: MoELayer
+    path: str
+    tensor: torch.Tensor
+    version: int | None
+    """Counts changes in place; None: an inference tensor, which does not count them."""
+    address: int
+    is_inference: bool
+
+    @classmethod
+    def of(cls, layer: MoELayer, path: str) -> _Expert:
+        tensor = get_tensor(layer.experts, path)
+        is_inference = tensor.is_inference()
+        return cls(layer, path, tensor, None if is_inference else tensor._version, tensor.data_ptr(), is_inference)
+
+    @property
+    def name(self) -> str:
+        """In the model."""
+        return f"{self.layer.name}.{self.path}"
+
+    def hold(self, values: torch.Tensor) -> None:
+        """Let the model's own parameter, wherever else it is held, have these values."""
+        with torch.inference_mode(self.is_inference):  # or they could not be used where it was used before
+            self.tensor.data = values.clone() if self.is_inference else values
+
+    def guard(self) -> None:
+        """A guard in its place."""
+        with torch.inference_mode(False):
+            guard = guard_parameter(self.name, self.tensor.shape, self.tensor.dtype)
+            set_tensor(self.layer.experts, self.path, guard.requires_grad_(self.tensor.requires_grad))
+
+    def put_back(self) -> None:
+        """In place of the guard, and as trainable as that is by now. What somebody put there meanwhile stays."""
+        if is_guard(guard := get_tensor(self.layer.experts, self.path)):
+            with torch.inference_mode(self.is_inference):
+                self.tensor.requires_grad_(guard.requires_grad)
+            set_tensor(self.layer.experts, self.path, self.tensor)
+
+
+class Offloaded:
+    """A model's experts on disk, beside those that it has.
+
+    Args:
+        model: in RAM; nothing of it is changed before `guarded`.
+        layers: its MoE layers.
+        config: its settings.
+
+    Raises:
+        ConfigError: they have to be written, and cannot be.
+        UnsupportedModelError: they are no plain tensors in RAM, or also another module's.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig) -> None:
+        self._layers = layers
+        self._experts = [_Expert.of(layer, path) for layer in layers for path in layer.paths]
+        _check_nobody_else_computes_with(self._experts, model)
+        self._spooled: TemporaryDirectory[str] | None = None
+        live = HostStore([layer.rows() for layer in layers], config.longest_chunk())
+        self._rests = [_rests(layer) for layer in layers]
+        try:
+            store = _checkpoint(model, layers, live, config.longest_chunk())
+            if store is None:
+                store, self._spooled = spool(layers, live, config.spool_folder, config.longest_chunk())
+        finally:
+            live.close()
+        self.store: SafetensorsStore = store
+
+    @contextmanager
+    def guarded(self, model: nn.Module) -> Iterator[None]:
+        """Guards in place of the experts. If what happens inside succeeds, that stays, and their RAM is given back; else the
+        model gets them back, whatever was done to it inside is undone, and the store is closed.
+
+        Raises:
+            PatchStateError: a forward of the model began meanwhile, or its experts were changed.
+            CheckpointError: a file was replaced meanwhile.
+        """
+        held = [expert.tensor.detach() for expert in self._experts]
+        try:
+            check_idle(model, self._layers)
+            _check_unchanged(self._experts)
+            for expert in self._experts:
+                expert.guard()
+            yield
+            for expert in self._experts:
+                expert.hold(torch.empty(0, dtype=expert.tensor.dtype))
+        except BaseException as error:
+            for expert, values in zip(self._experts, held, strict=True):
+                if expert.tensor.numel() != values.numel():
+                    expert.hold(values)
+            self._take_back(model)
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"The model's experts cannot be read: {error}. Nothing was changed. {remedy(error)}"
+                ) from error
+            raise
+        finally:
+            if self._spooled is not None:  # who reads the files has them open; what nobody finds, nobody changes
+                self._spooled.cleanup()
+
+    def restore(self) -> None:
+        """Read everything back into the model's own parameters; all or nothing.
+
+        Raises:
+            CheckpointError: the files cannot be read.
+        """
+        banks = read_all_experts(self._layers, self.store)
+        of_layer = {layer.name: bank for layer, bank in zip(self._layers, banks, strict=True)}
+        for bank, rests in zip(banks, self._rests, strict=True):
+            for path, rest in rests.items():
+                bank[path].view(-1)[bank[path].numel() - rest.numel() :] = rest
+        for expert in self._experts:
+            expert.hold(of_layer[expert.layer.name][expert.path])
+        self._put_back()
+
+    def _take_back(self, model: nn.Module) -> None:
+        self._put_back()
+        handle: Any = getattr(model, "promoe", None)
+        if handle is None:
+            self.store.close()
+        else:  # Ctrl-C came when all was done
+            handle.abandon()
+
+    def _put_back(self) -> None:
+        for expert in self._experts:
+            expert.put_back()
+
+
+def _rests(layer: MoELayer) -> dict[str, torch.Tensor]:
+    """What stacks have besides experts, which is in no store: it stays in RAM."""
+    return {
+        tensor.paths[0]: tensor.rest(
+            [get_tensor(layer.experts, path) for path in tensor.paths], layer.num_experts
+        ).clone()
+        for tensor in layer.tensors
+    }
+
+
+def _check_nobody_else_computes_with(experts: Sequence[_Expert], model: nn.Module) -> None:
+    """A parameter that another module of the model holds, too, would be empty there."""
+    tensors = {id(expert.tensor): expert.name for expert in experts}
+    places = {(id(registry), name) for registry, name in (owner_of(one.layer.experts, one.path) for one in experts)}
+    for name, module in model.named_modules():
+        for registry in (module._parameters, module._buffers):
+            for own, tensor in registry.items():
+                if id(tensor) in tensors and (id(registry), own) not in places:
+                    raise UnsupportedModelError(
+                        f"{tensors[id(tensor)]} is also {name}.{own}, which would be empty. Nothing was changed. Leave out "
+                        'store="disk", or give that module a copy.'
+                    )
+
+
+def _check_unchanged(experts: Sequence[_Expert]) -> None:
+    for expert in experts:
+        now = _Expert.of(expert.layer, expert.path)
+        if now.tensor is not expert.tensor or (now.version, now.address) != (expert.version, expert.address):
+            raise PatchStateError(
+                f"{expert.name} was changed while the model's experts were compared and written. Nothing else was changed: "
+                "patch the model again."
+            )
+
+
+def _checkpoint(
+    model: nn.Module, layers: Sequence[MoELayer], live: HostStore, chunk_bytes: int
+) -> SafetensorsStore | None:
+    """The checkpoint that the model was loaded from, if it is there and has the same experts."""
+    folder = checkpoint_folder(model)
+    if folder is None or not isinstance(model, PreTrainedModel):
+        logger.info("No checkpoint is known that has this model's experts: they are written to files.")
+        return None
+    try:
+        store = SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in layers], chunk_bytes)
+    except (CheckpointError, UnsupportedModelError, OSError) as error:
+        logger.info("The experts are not read from %s: %s", folder, error)
+        return None
+    try:
+        different = first_difference(live, store)
+    except BaseException as error:
+        store.close()
+        if not isinstance(error, OSError):
+            raise
+        logger.info("The experts are not read from %s: %s", folder, error)
+        return None
+    if different is not None:
+        store.close()
+        logger.info(
+            "The experts are not read from %s: expert %d of MoE layer %d is another there.",
+            folder,
+            different.expert_idx,
+            different.layer_idx,
+        )
+        return None
+    logger.info("The experts are read from %s, where all are as in the model.", folder)
+    return store
+
+
+def checkpoint_folder(model: nn.Module) -> Path | None:
+    """The folder on this machine that Transformers loaded the model from; None: it was made, or is from elsewhere."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None)
+    if not isinstance(name, str) or not name:
+        return None
+    try:
+        if Path(name).is_dir():
+            return Path(name)
+        found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+    except (ValueError, OSError):  # no name of a repository, or a path that cannot be looked at
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def first_difference(live: Store, other: Store) -> ExpertKey | None:
+    """An expert whose bytes in a slot are not the same from both stores, which have the same layouts; None: there is none.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    assert list(live.layouts) == list(other.layouts), "stores of two models"
+
+    def differs(key: ExpertKey) -> bool:
+        slots = []
+        for store in (live, other):
+            slot = bytearray(store.layouts[key.layer_idx].slot_bytes)
+            read_expert(store, key, memoryview(slot))
+            slots.append(slot)
+        return slots[0] != slots[1]
+
+    keys = [ExpertKey(layer_idx, idx) for layer_idx, count in enumerate(live.num_experts) for idx in range(count)]
+    with ThreadPoolExecutor(LOADING_THREADS, thread_name_prefix="promoe-compare") as threads:
+        found = threads.map(differs, keys)
+        try:
+            return next((key for key, different in zip(keys, found, strict=True) if different), None)
+        finally:
+            threads.shutdown(cancel_futures=True)

@@ -1,0 +1,245 @@
+"""Forward passes of the whole model: their phase, which of their tokens are padding, and whether all went through us."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from promoe.errors import PatchStateError, UnsupportedModelError
+from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
+from promoe.stats.recorder import Recorder
+
+Phase = Literal["prefill", "decode"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class PassState:
+    """One forward pass, of one thread."""
+
+    pass_idx: int = 0
+    phase: Phase = "prefill"
+    num_sequences: int = 1
+    real: torch.Tensor | None = None
+    """`[num_tokens]` bool in host memory, False for padding; None: no padding."""
+    start_s: float = 0.0
+    num_tokens: int = 0
+    """Without padding."""
+    gated: set[int] = field(default_factory=set)
+    entered: set[int] = field(default_factory=set)
+
+    def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
+        """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]` in host
+        memory."""
+        real = self.real if self.real is not None and len(self.real) == len(index) else None
+        if len(index) > self.num_sequences > 1 and len(index) % self.num_sequences == 0:
+            # All sequences' tokens of one position are equally old.
+            index = _by_position(index, self.num_sequences)
+            real = None if real is None else _by_position(real, self.num_sequences)
+        elif real is None and tokens is not None:
+            return tokens
+        if real is not None:
+            index = index[real]
+        latest: list[list[int]] = index[-MAX_TOKENS_LEARNED:].tolist()
+        return latest
+
+
+class PassObserver:
+    """Watches a model's forward passes through hooks, per thread.
+
+    Args:
+        recorder: told of each pass, under `lock`.
+        lock: guards the recorder.
+
+    Attributes:
+        on_begin: called before each pass.
+        on_end: called with each pass that ended without an error, and its seconds.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        lock: AbstractContextManager[object],
+        on_end: Callable[[PassState, float], None] = lambda state, duration_s: None,
+    ) -> None:
+        self._recorder = recorder
+        self._lock = lock
+        self.on_begin: Callable[[], None] = lambda: None
+        self.on_end = on_end
+        self._local = threading.local()
+        self._ending = False  # guarded by the lock
+
+    @property
+    def _open(self) -> PassState | None:
+        state: PassState | None = getattr(self._local, "state", None)
+        return state
+
+    def current(self) -> PassState:
+        """This thread's pass; outside of any (a block called alone) a nameless one."""
+        state = self._open
+        if state is None:
+            state = self._local.state = PassState()
+            with self._lock:
+                self._recorder.outside()
+        return state
+
+    @contextmanager
+    def ending(self, check: Callable[[], None]) -> Iterator[None]:
+        """No pass begins from here on, unless the context ends with an error.
+
+        Args:
+            check: raises if a pass is running; called while none can begin or end.
+
+        Raises:
+            PatchStateError: somebody else has said so before.
+        """
+        with self._lock:
+            if self._ending:
+                raise PatchStateError(
+                    "The model is being unpatched by another thread, or was; there is nothing to undo."
+                )
+            check()
+            self._ending = True
+        try:
+            yield
+        except BaseException:
+            self._ending = False
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused, and with it to copy or pickle the model, whose hooks are ours."""
+        raise PatchStateError("A patched model cannot be copied or pickled. Unpatch it first (promoe.unpatch).")
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Hook a model. Returns the undo."""
+        self._begin_live, self._end_live = _begin_pass(), _end_pass()
+        with ExitStack() as undo:
+            undo.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            # Also after an exception, or the next pass would inherit this one's state.
+            undo.callback(model.register_forward_hook(self._end, always_call=True).remove)
+            return undo.pop_all().close
+
+    # The hooks stay methods of ours: a function would be copied with the model without a question.
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begin_live(self, args, kwargs)
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._end_live(self, output)
+
+    def _begin_pass(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.on_begin()
+        batch, length = _shape(args, kwargs)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        real = _real_tokens(mask, batch, length)
+        num_tokens = batch * length if real is None else int(real.sum())
+        phase: Phase = "decode" if length == 1 or _checks_proposals(kwargs, length) else "prefill"
+        left = self._open
+        interrupted = 0 if left is None else left.pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
+        self._local.state = None  # it is closed once, also if Ctrl-C comes again
+        with self._lock:
+            if self._ending:
+                raise PatchStateError(
+                    "The model was being unpatched by another thread when this forward began. Call it again when "
+                    "promoe.unpatch has returned."
+                )
+            if interrupted:
+                self._recorder.end_pass(0.0, interrupted, aborted=True)
+            pass_idx = self._recorder.begin_pass(phase, num_tokens, batch)
+        self._local.state = PassState(pass_idx, phase, batch, real, time.perf_counter(), num_tokens)
+
+    def _end_pass(self, output: Any) -> None:
+        state = self.current()
+        duration_s = time.perf_counter() - state.start_s
+        self._local.state = None
+        if not state.pass_idx:
+            return  # another hook raised before ours began the pass
+        aborted = output is None
+        with self._lock:
+            self._recorder.end_pass(duration_s, state.pass_idx, aborted=aborted)
+        if not aborted:
+            self.on_end(state, duration_s)
+
+
+def uncompiled(function: Function) -> Function:
+    """`function` as torch.compile has to take it: called as it is, with all that it calls, between two graphs.
+
+    Locks, threads and experts that come and go fit into no graph; the compiler would trace into the scheduler.
+    """
+    marked: Function = torch.compiler.disable(
+        function,
+        reason="promoe serves this model's experts between the graphs of torch.compile: compile it without fullgraph=True",
+    )
+    return marked
+
+
+def at_run_time(function: Function) -> Function:
+    """An `uncompiled` function that refuses to be recorded: a traced forward would keep what was in the slots."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined, no-untyped-call]
+            raise UnsupportedModelError(
+                "A patched model cannot be traced or exported: the record would keep the experts that happened to be in "
+                "the slots. Unpatch it first (promoe.unpatch), or use torch.compile without fullgraph=True."
+            )
+        return function(*args, **kwargs)
+
+    return uncompiled(run)  # type: ignore[return-value]
+
+
+@functools.cache  # not when this is imported: torch's compiler takes long to import
+def _begin_pass() -> Callable[..., None]:
+    return at_run_time(PassObserver._begin_pass)
+
+
+@functools.cache
+def _end_pass() -> Callable[..., None]:
+    return uncompiled(PassObserver._end_pass)
+
+
+def _by_position(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:
+    """`[sequences * length, ...]`, one sequence after the other, to one position after the other."""
+    by_sequence = tokens.reshape(num_sequences, -1, *tokens.shape[1:])
+    return by_sequence.transpose(0, 1).flatten(0, 1)
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(sequences, tokens per sequence) of a forward's inputs."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("decoder_input_ids"), *args):
+        if isinstance(value, torch.Tensor) and value.dim() >= 2:
+            batch, length = value.shape[:2]
+            # Continuous batching lays its sequences end to end, and says where each begins and the last one ends.
+            bounds = kwargs.get("cu_seq_lens_q")
+            one_token_each = isinstance(bounds, torch.Tensor) and len(bounds) - 1 == batch * length
+            return (batch * length, 1) if one_token_each else (batch, length)
+    return 1, 1
+
+
+def _checks_proposals(kwargs: dict[str, Any], length: int) -> bool:
+    """Whether a pass goes on with what was generated, by several tokens that were proposed (draft models, prompt lookup).
+
+    `generate` then wants the logits of each of them, and of none that it has seen before.
+    """
+    wanted = kwargs.get("logits_to_keep")
+    if not isinstance(wanted, int) or wanted != length:
+        return False
+    num_cached = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    return num_cached is not None and bool(num_cached() > 0)
+
+
+def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:
+    """`[batch * length]` bool in host memory from a 2-d attention mask; None where nothing is padding (or nothing is known)."""
+    if length == 1 or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
+        return None
+    if mask.shape[1] < length:
+        return None
+    real = mask[:, -length:].reshape(-1).bool().cpu()
+    return None if bool(real.all()) else real

@@ -1,0 +1,105 @@
+"""Experts of a model in RAM, written to files that nobody else sees: `promoe.patch(model, store="disk")`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from promoe.errors import ConfigError
+from promoe.experts.moe_layers import MoELayer
+from promoe.scheduler import ExpertKey
+from promoe.stores import HostStore
+from promoe.stores.base import read_expert
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.transfer.control_groups import PROC
+from promoe.transfer.links.file import drop_files
+from promoe.units import format_memory
+
+IN_RAM = ("tmpfs", "ramfs")
+
+
+class SpooledStore(SlotFilesStore):
+    """Store over files that `spool` wrote."""
+
+
+def spool(
+    layers: Sequence[MoELayer], live: HostStore, parent: str | os.PathLike[str] | None, chunk_bytes: int
+) -> tuple[SpooledStore, TemporaryDirectory[str]]:
+    """Write all experts to a new folder.
+
+    Args:
+        layers: of the model.
+        live: their experts.
+        parent: where the folder is made; None: where the system has temporary files.
+        chunk_bytes: longest chunk of the store.
+
+    Returns:
+        A store over the files, and their folder, which is removed at the latest when nobody holds it any more. Who has the
+        files open reads on.
+
+    Raises:
+        ConfigError: there is too little room, the place is in RAM, or it cannot be written. Nothing is left of it then.
+    """
+    place = Path(tempfile.gettempdir() if parent is None else parent)
+    nbytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
+    folder: TemporaryDirectory[str] | None = None
+    try:
+        _check_place(place, nbytes)
+        folder = TemporaryDirectory(prefix="promoe-spool-", dir=place, ignore_cleanup_errors=True)
+        paths = [layer_path(Path(folder.name), layer.layer_idx) for layer in layers]
+        for layer, path in zip(layers, paths, strict=True):
+            write_layer(path, header_of({"layer": layer.name}, layer.num_experts, layer.layout), _slots(layer, live))
+        drop_files(paths)  # what was just written would take as much RAM as the experts do
+        files = SafetensorsFiles.open(paths)
+        return SpooledStore(files, live.layouts, live.num_experts, chunk_bytes), folder
+    except BaseException as error:
+        if folder is not None:
+            folder.cleanup()
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"The model's experts ({format_memory(nbytes)}) could not be written to '{place}': {error.strerror or error}. "
+                "Nothing was changed. Name another folder: config=PromoeConfig(spool_folder=...)."
+            ) from error
+        raise
+
+
+def _slots(layer: MoELayer, live: HostStore) -> Iterator[bytearray]:
+    slot = bytearray(layer.layout.slot_bytes)
+    for expert_idx in range(layer.num_experts):
+        read_expert(live, ExpertKey(layer.layer_idx, expert_idx), memoryview(slot))
+        yield slot
+
+
+def _check_place(place: Path, nbytes: int) -> None:
+    kind = file_system(place)
+    if kind in IN_RAM:
+        raise ConfigError(
+            f"The model's experts ({format_memory(nbytes)}) would be written to '{place}', which is in RAM ({kind}): nothing "
+            "would be gained. Nothing was changed. Name a folder on a disk: config=PromoeConfig(spool_folder=...)."
+        )
+    free_bytes = shutil.disk_usage(place).free
+    if nbytes > free_bytes:
+        raise ConfigError(
+            f"The model's experts take {format_memory(nbytes)}; {format_memory(free_bytes)} are free in '{place}'. Nothing was "
+            "changed. Free some, or name another folder: config=PromoeConfig(spool_folder=...)."
+        )
+
+
+def file_system(folder: Path, proc: Path = PROC) -> str | None:
+    """The kind of file system that a folder is on, such as "ext4"; None where the system does not tell.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    device = os.stat(folder).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        mounts = [line.split() for line in (proc / "self" / "mountinfo").read_text().splitlines()]
+    except OSError:
+        return None
+    return next((mount[mount.index("-") + 1] for mount in mounts if "-" in mount and mount[2] == number), None)

@@ -1,0 +1,1 @@
+"""One patched model: patch, from_pretrained, the handle, the hot path."""

@@ -1,0 +1,296 @@
+"""Puts a runtime under a model: pools, scheduler, engine and predictor first, then hooks and classes, or nothing at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from promoe import predictors
+from promoe.config import PromoeConfig
+from promoe.errors import ConfigError
+from promoe.experts.kernels.packed_store import packings_in
+from promoe.experts.kernels.row_kernel import SECOND
+from promoe.experts.kernels.slot_rows import is_hopper
+from promoe.experts.moe_layers import MoELayer
+from promoe.model import seam
+from promoe.model.passes import PassObserver, at_run_time
+from promoe.model.placement import place
+from promoe.model.refusals import refuse_changes
+from promoe.predictors import Predictor, PredictorContext
+from promoe.predictors.reference import OraclePredictor
+from promoe.runtime.handle import Handle
+from promoe.runtime.hot_path import Runtime
+from promoe.runtime.prediction import Forecaster
+from promoe.runtime.sizes import PoolPlan
+from promoe.scheduler import Scheduler, SchedulerConfig
+from promoe.stats.recorder import Recorder
+from promoe.stores import HostStore, Store, first_chunks
+from promoe.transfer.device_pool import DevicePool
+from promoe.transfer.devices import Device
+from promoe.transfer.engine import Engine
+from promoe.transfer.lifetimes import if_alive, when_gone
+from promoe.transfer.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Link
+from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
+from promoe.transfer.links.device import DeviceLink, Source
+from promoe.transfer.links.device_sources import PinnedSource, StagedSource
+from promoe.transfer.links.verified import VerifiedLink
+from promoe.transfer.memory import NOTHING_PACKED, Pool, SlotPool
+from promoe.transfer.threads import warn_of_threads
+
+logger = logging.getLogger(__name__)
+
+PredictorChoice = str | Predictor | None
+LinkChoice = str | EmulatedLink | Faults
+LINK_NAMES = ("auto", "file", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a patched model is made of, before any of the model was touched."""
+
+    layers: Sequence[MoELayer]
+    store: Store
+    plans: Sequence[PoolPlan]
+    config: PromoeConfig
+    predictor: Predictor | None
+    predictor_name: str | None
+    device: Device | None = None
+    """Where slots and all but the experts are to be; None: where the experts are."""
+    freed_bytes: int = 0
+    """RAM that the model gives back once it is patched."""
+
+
+def resolve_predictor(
+    choice: PredictorChoice, layers: Sequence[MoELayer], config: PromoeConfig, model_type: str | None = None
+) -> tuple[Predictor | None, str | None]:
+    """The predictor that a user asked for, and its name.
+
+    Raises:
+        ConfigError: there is none of that name; or it was trained for another model.
+    """
+    if choice is None:
+        return None, None
+    if isinstance(choice, str):
+        return predictors.create(choice, predictor_context(layers, model_type), config.lookahead), choice
+    return choice, type(choice).__name__
+
+
+def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, on_device: bool = False) -> None:
+    """What can be said about these arguments without a model, before anything slow begins.
+
+    Raises:
+        ConfigError: no such predictor or link, or a link that cannot reach experts `on_disk` (or those in RAM).
+    """
+    if isinstance(predictor, str):
+        predictors.check_kind(predictor)
+    elif predictor is not None and (isinstance(predictor, type) or not callable(getattr(predictor, "predict", None))):
+        found = f"the class {predictor.__name__}" if isinstance(predictor, type) else type(predictor).__name__
+        raise ConfigError(
+            "The 'predictor' argument must be None, a name, or an object with a method predict(visit). "
+            f"Got {found} instead."
+        )
+    if not isinstance(link, (EmulatedLink, Faults)) and link not in LINK_NAMES:
+        raise ConfigError(
+            f'The \'link\' argument must be "auto", "{"file" if on_disk else "host"}" or an EmulatedLink. Got {link!r} instead.'
+        )
+    if on_device and not isinstance(link, str):
+        raise ConfigError(
+            "An EmulatedLink ends in RAM, and so does a link with Faults. Leave 'device' out, or use link=\"auto\"."
+        )
+    if link == "file" and not on_disk:
+        raise ConfigError(
+            'link="file" reads experts from files, but this model\'s are in RAM. Patch it with store="disk", open it with '
+            'promoe.from_pretrained(path), or use link="host" or an EmulatedLink.'
+        )
+    if link == "host" and on_disk:
+        raise ConfigError(
+            'link="host" copies experts from RAM, but this model\'s are to be in files. Use link="file"; or load the model '
+            'with transformers and call promoe.patch without store="disk".'
+        )
+
+
+def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None) -> PredictorContext:
+    """What predictors know of a model."""
+    return PredictorContext(
+        gates=[layer.gate for layer in layers],
+        num_experts=[layer.num_experts for layer in layers],
+        top_k=[layer.top_k or 1 for layer in layers],
+        model_type=model_type,
+        chosen=[layer.chosen for layer in layers],
+        num_ids=[layer.num_ids for layer in layers],
+    )
+
+
+def open_link(choice: LinkChoice, parts: Parts) -> Link:
+    """The link that a user asked for, which `check_choices` let pass."""
+    if (device := parts.device) is None:
+        planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
+        return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
+    if isinstance(parts.store, HostStore):
+        return DeviceLink(PinnedSource(parts.store, device), device)
+    return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)
+
+
+def _source_in_files(parts: Parts, device: Device) -> Source:
+    store, config, nbytes = parts.store, parts.config, parts.config.pinned_bytes
+    if nbytes is None:
+        nbytes = bytes_for_all_that_fits(store, config.workers)
+    link = _link_into_ram("auto", store, config, nbytes)
+    if not nbytes:
+        return StagedSource(link, device, max(layout.slot_bytes for layout in store.layouts))
+    try:
+        return CachedSource(link, store, device, nbytes)
+    except BaseException:
+        link.close()
+        raise
+
+
+def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
+    link: Link = (
+        FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
+        if isinstance(store, FileStore)
+        else HostLink(store, config.workers)
+    )
+    if not isinstance(choice, str):
+        link = choice.bind(store, over=link)
+    return VerifiedLink(link, store, config.verify) if config.verify else link
+
+
+def scheduler_config(parts: Parts) -> SchedulerConfig:
+    """Sizes and switches for the scheduler."""
+    config, layers = parts.config, parts.layers
+    return SchedulerConfig(
+        num_experts=[layer.num_experts for layer in layers],
+        chunk_bytes=[parts.store.chunk_bytes(layer.layer_idx) for layer in layers],
+        pools=[plan.spec for plan in parts.plans],
+        eviction=config.eviction,
+        reorder=config.reorder,
+        hints=config.early_preemption,
+        prefetch=parts.predictor is not None,
+        min_probability=config.min_probability,
+        waste_share=config.waste_share,
+        first_chunks=[_first_chunks(parts, layer.layer_idx) for layer in layers],
+        strict=config.strict,
+    )
+
+
+def _first_chunks(parts: Parts, layer_idx: int) -> int:
+    """How many chunks of an expert are enough to begin it, where that is worth a group of its own."""
+    if not parts.config.begin_early or parts.device is not None:  # kernels there begin when a whole expert has come
+        return 0
+    count = first_chunks(parts.store, layer_idx, SECOND)
+    return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
+
+
+def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> Handle:
+    """Build the runtime and hook it into the model; on any error everything is taken back and the model is as before.
+
+    Args:
+        model: whose layers `parts` describes.
+        parts: validated.
+        link_choice: see `open_link`.
+        restore: called when the model is unpatched, before anything is detached; may fail.
+    """
+    layers, config = parts.layers, parts.config
+    with ExitStack() as undo:
+        pools = []
+        for plan in parts.plans:
+            pools.append(_pool(plan, parts))
+            undo.callback(pools[-1].close)
+        if parts.device is None:
+            warn_of_threads()
+        else:
+            _say_what_is_exact(layers, parts.device)
+            undo.callback(place(model, layers, parts.device).undo)
+        link = open_link(link_choice, parts)
+        undo.callback(link.close)
+        settings = scheduler_config(parts)
+        recorder = Recorder(settings.num_experts, settings.expert_bytes)
+        scheduler = Scheduler(settings, recorder, getattr(parts.predictor, "reuse", None))
+        engine = Engine(scheduler, parts.store, link, pools, recorder, config.stall_timeout_s)
+        undo.callback(engine.close)
+        engine.start()
+        forecaster = None
+        if parts.predictor is not None:
+            in_order = isinstance(parts.predictor, OraclePredictor)
+            forecaster = Forecaster(parts.predictor, engine, in_order, parts.device)
+            undo.callback(forecaster.close)
+        passes = PassObserver(recorder, engine.lock)
+        runtime = Runtime(
+            layers,
+            engine,
+            forecaster,
+            passes,
+            config.min_group_bytes,
+            config.stream,
+            parts.device,
+            live=isinstance(parts.store, HostStore),
+        )
+        handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
+        passes.on_begin = if_alive(handle, lambda handle: handle.pass_begins())
+        passes.on_end = if_alive(handle, lambda handle, *ended: handle.pass_ended(*ended))
+        undo.callback(when_gone(runtime, partial(_close, engine, parts.store)))
+        called = _called_model(model, layers)
+        undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then
+        for layer in layers:
+            undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
+        undo.callback(refuse_changes(model, layers))
+        if parts.device is not None:
+            undo.callback(_generate_without_graphs(called))
+        for owner in dict.fromkeys((called, model)):
+            owner.promoe = handle  # type: ignore[assignment]
+            undo.callback(if_alive(owner, lambda owner: delattr(owner, "promoe")))
+        handle.keep(undo.pop_all())
+    return handle
+
+
+def _pool(plan: PoolPlan, parts: Parts) -> Pool:
+    slots = plan.spec.num_slots
+    if parts.device is not None:
+        return DevicePool(plan.layout, slots, parts.device)
+    packings = packings_in(parts.store).get(plan.layout, NOTHING_PACKED)
+    return SlotPool(plan.layout, slots, packings=packings)
+
+
+def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:
+    """The model of Transformers in `model`: with an adapter it has a wrapper, but generates without it."""
+    names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
+    around = (name for name in names if all(layer.name.startswith(f"{name}." if name else "") for layer in layers))
+    return model.get_submodule(next(around, ""))
+
+
+def _say_what_is_exact(layers: Sequence[MoELayer], device: Device) -> None:
+    """An expert's product by itself has the same bits whatever runs beside it; kernels over several may not. On an H200 those
+    of grouped_mm had them in every dtype (docs/benchmarks.md), those of batched_mm in all but one case."""
+    exact = {"eager", "grouped_mm"} if is_hopper(device.torch_device) else {"eager"}
+    if others := sorted({layer.implementation for layer in layers} - exact):
+        logger.warning(
+            "On %s the experts implementation %s may differ from the unmodified model in the last bits. For identical output "
+            "call model.set_experts_implementation('%s') first.",
+            device.name,
+            ", ".join(others),
+            max(exact),
+        )
+
+
+def _generate_without_graphs(model: nn.Module) -> Callable[[], None]:
+    """With a static cache, `generate` would compile the forward and capture it as a CUDA graph. Returns the undo."""
+    settings: Any = getattr(model, "generation_config", None)
+    if settings is None:
+        return lambda: None
+    before = settings.disable_compile
+    settings.disable_compile = True
+    return partial(setattr, settings, "disable_compile", before)
+
+
+def _close(engine: Engine, store: Store) -> None:
+    """What is left of a model that was let go while it was patched: its threads, the slots and open files."""
+    engine.close()
+    store.close()

@@ -1,0 +1,282 @@
+"""One patched model at work: from gate output to hint, from the experts' forward to a visit, and what is predicted.
+
+The hot path of the library: everything here runs once or twice per MoE layer and token.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CodeType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
+from promoe.errors import PromoeError
+from promoe.experts.adapters.base import changed_since
+from promoe.experts.experts_forward import can_begin, check_no_grad, depends_on_groups, run_groups, run_resident
+from promoe.experts.moe_layers import MoELayer
+from promoe.experts.routed_ids import DeviceIds, HostIds, IdReader
+from promoe.model import seam
+from promoe.model.changed_weights import LiveWeights
+from promoe.model.forwards import stack
+from promoe.model.passes import PassObserver, PassState
+from promoe.predictors import LayerVisit
+from promoe.runtime.prediction import Forecaster
+from promoe.stats.tracing import COMPUTE
+from promoe.transfer.devices import Device
+from promoe.transfer.engine import Engine
+
+_NO_CAPTURE = (
+    "A CUDA graph was being captured while the experts ran. Which experts a token needs is not known then, so that their "
+    "weights could not be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
+)
+# A product of so many rows takes as long as reading the weights.
+ROWS_FOR_THE_PRICE_OF_ONE = 6
+
+
+class Runtime:
+    """Runs the experts of one model's MoE layers through an engine.
+
+    Attributes:
+        on_device: whether the model computes on a device, not on the processor.
+
+    Args:
+        layers: the model's MoE layers, in order.
+        engine: started.
+        predictor: what forecasts; None: no prefetch.
+        passes: watches the model's forward passes.
+        min_group_bytes: see `PromoeConfig`.
+        stream: see `PromoeConfig`.
+        device: where the model computes; None: the processor.
+        live: whether experts are served from the layers' own tensors.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        engine: Engine,
+        predictor: Forecaster | None,
+        passes: PassObserver,
+        min_group_bytes: int = 0,
+        stream: bool = True,
+        device: Device | None = None,
+        live: bool = False,
+    ) -> None:
+        self.layers = tuple(layers)
+        self.engine = engine
+        self.predictor = predictor
+        self.passes = passes
+        self._min_group_bytes = min_group_bytes
+        self._stream = stream
+        self._block_forwards = [type(layer.block).forward for layer in layers]
+        self._live = [LiveWeights(layer) for layer in layers] if live else []
+        self.on_device = device is not None
+        self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
+        self._experts_code: CodeType | None = None  # of the forwards that `run` returns, all one
+        self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
+
+    @property
+    def predictor_failed(self) -> bool:
+        """Whether there was a predictor and it broke: experts are fetched on demand since then."""
+        return self.predictor is not None and self.predictor.failed
+
+    @property
+    def visiting(self) -> bool:
+        """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there. As its stack says: a
+        flag could be left behind by Ctrl-C."""
+        return any(frame.f_code is self._experts_code for frame in stack(sys._getframe()))
+
+    def close(self) -> None:
+        """Stop the predictor and the engine. Safe to repeat."""
+        if self.predictor is not None:
+            self.predictor.close()
+        self.engine.close()
+
+    def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        """The forward hook for a layer's gate. It returns None: a value would replace the gate's output.
+
+        It keeps neither the runtime nor the layer alive, which know gates; the layer's experts do, and without them no choice
+        matters.
+        """
+        found, layer_idx = weakref.ref(self), layer.layer_idx
+
+        def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if (runtime := found()) is not None:
+                runtime._gate_chose(runtime.layers[layer_idx], args, kwargs, output)
+
+        return on_gate
+
+    def _gate_chose(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        there = layer.block._modules.get(layer.name.rpartition(".")[2])
+        if there is not layer.experts:
+            raise changed_since(f"replaced {layer.name!r} by a {type(there).__name__}")
+        index = layer.chosen(output)
+        if index is None:
+            return
+        _refuse_capture(index)
+        _, tokens, ids = self._ids.at_gate(layer.name, index)
+        if layer.num_ids > layer.num_experts:
+            ids, tokens = _with_weights(layer, ids, tokens)
+        state = self.passes.current()
+        state.gated.add(layer.layer_idx)
+        hits = self.engine.hint(layer.layer_idx, ids)
+        self._announced.hits = (layer.layer_idx, ids, hits)
+        self._announced.visit = None
+        if len(index) <= MAX_PREDICTED_TOKENS:
+            if self.predictor is not None and self.predictor.of_use:
+                self._predict(layer, state, args, kwargs, tokens)
+        elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
+            self.engine.stream(layer.layer_idx + 1)
+
+    def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """The experts' forward of a layer: `(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`."""
+
+        def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
+                check_no_grad(hidden, weights, *layer.parameters())
+            _refuse_capture(hidden)
+            start_s = time.perf_counter()
+            state = self.passes.current()
+            state.entered.add(layer.layer_idx)
+            on_host, tokens, ids = self._ids.at_experts(layer.name, index)
+            hits = self._hits_at_gate(layer.layer_idx, ids)
+            real_tokens = state.real_tokens(on_host, tokens)
+            if layer.num_ids > layer.num_experts:
+                ids, real_tokens = _with_weights(layer, ids, real_tokens)
+            if self._live:
+                self._live[layer.layer_idx].check(ids)
+            host_index = on_host if self.on_device else None
+            visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
+            try:
+                with visit:
+                    beside = partial(self._predict_beside, layer)
+                    if self.on_device:  # its kernels wait for what is queued by then
+                        beside()
+                    rows = visit.all_rows()
+                    if rows is not None:
+                        result = run_resident(layer, hidden, index, weights, rows, tokens, host_index, beside)
+                    else:
+                        at_once = (
+                            self.on_device
+                            or self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
+                            or depends_on_groups(layer, layer.implementation, hidden, index.numel())
+                        )
+                        begin = not at_once and bool(self.engine.first_names[layer.layer_idx])
+                        if at_once or not visit.anything_ready:  # it waits before it computes
+                            beside()
+                        groups = visit.groups(at_once, begin and can_begin(layer, hidden, index.numel()))
+                        result = run_groups(layer, hidden, index, weights, groups, tokens, host_index, beside)
+            except BaseException:
+                visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
+                raise
+            if (tracer := self.engine.tracer) is not None:
+                tracer.span(
+                    COMPUTE,
+                    f"experts L{layer.layer_idx}",
+                    start_s,
+                    time.perf_counter(),
+                    layer=layer.layer_idx,
+                    experts=len(ids),
+                    tokens=len(index),
+                )
+            return result
+
+        self._experts_code = forward.__code__
+        return forward
+
+    @staticmethod
+    def _work_bytes(layer: MoELayer, num_experts: int, num_pairs: int) -> float:
+        """What computing a layer costs, in bytes of weights read: with few rows per expert, a product only reads them."""
+        return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
+
+    def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
+        latest = getattr(self._announced, "hits", None)
+        self._announced.hits = None
+        if latest is None or latest[0] != layer_idx or latest[1] != ids:
+            return None
+        hits: int = latest[2]
+        return hits
+
+    def _predict(
+        self,
+        layer: MoELayer,
+        state: PassState,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tokens: list[list[int]] | None,
+    ) -> None:
+        assert self.predictor is not None
+        if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
+            return
+        gate_input = args[0].detach() if args[0].requires_grad else args[0]
+        shape = tuple(gate_input.shape)
+        if len(shape) != 2:
+            gate_input = gate_input.reshape(-1, shape[-1])
+        visit = LayerVisit(
+            state.pass_idx, state.phase, layer.layer_idx, gate_input.clone(), tokens, args[1:], kwargs, shape[:-1]
+        )
+        # The hint precedes the visit that it announces, which will be the next step.
+        origin_step = self.engine.scheduler.step + 1
+        if self.predictor.in_forward:
+            self.predictor.visit(origin_step, visit)
+        else:
+            self._announced.visit = (origin_step, visit)
+
+    def _predict_beside(self, layer: MoELayer) -> None:
+        """Let the predictor's thread begin, unless it has. When products come next, or waiting: before, both threads want the
+        interpreter, and taking it from each other costs the forward as long as the prediction takes."""
+        announced = getattr(self._announced, "visit", None)
+        if announced is None:
+            return
+        self._announced.visit = None
+        origin_step, visit = announced
+        if self.predictor is not None and visit.layer_idx == layer.layer_idx:
+            self.predictor.visit(origin_step, visit)
+
+    def check_entered(self, state: PassState, model: nn.Module) -> None:
+        """Every layer whose gate fired in a pass of `model` must have run its experts through us; a layer that the pass left
+        out must still be there as it was patched.
+
+        Raises:
+            PromoeError: a block or its experts were replaced behind our back (by a fused kernel, for example), or ids were
+                changed after they had been read.
+        """
+        self._ids.check()
+        if len(state.entered) == len(self.layers):
+            return
+        left_out = [layer for layer in self.layers if layer.layer_idx not in state.entered]
+        if missed := [layer for layer in left_out if layer.layer_idx in state.gated]:
+            raise _went_around(missed, "The gates of MoE layers {} fired but their experts")
+        block_forwards = self._block_forwards
+        if gone := [layer for layer in left_out if seam.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
+            raise _went_around(gone, "MoE layers {}")
+
+
+def _refuse_capture(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise PromoeError(_NO_CAPTURE)
+
+
+def _went_around(layers: Sequence[MoELayer], what: str) -> PromoeError:
+    return PromoeError(
+        f"{what.format([layer.layer_idx for layer in layers])} did not run through promoe: something replaced "
+        f"{layers[0].name!r}, its forward or that of its block after patching (use_kernels, another patch). The output of "
+        "this pass may be wrong. Unpatch the model, and patch it after whatever changes its modules (load it without "
+        "use_kernels)."
+    )
+
+
+Tokens = TypeVar("Tokens", list[list[int]], list[list[int]] | None)
+
+
+def _with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list[int], Tokens]:
+    """Without the ids that need no weights, which nothing has to be fetched for."""
+    kept = [[idx for idx in token if idx < layer.num_experts] for token in tokens or ()]
+    return [idx for idx in ids if idx < layer.num_experts], kept if tokens is not None else tokens

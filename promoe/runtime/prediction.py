@@ -1,0 +1,209 @@
+"""Runs a predictor for a model: in a thread beside it, or, if quick and no core is free, in the forward itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from promoe.errors import ConfigError
+from promoe.experts.moe_layers import ModelGoneError
+from promoe.predictors import LayerVisit, Predictor, ReuseForecast
+from promoe.stats.tracing import PREDICTOR
+from promoe.transfer.devices import Device, Event
+from promoe.transfer.engine import Engine
+from promoe.transfer.lifetimes import when_gone
+from promoe.transfer.threads import ThreadBeside, has_spare_core, hold_in_forks, stop_at_exit
+
+logger = logging.getLogger(__name__)
+
+# Visits that may wait; older ones are dropped, because their forecasts would come too late.
+MAX_WAITING = 2
+# The scheduler's step of a layer visit, the visit, and from when on a device has its tensors.
+Order = tuple[int, LayerVisit, Event | None]
+
+
+class Forecaster:
+    """Feeds layer visits to a predictor and its forecasts to the engine.
+
+    It predicts in a thread of its own, off the critical path. One that says it is `quick` does so in the forward if the
+    model computes on every core: handing the visit over would cost more than the prediction. On a device it never does: its
+    answer is waited for, so that its kernels go into a queue of their own. A predictor that raises is switched off with one
+    warning: a prediction must never break a forward.
+
+    Args:
+        predictor: asked.
+        engine: told.
+        in_order: the predictor has to see every visit.
+        device: where the model computes; None: the processor.
+    """
+
+    def __init__(
+        self, predictor: Predictor, engine: Engine, in_order: bool = False, device: Device | None = None
+    ) -> None:
+        self._predictor = predictor
+        self._engine = engine
+        # The oracle counts visits and must see each of them.
+        self._in_order = in_order
+        reuse = getattr(predictor, "reuse", None)
+        self._foresees_reuse = (
+            reuse is not None and reuse.foreseen is not None and engine.scheduler.config.eviction == "next_use"
+        )
+        self._device = device
+        self._queue = None if device is None else device.side_queue()
+        self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
+        self._condition = threading.Condition()
+        self._one_at_a_time = threading.RLock()  # a signal handler may run the model, too
+        self._closed = False
+        self._busy = False
+        self.failed = False
+        """The predictor raised, or answered what no forecast can be."""
+        hold_in_forks(self, self._condition, Forecaster._forked)
+        self._thread: ThreadBeside | None = None  # none: it predicts in the forward
+        if in_order or device is not None or not getattr(predictor, "quick", False) or has_spare_core():
+            # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
+            run = partial(_run, weakref.ref(self), self._condition, self._waiting)
+            self._thread = ThreadBeside(run, "promoe-predictor")
+            self._thread.start()
+            stop_at_exit(self, Forecaster._stop)
+            self._call_off_waking = when_gone(self, partial(_wake, self._condition))
+
+    @property
+    def of_use(self) -> bool:
+        """Whether a prediction made now could have any effect; one that costs the forward its time should have."""
+        if self.failed or self._closed:
+            return False
+        scheduler = self._engine.scheduler
+        wanted = self._foresees_reuse or scheduler.prefetch_on
+        return self._in_order or (wanted and not scheduler.everything_resident)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether `visit` predicts in the calling thread."""
+        return self._thread is None
+
+    def visit(self, origin_step: int, visit: LayerVisit) -> None:
+        """Predict from this visit, which will be the scheduler's step `origin_step`: now, or as soon as possible."""
+        if self._thread is None:
+            with self._one_at_a_time:
+                if not self._closed:
+                    self._attempt(origin_step, visit, None)
+            return
+        ready = None if self._device is None else self._device.current().mark()
+        with self._condition:
+            self._waiting.append((origin_step, visit, ready))
+            self._condition.notify()
+
+    def drain(self) -> None:
+        """Wait until everything posted was predicted (tests and replays)."""
+        with self._condition:
+            while (self._waiting or self._busy) and not self._closed:
+                self._condition.wait(0.05)
+
+    def close(self) -> None:
+        """Stop after the prediction under way, or leave one behind that does not end. Safe to repeat."""
+        self._stop()
+        if self._engine.interrupted:
+            return  # it may need the lock that this thread has
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._call_off_waking()
+            self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
+            if self._thread.is_alive():
+                logger.warning("The predictor did not return within %.1f s; left behind.", self._engine.stall_timeout_s)
+
+    def _stop(self) -> None:
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def _forked(self) -> None:
+        """This is a new process, without the thread; with the condition held."""
+        self._closed = True
+
+    def _attempt(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
+        try:
+            self._predict(origin_step, visit, ready)
+        except ModelGoneError:  # while the thread predicted for it
+            self._stop()
+        except BaseException as error:
+            if self._thread is None and isinstance(error, KeyboardInterrupt):
+                raise  # the user's, in the forward that predicts
+            logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
+            with self._condition:
+                self._closed = self.failed = True
+                self._busy = False
+                self._condition.notify_all()
+            self._engine.set_prefetch(False)
+
+    def _predict(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
+        engine = self._engine
+        start_s = time.perf_counter()
+        if self._queue is None:
+            forecasts = self._predictor.predict(visit)
+        else:
+            if ready is not None:
+                self._queue.wait(ready)
+            with self._queue.running():
+                forecasts = self._predictor.predict(visit)
+        end_s = time.perf_counter()
+        for forecast in forecasts:
+            if isinstance(forecast, ReuseForecast):
+                self._check(forecast.layer_idx, forecast.log_odds, "log odds")
+                engine.foresee_reuse(origin_step, forecast.layer_idx, forecast.log_odds)
+            # With prefetch off it was asked for eviction's sake alone.
+            elif not self._foresees_reuse or engine.scheduler.prefetch_on:
+                self._check(forecast.layer_idx, forecast.probabilities, "probabilities")
+                engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
+        with engine.lock:
+            engine.recorder.predictor_time(end_s - start_s)
+        if (tracer := engine.tracer) is not None:
+            tracer.span(PREDICTOR, f"predict from L{visit.layer_idx}", start_s, end_s, forecasts=len(forecasts))
+
+    def _check(self, layer_idx: int, values: npt.ArrayLike, what: str) -> None:
+        num_experts = self._engine.scheduler.config.num_experts
+        if not 0 <= layer_idx < len(num_experts):
+            raise ConfigError(
+                f"The predictor forecast layer {layer_idx}, but the model has MoE layers 0 to {len(num_experts) - 1}."
+            )
+        shape, expected = np.shape(values), (num_experts[layer_idx],)
+        if shape != expected:
+            raise ConfigError(
+                f"The predictor gave {what} of shape {shape} for layer {layer_idx}, which has {expected[0]} experts. "
+                f"Give one number per expert, {expected}."
+            )
+
+
+def _run(found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]) -> None:
+    """What a forecaster's thread does until that is closed, or gone."""
+    while (work := _next(found, condition, waiting)) is not None:
+        forecaster, order = work
+        forecaster._attempt(*order)
+        del work, forecaster, order
+
+
+def _next(
+    found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]
+) -> tuple[Forecaster, Order] | None:
+    with condition:
+        while (forecaster := found()) is not None:
+            forecaster._busy = False
+            condition.notify_all()
+            if forecaster._closed:
+                break
+            if waiting:
+                forecaster._busy = True
+                return forecaster, waiting.popleft()
+            del forecaster
+            condition.wait()
+    return None
+
+
+def _wake(condition: threading.Condition) -> None:
+    with condition:
+        condition.notify_all()

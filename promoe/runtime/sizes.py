@@ -1,0 +1,140 @@
+"""How much fast memory the cache may take, and how many slots that makes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from promoe.errors import ConfigError, shown
+from promoe.scheduler import PoolSpec
+from promoe.stores.layout import ExpertLayout
+from promoe.units import format_memory
+
+UNIT_BYTES = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+CacheSize = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """One pool to be made: the layers whose experts have this layout, and its slots."""
+
+    layout: ExpertLayout
+    spec: PoolSpec
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pool's slots."""
+        return self.layout.slot_bytes * self.spec.num_slots
+
+
+# What cache="auto" leaves free for KV cache and activations.
+AUTO_RESERVE_BYTES = 2 * 2**30
+
+
+def plan_pools(
+    cache: CacheSize, layouts: Sequence[ExpertLayout], num_experts: Sequence[int], free_bytes: int | None = None
+) -> list[PoolPlan]:
+    """Slots for each distinct layout, in order of first appearance; the budget is split in proportion to bytes.
+
+    Args:
+        cache: "6GiB", "50%" of the routed experts, bytes, or "auto": what is free, less 2 GiB for the KV cache.
+        layouts: of each MoE layer.
+        num_experts: of each MoE layer.
+        free_bytes: fast memory that is free now, for "auto"; None: unknown.
+
+    Raises:
+        ConfigError: malformed, or too small for one expert of each layout.
+    """
+    groups: dict[ExpertLayout, list[int]] = {}
+    for layer_idx, layout in enumerate(layouts):
+        groups.setdefault(layout, []).append(layer_idx)
+    experts = [sum(num_experts[layer] for layer in layers) for layers in groups.values()]
+    total_bytes = sum(layout.slot_bytes * count for layout, count in zip(groups, experts, strict=True))
+    share = _share(_auto_bytes(free_bytes) if cache == "auto" else cache, total_bytes)
+    slots = [int(share * count + 1e-9) for count in experts]
+    if min(slots) < 1:
+        least_bytes = -(-total_bytes // min(experts))
+        percent = -(-100 // min(experts))
+        raise ConfigError(
+            f"The 'cache' argument must be at least {_mib(least_bytes)} = {least_bytes} bytes (one expert of each shape). "
+            f"Got {shown(cache)} = {_mib(share * total_bytes)} instead. "
+            f'Try cache="{percent}%" ({_mib(total_bytes * percent / 100)}) or more.'
+        )
+    return [
+        PoolPlan(layout, PoolSpec(num_slots, tuple(layers)))
+        for (layout, layers), num_slots in zip(groups.items(), slots, strict=True)
+    ]
+
+
+def check_cache(cache: CacheSize) -> None:
+    """Raise ConfigError if `cache` is no size at all, whatever the model."""
+    if cache != "auto":
+        _share(cache, 1)
+
+
+def fixed_bytes(size: str) -> int:
+    """Bytes of a size that is no share.
+
+    Raises:
+        ConfigError: it is one, or no size at all.
+    """
+    check_cache(size)
+    if size == "auto" or "%" in size:
+        raise ConfigError(f'A size such as "128MiB" is needed. Got {shown(size)} instead.')
+    return round(_share(size, UNIT_BYTES["TIB"]) * UNIT_BYTES["TIB"])
+
+
+def _auto_bytes(free_bytes: int | None) -> int:
+    if free_bytes is None:
+        raise ConfigError(
+            'cache="auto" needs to know how much memory is free, which this system does not tell. Give a size.'
+        )
+    if free_bytes <= AUTO_RESERVE_BYTES:
+        raise ConfigError(
+            f'cache="auto" leaves {_mib(AUTO_RESERVE_BYTES)} free for the KV cache, but only {_mib(free_bytes)} are free. '
+            "Free some memory, or give a size."
+        )
+    return free_bytes - AUTO_RESERVE_BYTES
+
+
+def _mib(nbytes: float) -> str:
+    return format_memory(round(nbytes))
+
+
+def _share(cache: CacheSize, total_bytes: int) -> float:
+    """The share of all routed experts that the cache may hold, at most 1."""
+    if isinstance(cache, bool) or not isinstance(cache, str | int):
+        raise _malformed(cache)
+    if isinstance(cache, int):
+        if cache <= 0:
+            raise _malformed(cache)
+        return min(cache, total_bytes) / total_bytes
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(%|[A-Za-z]+)\s*", cache)
+    if match is None:
+        raise _malformed(cache)
+    number, unit = float(match[1]), match[2].upper()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise _malformed(cache)
+        return number / 100
+    if unit not in UNIT_BYTES or number <= 0:
+        raise _malformed(cache)
+    return min(number * UNIT_BYTES[unit] / total_bytes, 1.0)
+
+
+def _malformed(cache: object) -> ConfigError:
+    return ConfigError(
+        'The \'cache\' argument must be a size such as "6GiB", a share of the routed experts such as "50%" '
+        f"(more than 0, at most 100%), or a positive number of bytes. Got {shown(cache)} instead."
+    )

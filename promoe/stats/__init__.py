@@ -1,0 +1,1 @@
+"""Says what happened: counters, text reports, timelines, saved runs."""

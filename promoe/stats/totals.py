@@ -1,0 +1,236 @@
+"""What happened, to read: the frozen `Stats`, made from the `Recorder` that the engine feeds while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from promoe.stats.counts import Cause, ForecastStats, LayerStats, Phase, PhaseStats
+from promoe.stats.over_time import Stretch
+from promoe.stats.recorder import Recorder
+from promoe.stats.text_columns import labelled
+from promoe.units import (
+    DASH,
+    aligned,
+    format_megabytes,
+    format_memory,
+    format_seconds,
+    format_share,
+    is_number,
+    ratio,
+)
+
+__all__ = ["Cause", "ForecastStats", "LayerStats", "Phase", "PhaseStats", "Recorder", "Stats", "Stretch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Everything counted since the model was patched or `reset_stats()` was called (`model.promoe.stats()`).
+
+    Rates and totals over both phases are attributes of this object (`stats.hit_rate`); each phase has the same ones
+    (`stats.decode.hit_rate`), and `phase.layers` has them per layer.
+    """
+
+    num_experts: tuple[int, ...]
+    """Routed experts of each MoE layer."""
+    expert_bytes: tuple[int, ...]
+    """Bytes of one expert of each MoE layer."""
+    cache_slots: int
+    """Slots of the expert cache, all pools together."""
+    cache_bytes: int
+    """Bytes of fast memory that these slots take."""
+    link: str
+    """How bytes reach the slots, in words."""
+    policy: str
+    """Eviction policy."""
+    predictor: str | None
+    """Kind of the predictor that prefetch uses; None: no prefetch."""
+    store: str = ""
+    """Where all experts always are, in words."""
+    prefill: PhaseStats = field(repr=False)
+    """Passes that read a prompt."""
+    decode: PhaseStats = field(repr=False)
+    """Passes that generate one token per sequence."""
+    forecasts: tuple[ForecastStats, ...] = field(default=(), repr=False)
+    """What forecasts were worth, per distance, nearest first; empty without any."""
+    over_time: tuple[Stretch, ...] = field(default=(), repr=False)
+    """Decode, cut into stretches of equally many passes (the last may have fewer)."""
+
+    @classmethod
+    def of(
+        cls,
+        recorder: Recorder,
+        *,
+        cache_slots: int,
+        cache_bytes: int,
+        link: str,
+        policy: str,
+        predictor: str | None,
+        store: str = "",
+    ) -> Stats:
+        """Freeze what `recorder` has counted so far, with the set-up it was counted under.
+
+        Call it under the lock that guards the recorder.
+        """
+        return cls(
+            num_experts=recorder.num_experts,
+            expert_bytes=recorder.expert_bytes,
+            cache_slots=cache_slots,
+            cache_bytes=cache_bytes,
+            link=link,
+            policy=policy,
+            predictor=predictor,
+            store=store,
+            prefill=recorder.phase_stats("prefill"),
+            decode=recorder.phase_stats("decode"),
+            forecasts=recorder.forecast_stats(),
+            over_time=recorder.over_time(),
+        )
+
+    @cached_property
+    def total(self) -> PhaseStats:
+        """Prefill and decode together."""
+        return self.prefill.plus(self.decode)
+
+    @property
+    def cache_rate(self) -> float:
+        """Slots / all routed experts (at least 1: everything fits); nan for a model without experts."""
+        return ratio(self.cache_slots, sum(self.num_experts))
+
+    @property
+    def hit_rate(self) -> float:
+        """Share (0..1) of needed experts that were resident at gate time; nan without visits."""
+        return self.total.hit_rate
+
+    @property
+    def ready_rate(self) -> float:
+        """Share (0..1) of needed experts that had arrived when the layer computed them; nan without visits."""
+        return self.total.ready_rate
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds in which compute waited for weights."""
+        return self.total.stall_s
+
+    @property
+    def bytes_demand(self) -> int:
+        """Bytes moved because a gate had chosen the expert."""
+        return self.total.bytes_demand
+
+    @property
+    def bytes_prefetched(self) -> int:
+        """Bytes moved because a prediction said so."""
+        return self.total.bytes_prefetched
+
+    @property
+    def bytes_wasted(self) -> int:
+        """Bytes moved in vain."""
+        return self.total.bytes_wasted
+
+    @property
+    def evictions(self) -> int:
+        """Experts dropped from their slots to make room."""
+        return self.total.evictions
+
+    @property
+    def layer_visits(self) -> int:
+        """Times an MoE layer computed."""
+        return self.total.layer_visits
+
+    @property
+    def prefetch_on_share(self) -> float:
+        """Share (0..1) of layer visits during which prefetch was on; nan without visits."""
+        return self.total.prefetch_on_share
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean seconds per prefill pass; nan without one."""
+        return self.prefill.pass_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds per decode pass, which is per output token of a sequence; nan without one.
+
+        With a draft model or prompt lookup a pass checks what was proposed, and may bring several tokens.
+        """
+        return self.decode.pass_s
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain values for `json.dump`; `Stats.from_json` restores an equal object."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values["cache_rate"] = self.cache_rate if is_number(self.cache_rate) else None
+        for name in ("forecasts", "over_time"):  # not `asdict`, which copies each of some 100,000 counts by itself
+            values[name] = [{f.name: getattr(part, f.name) for f in fields(part)} for part in getattr(self, name)]
+        return values | {name: getattr(self, name).to_json() for name in ("prefill", "decode", "total")}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Stats:
+        """The inverse of `to_json`; derived values in `values` are ignored."""
+        own = {f.name: values[f.name] for f in fields(cls)}
+        own |= {name: PhaseStats.from_json(values[name]) for name in ("prefill", "decode")}
+        own["forecasts"] = tuple(ForecastStats(**forecast) for forecast in values["forecasts"])
+        own["over_time"] = tuple(
+            Stretch(**{**stretch, "expert_counts": tuple(stretch["expert_counts"])}) for stretch in values["over_time"]
+        )
+        return cls(**own | {name: tuple(values[name]) for name in ("num_experts", "expert_bytes")})
+
+    def rows(self) -> list[tuple[str, str, str, str]]:
+        """The main numbers as text: (what, prefill, decode, total)."""
+        phases = (self.prefill, self.decode, self.total)
+        return [(label, *(write(phase) for phase in phases)) for label, write in _ROWS]  # type: ignore[misc]
+
+    def summary(self) -> str:
+        """The main numbers on about fifteen aligned lines, as wide as the terminal."""
+        experts = sum(self.num_experts)
+        cache = (
+            f"{self.cache_slots} slots for {experts} experts ({format_share(self.cache_rate)}), "
+            f"{format_memory(self.cache_bytes)}; policy {self.policy}, predictor {self.predictor or 'none'}"
+        )
+        link = self.link + (f"; store {self.store}" if self.store else "")
+        lines = labelled("cache", cache, _LABEL) + labelled("link", link, _LABEL)
+        if self.cache_rate >= 1 and not self.total.layer_visits:  # nothing is counted where all is in memory
+            return "\n".join(lines + self._troubles())
+        table = [("", "prefill", "decode", "total"), *self.rows()]
+        return "\n".join(lines + aligned(table, narrowest=10) + self._troubles())
+
+    def _troubles(self) -> list[str]:
+        t = self.total
+        counts = (
+            (t.failures_demand, "demand transfers failed"),
+            (t.failures_prefetch, "prefetches failed"),
+            (t.stale_completions, "late transfers ignored"),
+            (t.passes_aborted, "passes aborted"),
+        )
+        found = ", ".join(f"{count} {what}" for count, what in counts if count)
+        return labelled("trouble", found, _LABEL) if found else []
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+_LABEL = 10  # characters
+
+
+def _stall(phase: PhaseStats) -> str:
+    if not phase.passes:
+        return DASH
+    return f"{format_seconds(phase.stall_per_pass_s)} = {format_share(phase.stall_share)}"
+
+
+_ROWS = (
+    ("passes", lambda p: f"{p.passes:,}"),
+    ("tokens", lambda p: f"{p.tokens:,}"),
+    ("time per pass", lambda p: format_seconds(p.pass_s)),
+    ("  of it stall", _stall),
+    ("hit rate", lambda p: format_share(p.hit_rate)),
+    ("ready rate", lambda p: format_share(p.ready_rate)),
+    ("moved, MB per token", lambda p: format_megabytes(p.bytes_per_token)),
+    ("  on demand", lambda p: format_megabytes(ratio(p.bytes_demand, p.tokens))),
+    ("  prefetched", lambda p: format_megabytes(ratio(p.bytes_prefetched, p.tokens))),
+    ("  prefetched in vain", lambda p: format_share(p.wasted_share)),
+    ("evictions", lambda p: f"{p.evictions:,}"),
+    ("prefetch on", lambda p: format_share(p.prefetch_on_share)),
+)

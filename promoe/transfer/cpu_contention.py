@@ -1,0 +1,196 @@
+"""How much of the cores others took while something was measured: other processes, and the host of a virtual machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from promoe.transfer.control_groups import PROC
+from promoe.transfer.processor import usable_cores
+
+# From when on figures are not what the machine can do: a share of the cores that this process may use.
+MUCH_TAKEN = 0.15
+SAMPLE_S = 0.5
+# Over how long a decoding model is watched; and from how large a part of a thread without a core on it is told.
+BUSY_STRETCH_S = 4.0
+BUSY_THREADS = 0.5
+# Less says nothing: what is counted comes in ticks of 10 ms.
+SHORTEST_S = 0.1
+# Of a core's line in /proc/stat.
+_FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
+_BUSY = ("user", "nice", "system", "irq", "softirq")
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of the cores that this process may use, over a stretch of time.
+
+    Attributes:
+        cores: how many there are.
+        by_others: how many of them other processes kept busy.
+        withheld: how many a virtual machine's host kept from them while they had something to do (`steal`): other machines'
+            work, or its own for this one, reading a virtual disk for example.
+    """
+
+    cores: int
+    by_others: float
+    withheld: float
+
+    @property
+    def much_by_others(self) -> bool:
+        """Whether figures would be better without the other processes."""
+        return self.by_others >= MUCH_TAKEN * self.cores
+
+    @property
+    def remedy(self) -> str:
+        """What to do about much that others take."""
+        # Of a core that is nearly free a thread gets most.
+        free = max(1, int(self.cores - self.by_others + 0.25))
+        return (
+            "Stop them, or compute on as many threads as cores are free, for threads wait for the slowest of them: "
+            f"OMP_NUM_THREADS={free}, or torch.set_num_threads({free}) in Python."
+        )
+
+    def describe(self) -> str:
+        """In words: "other processes took 0.02 of 2 cores, the host withheld 0.30"."""
+        return f"other processes took {self.by_others:.2f} of {self.cores} cores, the host withheld {self.withheld:.2f}"
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Seconds since some time in the past: of the cores, busy and withheld, and what this process took of it."""
+
+    at_s: float
+    busy_s: float
+    withheld_s: float
+    own_s: float
+
+
+class CoreWatch:
+    """Watches from when it is made. What this process and its children (of `multiprocessing`) take is its own.
+
+    Args:
+        proc: for tests.
+        cores: which; those that this process may use.
+        clock: seconds, for tests.
+        own_s: seconds of processor time that this process and its children have taken, for tests.
+    """
+
+    def __init__(
+        self,
+        proc: Path = PROC,
+        cores: Iterable[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        own_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._proc, self._clock = proc, clock
+        self._own_s = own_s or (lambda: _own_s(proc))
+        self._cores = usable_cores() if cores is None else frozenset(cores)
+        self._begun = self._read()
+
+    def taken(self) -> Taken | None:
+        """Since it was made; None where the system does not say (it is no Linux), or that is too short a time."""
+        begun, now = self._begun, self._read()
+        if begun is None or now is None or now.at_s - begun.at_s < SHORTEST_S:
+            return None
+        seconds = now.at_s - begun.at_s
+        others_s = (now.busy_s - begun.busy_s) - (now.own_s - begun.own_s)
+        return Taken(
+            len(self._cores), max(0.0, others_s / seconds), max(0.0, now.withheld_s - begun.withheld_s) / seconds
+        )
+
+    def _read(self) -> _Reading | None:
+        try:
+            text = (self._proc / "stat").read_text(encoding="ascii")
+        except OSError:
+            return None
+        busy = withheld = 0
+        for line in text.splitlines():
+            name, *words = line.split()
+            if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cores:
+                if len(words) < len(_FIELDS):
+                    return None
+                ticks = dict(zip(_FIELDS, map(int, words), strict=False))
+                busy += sum(ticks[field] for field in _BUSY)
+                withheld += ticks["steal"]
+        return _Reading(self._clock(), busy / _ticks_per_s(), withheld / _ticks_per_s(), self._own_s())
+
+
+class BusyCores:
+    """Tells once that other processes keep cores busy while a model decodes, with what to do.
+
+    A product's threads wait for the slowest of them, spinning: on two cores of which another process has one, a token can take
+    eight times as long.
+
+    Args:
+        threads: that the model computes on, at the time.
+        watch: makes what watches the cores; for tests.
+        clock: seconds; for tests.
+    """
+
+    def __init__(
+        self,
+        threads: Callable[[], int],
+        watch: Callable[[], CoreWatch] = CoreWatch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._threads, self._make_watch, self._clock = threads, watch, clock
+        self._watch: CoreWatch | None = None
+        self._begun_s = self._computed_s = 0.0
+        self._passes = 0
+        self._told = False
+
+    def pass_ended(self, duration_s: float) -> str | None:
+        """A pass of so many seconds ended just now. Return what to tell, at most once; mostly None."""
+        if self._told:
+            return None
+        now_s = self._clock()
+        if self._watch is None or now_s - self._begun_s > 2 * BUSY_STRETCH_S:  # nothing was computed meanwhile
+            self._watch, self._begun_s, self._computed_s, self._passes = self._make_watch(), now_s, 0.0, 0
+            return None
+        self._computed_s += duration_s
+        self._passes += 1
+        if now_s - self._begun_s < BUSY_STRETCH_S:
+            return None
+        taken, computed = self._watch.taken(), self._computed_s >= 0.5 * (now_s - self._begun_s)
+        self._watch = None
+        if taken is None or not computed or taken.cores - taken.by_others > self._threads() - BUSY_THREADS:
+            return None
+        self._told = True
+        return f"{taken.describe()}, while {self._passes} tokens took {self._computed_s:.1f} s. {taken.remedy}"
+
+
+def taken_now(seconds: float = SAMPLE_S) -> Taken | None:
+    """Over the next `seconds`, in which this thread sleeps."""
+    watch = CoreWatch()
+    time.sleep(seconds)
+    return watch.taken()
+
+
+def _ticks_per_s() -> int:
+    return os.sysconf("SC_CLK_TCK")
+
+
+def _own_s(proc: Path) -> float:
+    """Of this process, of children that have ended, and of those that have not."""
+    times = os.times()
+    ended_s = times.children_user + times.children_system
+    return (
+        times.user
+        + times.system
+        + ended_s
+        + sum(_child_s(proc, child.pid) for child in multiprocessing.active_children())
+    )
+
+
+def _child_s(proc: Path, pid: int | None) -> float:
+    with suppress(OSError):  # it has just ended
+        # After the name, which may hold anything: the state is field 3; 14 and 15 are ticks in user and system mode.
+        fields = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _ticks_per_s()
+    return 0.0

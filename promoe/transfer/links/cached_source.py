@@ -1,0 +1,196 @@
+"""The tier between disk and device: experts that were read stay in pinned RAM until others need their place."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from promoe.errors import ConfigError
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import Chunk, Store
+from promoe.transfer.devices import Device, Event
+from promoe.transfer.links.base import Link
+from promoe.transfer.links.file import SPARE_RAM_BYTES
+from promoe.transfer.links.free_ram import free_ram_bytes
+from promoe.transfer.memory import HugePageRegion
+from promoe.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+# One that is read into while the other is copied.
+FEWEST_PER_WORKER = 2
+# Of one expert, whose copies are made in order: older ones are over, which is made sure of.
+MOST_EVENTS = 16
+
+
+class _Buffer:
+    """Room for one expert, and which of its chunks are there.
+
+    Args:
+        memory: `[slot_bytes]` uint8, pinned.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.chunks: set[int] = set()  # that are there, by their offset in the slot
+        self.reading: set[int] = set()
+        self.users = 0  # threads between `fetch` and `sent`
+        self.copied: list[Event] = []  # of the expert that it holds
+        self.before: list[Event] = []  # of the one before it: nothing is written until these are over
+
+    def vacate(self) -> None:
+        """Forget the expert; its copies may still be under way."""
+        assert not self.users, self.users
+        self.chunks.clear()
+        self.before, self.copied = [*self.before, *self.copied], []
+
+
+class CachedSource:
+    """What a link brings into RAM stays there: the least recently used expert makes room, once no copy needs it any more.
+
+    Args:
+        link: brings chunks into RAM, from as many threads as it has workers; closed with this source.
+        store: what it reads.
+        device: that experts are copied to.
+        nbytes: of pinned RAM, at most.
+
+    Raises:
+        ConfigError: that is too little to read and copy at the same time, or the system has not so much.
+    """
+
+    at_hand = False
+
+    def __init__(self, link: Link, store: Store, device: Device, nbytes: int) -> None:
+        slot_bytes, fewest = _slot_bytes(store), FEWEST_PER_WORKER * link.workers
+        if nbytes < fewest * slot_bytes:
+            raise ConfigError(
+                f"The 'pinned_bytes' of a PromoeConfig must be at least {fewest * slot_bytes} bytes here: {fewest} experts of "
+                f"{format_memory(slot_bytes)}, {FEWEST_PER_WORKER} per worker. Got {nbytes} instead. With 0, none stay in RAM."
+            )
+        self._num_experts = sum(store.num_experts)
+        self._num_buffers = min(nbytes // slot_bytes, max(fewest, self._num_experts))
+        self._link = link
+        self._keys = {
+            chunk.name: ExpertKey(layer_idx, expert_idx)
+            for layer_idx, count in enumerate(store.num_experts)
+            for expert_idx in range(count)
+            for chunk in store.chunks(ExpertKey(layer_idx, expert_idx))
+        }
+        self.nbytes = self._num_buffers * slot_bytes
+        """Of pinned RAM."""
+        memory = HugePageRegion(self.nbytes).tensor(0, (self._num_buffers, slot_bytes), torch.uint8)
+        self._pinned = device.pin([memory], own_pages=True)
+        if refused_bytes := self._pinned.refused_bytes:
+            logger.warning(
+                "%s of RAM for experts could not be pinned: they are copied to %s more slowly, and the host waits. Raise the "
+                "limit of locked memory (ulimit -l), or choose a smaller 'pinned_bytes'.",
+                format_memory(refused_bytes),
+                device.name,
+            )
+        self._free = [_Buffer(row) for row in memory]
+        self._held: OrderedDict[ExpertKey, _Buffer] = OrderedDict()  # least recently used first
+        self._changed = threading.Condition()
+        self._latest = threading.local()  # by worker: the buffer of what it fetched
+        self._closed = False
+
+    def fetch(self, chunk: Chunk) -> torch.Tensor:
+        """The chunk from RAM, read into it if it is not there; see `Source.fetch`. What another worker reads is waited for."""
+        key, place = self._keys[chunk.name], chunk.slot_offset_bytes
+        with self._changed:
+            buffer = self._wait_for_buffer(key)
+            buffer.users += 1
+            while place in buffer.reading:
+                self._changed.wait()
+            missing = place not in buffer.chunks
+            if missing:
+                buffer.reading.add(place)
+        if missing:
+            self._read(chunk, buffer)
+        self._latest.buffer = buffer
+        return buffer.memory[place : place + chunk.nbytes]
+
+    def sent(self, copied: Event | None) -> None:
+        """The expert stays at least until then; see `Source.sent`."""
+        with self._changed:
+            buffer: _Buffer = self._latest.buffer
+            if copied is not None:
+                buffer.copied.append(copied)
+            oldest = buffer.copied.pop(0) if len(buffer.copied) > MOST_EVENTS else None
+            buffer.users -= 1
+            self._changed.notify_all()
+        if oldest is not None:
+            oldest.wait_on_host()
+
+    def describe(self) -> str:
+        """The link's description, and what stays: "..., kept in 4.0 GiB of pinned RAM (240 of 1440 experts)"."""
+        kept = f"{min(self._num_buffers, self._num_experts)} of {self._num_experts} experts"
+        return f"{self._link.describe()}, kept in {format_memory(self.nbytes)} of pinned RAM ({kept})"
+
+    def close(self) -> None:
+        """Close the link and give back the RAM."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._link.close()
+        self._held.clear()
+        self._free.clear()
+        self._pinned.undo()
+
+    def _wait_for_buffer(self, key: ExpertKey) -> _Buffer:
+        """The expert's buffer, with the lock held; that of another, which is let go, if it has none."""
+        while not self._closed:
+            buffer = self._held.pop(key, None) or self._vacant()
+            if buffer is not None:
+                self._held[key] = buffer
+                return buffer
+            self._changed.wait()
+        raise OSError(errno.EBADF, "The link is closed")
+
+    def _vacant(self) -> _Buffer | None:
+        if self._free:
+            return self._free.pop()
+        for key, buffer in self._held.items():
+            if not buffer.users:
+                del self._held[key]
+                buffer.vacate()
+                return buffer
+        return None
+
+    def _read(self, chunk: Chunk, buffer: _Buffer) -> None:
+        place, arrived = chunk.slot_offset_bytes, False
+        try:
+            _wait_for_all(buffer.before)
+            self._link.transfer(chunk, buffer.memory.numpy().data, buffer.memory.data_ptr())
+            arrived = True
+        finally:
+            with self._changed:
+                buffer.reading.discard(place)
+                if arrived:
+                    buffer.chunks.add(place)
+                    buffer.before = []
+                else:
+                    buffer.users -= 1
+                self._changed.notify_all()
+
+
+def bytes_for_all_that_fits(store: Store, workers: int) -> int:
+    """Pinned RAM for as many experts as free RAM has room for, with 2 GiB to spare; 0 where that is too little."""
+    free_bytes = free_ram_bytes() or 0
+    slot_bytes = _slot_bytes(store)
+    nbytes = min(free_bytes - SPARE_RAM_BYTES, sum(store.num_experts) * slot_bytes)
+    return nbytes if nbytes >= FEWEST_PER_WORKER * workers * slot_bytes else 0
+
+
+def _slot_bytes(store: Store) -> int:
+    """A buffer takes an expert of any layer."""
+    return max(layout.slot_bytes for layout in store.layouts)
+
+
+def _wait_for_all(events: Sequence[Event]) -> None:
+    for event in tuple(events):
+        event.wait_on_host()

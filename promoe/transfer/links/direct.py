@@ -1,0 +1,177 @@
+"""Reads past the page cache (O_DIRECT): any range of a file to any address, on a device that only knows whole blocks.
+
+The kernel requires file offset and length to be multiples of a block, and addresses to be aligned. Where they allow it,
+whole blocks go straight to their place and only the two partial blocks at the ends pass through a buffer; otherwise the
+whole range is staged and copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from promoe.transfer.links.alignment import PAGE_BYTES, WHOLE_PAGES, Alignment, direct_alignment
+from promoe.transfer.links.staging import Staging
+from promoe.transfer.memory import HugePageRegion
+
+REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+class DirectUnsupportedError(OSError):
+    """The file system (or the operating system) of a file has no O_DIRECT."""
+
+
+class Descriptor:
+    """An open file that closes when nobody reads it any more.
+
+    Closing a number under a running read could let that read hit another file that was opened meanwhile: a silent wrong
+    weight. So readers hold the object, and the number lives as long as they do.
+    """
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.fd = -1
+        self.path = path
+        self.alignment = WHOLE_PAGES
+        self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class DirectFiles:
+    """O_DIRECT descriptors of files, and reads of arbitrary ranges of them. Thread-safe.
+
+    Args:
+        paths: the files, by the number that `file_idx` means.
+
+    Raises:
+        DirectUnsupportedError: one of them lies where there is no O_DIRECT (tmpfs of older kernels, some network and
+            stacked file systems, macOS).
+        OSError: one of them cannot be opened or read.
+    """
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self._staging = Staging()
+        self._descriptors: dict[int, Descriptor] | None = {idx: self._open(path) for idx, path in paths.items()}
+
+    @property
+    def descriptors(self) -> Mapping[int, Descriptor]:
+        """The open files by number; each stays open for as long as it is held."""
+        if self._descriptors is None:
+            raise OSError(errno.EBADF, "The link is closed")
+        return self._descriptors
+
+    def read(self, file_idx: int, offset_bytes: int, target: memoryview, address: int) -> None:
+        """Fill `target`, which lies at `address`, from `offset_bytes` of a file on.
+
+        Raises:
+            OSError: the device fails, the file ends early, or the files are closed; names path, offset and bytes.
+        """
+        descriptor, nbytes = self.descriptors[file_idx], len(target)
+        block_bytes, memory_bytes = descriptor.alignment
+        head_bytes = min(-offset_bytes % block_bytes, nbytes)
+        middle_bytes = (nbytes - head_bytes) // block_bytes * block_bytes
+        if (address + head_bytes) % memory_bytes or middle_bytes == 0:
+            region, start = self._stage(descriptor, offset_bytes, nbytes)
+            # ctypes, not a memoryview assignment: it lets other threads run during a copy of megabytes.
+            ctypes.memmove(address, region.address + start, nbytes)
+            return
+        tail_start = head_bytes + middle_bytes
+        tail_bytes = nbytes - tail_start
+        ends = self._staging.region(2 * PAGE_BYTES).memory
+        head, tail = ends[:block_bytes], ends[PAGE_BYTES : PAGE_BYTES + block_bytes]
+        buffers = [target[head_bytes:tail_start]]
+        if head_bytes:
+            buffers.insert(0, head)
+        if tail_bytes:
+            buffers.append(tail)
+        _read_blocks(descriptor, offset_bytes, nbytes, buffers)
+        if head_bytes:
+            target[:head_bytes] = head[block_bytes - head_bytes :]
+        if tail_bytes:
+            target[tail_start:] = tail[:tail_bytes]
+
+    def stage(self, file_idx: int, offset_bytes: int, nbytes: int) -> tuple[HugePageRegion, int]:
+        """Read a range into the calling thread's buffer.
+
+        Returns:
+            The buffer, valid until the thread's next read, and the offset in it at which the range starts.
+
+        Raises:
+            OSError: as `read`.
+        """
+        return self._stage(self.descriptors[file_idx], offset_bytes, nbytes)
+
+    def close(self) -> None:
+        """Close the files as soon as the reads in flight have ended. Closing twice is allowed."""
+        self._descriptors = None
+
+    def _stage(self, descriptor: Descriptor, offset_bytes: int, nbytes: int) -> tuple[HugePageRegion, int]:
+        block_bytes = descriptor.alignment.offset_bytes
+        start = offset_bytes % block_bytes
+        staged_bytes = -(-(start + nbytes) // block_bytes) * block_bytes
+        region = self._staging.region(staged_bytes)
+        _read_blocks(descriptor, offset_bytes, nbytes, [region.memory[:staged_bytes]])
+        return region, start
+
+    def _open(self, path: Path) -> Descriptor:
+        flag = getattr(os, "O_DIRECT", None)
+        if flag is None:
+            raise DirectUnsupportedError(errno.ENOTSUP, "This operating system has no O_DIRECT", str(path))
+        try:
+            descriptor = Descriptor(path, os.O_RDONLY | flag)
+            self._try_read(descriptor, WHOLE_PAGES)  # some file systems accept the flag and refuse the read
+        except OSError as error:
+            if error.errno in REFUSALS:
+                raise DirectUnsupportedError(error.errno, "The file system has no O_DIRECT", str(path)) from error
+            raise
+        finer = direct_alignment(descriptor.fd)
+        try:
+            self._try_read(descriptor, finer)
+            descriptor.alignment = finer
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+        return descriptor
+
+    def _try_read(self, descriptor: Descriptor, alignment: Alignment) -> None:
+        """Read one block to an address that is aligned just so."""
+        offset_bytes, memory_bytes = alignment
+        memory = self._staging.region(2 * PAGE_BYTES).memory
+        os.preadv(descriptor.fd, [memory[memory_bytes : memory_bytes + offset_bytes]], offset_bytes)
+
+
+def _read_blocks(descriptor: Descriptor, offset_bytes: int, nbytes: int, buffers: list[memoryview]) -> None:
+    """One `preadv` of the blocks around a range; more only if the kernel stops half way."""
+    block_bytes = descriptor.alignment.offset_bytes
+    lead_bytes = offset_bytes % block_bytes
+    done_bytes = 0
+    while True:
+        try:
+            count = os.preadv(descriptor.fd, buffers, offset_bytes - lead_bytes + done_bytes)
+        except OSError as error:
+            found_bytes = max(0, done_bytes - lead_bytes)
+            what = f"Cannot read {nbytes} bytes at offset {offset_bytes} ({found_bytes} found): {error.strerror}"
+            raise OSError(error.errno, what, str(descriptor.path)) from error
+        done_bytes += count
+        if done_bytes >= lead_bytes + nbytes:
+            return
+        if count == 0 or count % block_bytes:  # a partial block is the file's last
+            found_bytes = max(0, done_bytes - lead_bytes)
+            what = f"File ends early: expected {nbytes} bytes at offset {offset_bytes}, found {found_bytes}"
+            raise OSError(errno.EIO, what, str(descriptor.path))
+        buffers = _skip(buffers, count)
+
+
+def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The buffers behind the first `nbytes`."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if nbytes < len(buffer):
+            rest.append(buffer[nbytes:])
+        nbytes = max(0, nbytes - len(buffer))
+    return rest

@@ -1,0 +1,177 @@
+"""Disk to RAM: chunks read from a store's files into slots, through the page cache or past it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, get_args, runtime_checkable
+
+from promoe.errors import ConfigError
+from promoe.stores.base import Chunk, Store
+from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
+from promoe.transfer.links.free_ram import free_ram_bytes
+from promoe.transfer.links.staging import Staging, convert_into_slot, read_into_slot
+from promoe.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+FileMode = Literal["auto", "page_cache", "direct"]
+SPARE_RAM_BYTES = 2 * 1024**3
+
+
+class SourceFile(Protocol):
+    """A file that chunks come from."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has no chunk, so that the store closed it."""
+        ...
+
+    def check_unchanged(self, fd: int) -> None:
+        """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
+        ...
+
+
+@runtime_checkable
+class FileStore(Store, Protocol):
+    """A store whose chunks are ranges of files: `chunk.source_idx` counts `files`, offsets are the file's own."""
+
+    @property
+    def files(self) -> Sequence[SourceFile]:
+        """The files that chunks come from."""
+        ...
+
+
+class FileLink:
+    """Reads chunks of a file store with blocking reads, from `workers` threads at once.
+
+    Args:
+        store: where the experts are; it stays the caller's to close, after the link.
+        mode: "page_cache" reads through the system's cache, which keeps what it read in idle RAM; "direct" reads past
+            it (O_DIRECT), straight into the slot where addresses allow; "auto" takes the page cache if all experts fit
+            into free RAM with 2 GiB to spare. Where the file system has no O_DIRECT, "direct" becomes "page_cache",
+            with a logged warning.
+        workers: threads that the engine should run.
+        planned_bytes: RAM that is spoken for but not in use yet (slots fill later), subtracted from the free RAM; less than 0
+            if more will be given back.
+
+    Raises:
+        ConfigError: unknown mode, or fewer than one worker.
+        OSError: a file cannot be opened, or is another than the one that the store opened.
+    """
+
+    def __init__(self, store: FileStore, mode: FileMode = "auto", workers: int = 2, *, planned_bytes: int = 0) -> None:
+        if mode not in get_args(FileMode):
+            raise ConfigError(
+                f"The 'mode' of a file link must be one of {', '.join(get_args(FileMode))}. Got {mode!r} instead."
+            )
+        if workers < 1:
+            raise ConfigError(f"The 'workers' of a file link must be at least 1 thread. Got {workers} instead.")
+        self.workers = workers
+        self._store = store
+        self._staging = Staging()
+        self._closed = False
+        self._direct: DirectFiles | None = None
+        self.mode, self._why = _choose(mode, store, planned_bytes)
+        if self.mode == "direct":
+            try:
+                self._direct = DirectFiles({i: file.path for i, file in enumerate(store.files) if not file.closed})
+                for file_idx, descriptor in self._direct.descriptors.items():
+                    store.files[file_idx].check_unchanged(descriptor.fd)
+            except DirectUnsupportedError as error:
+                self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
+                logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)
+        self.copies_from_ram = self.mode == "page_cache"
+
+    def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
+        """Read one chunk into its slot; see `Link.transfer`."""
+        if self._closed:
+            raise OSError(errno.EBADF, f"Cannot read {self._store.describe(chunk)}: the link is closed")
+        direct = self._direct
+        if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth blocks of their own
+            read_into_slot(self._store, chunk, destination, self._staging)
+            return
+        descriptor = direct.descriptors[chunk.source_idx]
+        if chunk.dtype is None:
+            start, end = chunk.slot_offset_bytes, chunk.slot_offset_bytes + chunk.nbytes
+            direct.read(chunk.source_idx, chunk.source_offset_bytes, destination[start:end], address + start)
+        else:
+            region, start = direct.stage(chunk.source_idx, chunk.source_offset_bytes, chunk.source_nbytes)
+            convert_into_slot(chunk, region, start, destination)
+        self._store.files[chunk.source_idx].check_unchanged(descriptor.fd)
+
+    def describe(self) -> str:
+        """One line for reports: "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""
+        name = "O_DIRECT" if self.mode == "direct" else "page cache"
+        layers = range(len(self._store.num_experts))
+        largest_bytes = max((max(self._store.chunk_bytes(layer_idx)) for layer_idx in layers), default=0)
+        readers = "1 reader" if self.workers == 1 else f"{self.workers} readers"
+        return f"{name}, chunks up to {format_memory(largest_bytes)}, {readers} ({self._why})"
+
+    def close(self) -> None:
+        """Close the link's own files; reads in flight end in peace. The store stays open. Closing twice is allowed."""
+        self._closed = True
+        if self._direct is not None:
+            self._direct.close()
+
+
+def drop_page_cache(store: FileStore) -> None:
+    """Drop the store's files from the system's page cache, so that the next buffered read comes from the device.
+
+    For benchmarks. Pages that some process has mapped stay. Does nothing where the system has no such call (macOS).
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    drop_files([file.path for file in store.files])
+
+
+def drop_files(paths: Iterable[Path]) -> None:
+    """As `drop_page_cache`, of any files.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)  # pages that were never written out cannot be dropped
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def _choose(mode: FileMode, store: Store, planned_bytes: int) -> tuple[Literal["page_cache", "direct"], str]:
+    free_bytes = free_ram_bytes()
+    return choose_mode(mode, store.expert_bytes, None if free_bytes is None else free_bytes - planned_bytes)
+
+
+def choose_mode(
+    mode: FileMode, expert_bytes: int, free_bytes: int | None
+) -> tuple[Literal["page_cache", "direct"], str]:
+    """How files are read, and why.
+
+    Args:
+        mode: as asked for.
+        expert_bytes: of all experts.
+        free_bytes: of RAM, beside slots and all else; None: unknown.
+    """
+    if mode != "auto":
+        return mode, "as asked"
+    if free_bytes is None or not hasattr(os, "O_DIRECT"):
+        return "page_cache", "the only way here"
+    usable_bytes = max(0, free_bytes)
+    experts, usable = format_memory(expert_bytes), format_memory(usable_bytes)
+    if expert_bytes + SPARE_RAM_BYTES <= usable_bytes:
+        return "page_cache", f"experts of {experts} fit into {usable} of free RAM"
+    return "direct", f"experts of {experts} and {format_memory(SPARE_RAM_BYTES)} to spare exceed {usable} of free RAM"

@@ -1,0 +1,326 @@
+"""Memory that experts are moved into: huge-page regions, and the pool of slots cut from one.
+
+What backs a buffer decides how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages are
+512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and ask
+for huge pages. This module knows shapes and addresses; it does not know experts, files or policies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from promoe.errors import ConfigError
+from promoe.units import format_memory
+
+if TYPE_CHECKING:
+    from promoe.experts.kernels.packed import PackedMatrix, Packing
+    from promoe.stores.layout import ExpertLayout, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+HUGE_PAGE_BYTES = 2 * 1024 * 1024
+SLOT_ALIGNMENT_BYTES = 64
+# Linux 5.14; the mmap module of Python 3.10 to 3.13 does not name it.
+MADV_POPULATE_WRITE = 23
+NOTHING_PACKED: Mapping[str, Packing] = MappingProxyType({})
+POISON_BYTE = 0xFF  # every float dtype reads as NaN
+
+
+class HugePageRegion:
+    """`nbytes` of zeroed anonymous memory at a multiple of 2 MiB, in huge pages where the system offers them.
+
+    Nothing is touched at creation, so a region costs address space only until it is written, unless `prefault` is set.
+    A trailing part smaller than a huge page stays in 4 KiB pages: a small region costs what it says.
+
+    The memory lives until the last tensor or memoryview on it is gone; there is deliberately no explicit unmapping, as
+    a tensor would then point into nothing.
+
+    Args:
+        nbytes: size, at least 1.
+        prefault: back every page now, so that no transfer pays for page faults later.
+
+    Raises:
+        ConfigError: the size is not positive, or the system cannot map that much.
+    """
+
+    def __init__(self, nbytes: int, *, prefault: bool = False) -> None:
+        if nbytes < 1:
+            raise ConfigError(f"A memory region needs at least 1 byte. Got {nbytes} instead.")
+        self.nbytes = nbytes
+        try:
+            self._mapping = _map_private(nbytes + HUGE_PAGE_BYTES)
+        except (OSError, OverflowError, ValueError, MemoryError) as error:
+            raise ConfigError(
+                f"{format_memory(nbytes)} ({nbytes} bytes) of memory could not be mapped: {error}. Ask for less."
+            ) from error
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        self._start = -base % HUGE_PAGE_BYTES
+        self.address = base + self._start
+        self.memory = memoryview(self._mapping)[self._start : self._start + nbytes]
+        self._advise_huge_pages()
+        if prefault:
+            self._prefault()
+
+    def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over the region from `offset_bytes` on; shares and keeps alive the memory.
+
+        A normal tensor also when first asked for inside `torch.inference_mode`, so autograd may save it later.
+        """
+        count = torch.Size(shape).numel()
+        end_bytes = offset_bytes + count * dtype.itemsize
+        assert 0 <= offset_bytes <= end_bytes <= self.nbytes, (offset_bytes, shape, dtype, self.nbytes)
+        with torch.inference_mode(False):
+            # From the mapping itself, not from `memory`: releasing a memoryview must not let the mapping go.
+            flat = torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=self._start + offset_bytes)
+            return flat.view(shape)
+
+    def give_back(self, offset_bytes: int) -> None:
+        """Let the system have the pages from `offset_bytes` on; they are zeroed when they are written again."""
+        advice = getattr(mmap, "MADV_DONTNEED", None)
+        start = -(-(self._start + offset_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = self._start + self.nbytes
+        if advice is not None and start < end:
+            self._mapping.madvise(advice, start, end - start)
+
+    def fill(self, byte: int) -> None:
+        """Write `byte` everywhere. Touches every page."""
+        ctypes.memset(self.address, byte, self.nbytes)
+
+    def _advise_huge_pages(self) -> None:
+        whole_bytes = self.nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        advice = getattr(mmap, "MADV_HUGEPAGE", None)
+        if advice is None or whole_bytes == 0:
+            return
+        try:
+            self._mapping.madvise(advice, self._start, whole_bytes)
+        except OSError as error:  # a kernel built without transparent huge pages
+            logger.debug("no huge pages for %s: %s", format_memory(self.nbytes), error)
+
+    def _prefault(self) -> None:
+        page_bytes = -(-self.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self._mapping.madvise(MADV_POPULATE_WRITE, self._start, page_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise ConfigError(
+                    f"{format_memory(self.nbytes)} were mapped but memory could not back them: {error}. Ask for less."
+                ) from error
+            self.fill(0)  # a kernel without the advice: writing zeros over zeros does the same
+
+
+def _map_private(nbytes: int) -> mmap.mmap:
+    # mmap's default for -1 is MAP_SHARED, which is shared memory: other huge-page rules, and counted as RssShmem.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class Pool(Protocol):
+    """Slots of one layout, wherever they are."""
+
+    layout: ExpertLayout
+    num_slots: int
+    nbytes: int
+
+    def slot(self, idx: int) -> Any:
+        """Slot `idx` as a link that fills such slots takes it."""
+        ...
+
+    def address(self, idx: int) -> int:
+        """Where it starts."""
+        ...
+
+    def tensors(self, idx: int) -> Mapping[str, Any]:
+        """Views over it by name, the same each time; to be read between `begin_read` and `end_read`."""
+        ...
+
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
+        """Expert id -> the tensors of the slot that it is in, for kernels."""
+        ...
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """What the calling thread computes from now on may read these slots, whose experts are resident."""
+        ...
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """The calling thread has begun all that reads these slots; to be said before they are given back."""
+        ...
+
+    def poison(self) -> None:
+        """Fill every slot with NaN, for tests."""
+        ...
+
+    def room_for(self, num_slots: int) -> Any:
+        """The memory that another number of slots takes beside what there is, for `resize`. Changes nothing.
+
+        Raises:
+            ConfigError: there is not so much.
+        """
+        ...
+
+    def resize(self, num_slots: int, kept: Mapping[int, int], room: Any) -> None:
+        """Have another number of slots, while nobody reads or writes any.
+
+        Args:
+            num_slots: at least 1.
+            kept: slot whose bytes stay -> the slot that they are in afterwards.
+            room: from `room_for` that number.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        ...
+
+
+class SlotPool:
+    """A pool of `num_slots` slots of one layout in fast memory.
+
+    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot and
+    each of its tensors is 64-byte aligned.
+    The pool hands out the same tensor objects for a slot each time: whoever holds one sees what is loaded there next.
+
+    Args:
+        layout: how one expert lies in a slot.
+        num_slots: at least 1.
+        prefault: back all slots with memory now. By default a slot's pages appear when an expert is first loaded there.
+        packings: of the tensors that are packed, by name.
+
+    Raises:
+        ConfigError: no slots, or the system cannot map `num_slots * layout.slot_bytes`.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        num_slots: int,
+        *,
+        prefault: bool = False,
+        packings: Mapping[str, Packing] = NOTHING_PACKED,
+    ) -> None:
+        if num_slots < 1:
+            raise ConfigError(
+                f"A slot pool needs at least 1 slot ({layout.slot_bytes} bytes). Got {num_slots} instead."
+            )
+        assert layout.slot_bytes % SLOT_ALIGNMENT_BYTES == 0, layout.slot_bytes
+        for spec in layout.tensors:
+            assert spec.offset_bytes % SLOT_ALIGNMENT_BYTES == 0, spec
+        self.layout = layout
+        self.num_slots = num_slots
+        self.nbytes = num_slots * layout.slot_bytes
+        # Each has some of the slots, in order; the last one may have room for more than there are.
+        self._regions = [self._region_of(num_slots, prefault)]
+        self._packings = packings
+        self._tensors: dict[int, Mapping[str, torch.Tensor | PackedMatrix]] = {}
+
+    def slot(self, idx: int) -> memoryview:
+        """The writable bytes of slot `idx`, `layout.slot_bytes` long."""
+        region, offset_bytes = self._locate(idx)
+        return region.memory[offset_bytes : offset_bytes + self.layout.slot_bytes]
+
+    def address(self, idx: int) -> int:
+        """The virtual address of slot `idx`."""
+        region, offset_bytes = self._locate(idx)
+        return region.address + offset_bytes
+
+    def tensors(self, idx: int) -> Mapping[str, torch.Tensor | PackedMatrix]:
+        """Views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype, or a packed matrix.
+
+        Created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned while
+        it reads. Do not change the mapping.
+        """
+        cached = self._tensors.get(idx)
+        if cached is not None:
+            return cached
+        region, offset_bytes = self._locate(idx)
+        views = {spec.name: self._view(region, offset_bytes, spec) for spec in self.layout.tensors}
+        # One winner when two threads are first at once: setdefault is atomic.
+        return self._tensors.setdefault(idx, views)
+
+    def rows(
+        self, experts: Sequence[int], slots: Sequence[int]
+    ) -> Mapping[int, Mapping[str, torch.Tensor | PackedMatrix]]:
+        """See `Pool.rows`."""
+        return {expert: self.tensors(slot) for expert, slot in zip(experts, slots, strict=True)}
+
+    def begin_read(self, slots: Sequence[int]) -> None:
+        """What is in slots in RAM is there when a transfer is over."""
+
+    def end_read(self, slots: Sequence[int]) -> None:
+        """What was computed with slots in RAM is over when it returns."""
+
+    def poison(self) -> None:
+        """Fill every slot with bytes 0xFF (NaN in every float dtype), so that a read before a load is seen in tests."""
+        assert self._regions, "the pool is closed"
+        for region in self._regions:
+            region.fill(POISON_BYTE)
+
+    def poison_slot(self, idx: int) -> None:
+        """The same for one slot; nothing where the pool is closed, as for a transfer that fails late."""
+        if not self._regions:
+            return
+        ctypes.memset(self.address(idx), POISON_BYTE, self.layout.slot_bytes)
+
+    def close(self) -> None:
+        """Let the memory go as soon as the last view of it is gone. Closing twice is allowed."""
+        self._tensors = {}
+        self._regions = []
+
+    def room_for(self, num_slots: int) -> HugePageRegion | None:
+        """See `Pool.room_for`. None: what there is suffices."""
+        more = num_slots - self._slots_there()
+        return self._region_of(more, prefault=False) if more > 0 else None
+
+    def resize(self, num_slots: int, kept: Mapping[int, int], room: HugePageRegion | None) -> None:
+        """See `Pool.resize`. What is kept is copied only if its slot goes."""
+        slot_bytes = self.layout.slot_bytes
+        if room is not None:
+            self._regions.append(room)
+        self.num_slots = max(num_slots, self.num_slots)
+        for source, target in kept.items():
+            if source != target:
+                ctypes.memmove(self.address(target), self.address(source), slot_bytes)
+        self._tensors = {idx: views for idx, views in self._tensors.items() if idx < num_slots}
+        self.num_slots, self.nbytes = num_slots, num_slots * slot_bytes
+        there = self._slots_there()
+        while there - self._slots_in(self._regions[-1]) >= num_slots:
+            there -= self._slots_in(self._regions.pop())
+        self._regions[-1].give_back((num_slots - there + self._slots_in(self._regions[-1])) * slot_bytes)
+
+    def _region_of(self, num_slots: int, prefault: bool) -> HugePageRegion:
+        nbytes = num_slots * self.layout.slot_bytes
+        try:
+            return HugePageRegion(nbytes, prefault=prefault)
+        except ConfigError as error:
+            raise ConfigError(
+                f"No memory for a cache of {num_slots} slots of {format_memory(self.layout.slot_bytes)}, "
+                f"{format_memory(nbytes)} in all. Choose a smaller cache. ({error})"
+            ) from error
+
+    def _slots_there(self) -> int:
+        """That there is memory for."""
+        return sum(self._slots_in(region) for region in self._regions)
+
+    def _slots_in(self, region: HugePageRegion) -> int:
+        return region.nbytes // self.layout.slot_bytes
+
+    def _view(self, region: HugePageRegion, slot_bytes: int, spec: TensorSpec) -> torch.Tensor | PackedMatrix:
+        packing, offset_bytes = self._packings.get(spec.name), slot_bytes + spec.offset_bytes
+        if packing is not None:
+            return packing.view(region.tensor(offset_bytes, (spec.nbytes,), torch.uint8))
+        return region.tensor(offset_bytes, spec.shape, spec.dtype)
+
+    def _locate(self, idx: int) -> tuple[HugePageRegion, int]:
+        assert self._regions, "the pool is closed"
+        assert 0 <= idx < self.num_slots, (idx, self.num_slots)
+        for region in self._regions:
+            if idx < (slots := self._slots_in(region)):
+                return region, idx * self.layout.slot_bytes
+            idx -= slots
+        raise AssertionError("fewer slots in regions than in the pool")

@@ -1,0 +1,171 @@
+"""What a plan says a model takes is what the opened model has: equal, not about equal."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantised_checkpoints import write_fp8, write_mxfp4
+from tiny_models import build
+from transformers import PreTrainedModel
+from zoo import families
+
+import promoe
+from promoe.commands.plan.fits import cache_argument, pools, slots_bytes
+from promoe.commands.plan.kv_cache import _tensors
+from promoe.commands.plan.reading import read_model
+from promoe.commands.plan.sizes import ModelSizes
+from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.model.placement import other_bytes
+from promoe.stores.safetensors_files import SafetensorsFile
+
+CONTEXT = 40
+# One like Mixtral, one with shared experts, two with MLA and dense layers (one of them keeps buffers in fp32), one whose layers
+# take turns at a sliding window, one with tied embeddings.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"tie_word_embeddings": True},
+    "deepseek_v2": {},
+    "deepseek_v3": {},
+    "gpt_oss": {},
+}
+
+
+def cache_bytes(model: PreTrainedModel, num_tokens: int) -> int:
+    """Of the cache that the model really fills."""
+    ids = torch.arange(num_tokens)[None] % 50 + 2
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+def assert_is_what_is_opened(sizes: ModelSizes, folder: Path) -> None:
+    for rate in (0.3, 0.5):
+        model: Any = promoe.from_pretrained(folder, cache=cache_argument(rate), predictor=None)
+        with closing(model.promoe) as handle:
+            stats, runtime = handle.stats(), handle.runtime
+            store = runtime.engine.store
+            assert sizes.expert_bytes == store.expert_bytes
+            assert [layer.layout for layer in sizes.layers] == list(store.layouts)
+            assert [layer.num_experts for layer in sizes.layers] == list(store.num_experts)
+            assert [layer.top_k for layer in sizes.layers] == [layer.top_k for layer in runtime.layers]
+            assert sizes.other_bytes == other_bytes(model, runtime.layers)
+            assert slots_bytes(pools(sizes, rate)) == stats.cache_bytes
+            assert sum(plan.spec.num_slots for plan in pools(sizes, rate)) == stats.cache_slots
+            assert sizes.kv.nbytes(CONTEXT) == cache_bytes(model, CONTEXT)
+            assert sizes.dtype == str(model.dtype).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_headers_and_the_configuration_alone_say_what_the_model_takes(family: str, tmp_path: Path) -> None:
+    build(family, dtype=torch.bfloat16, **FAMILIES[family]).save_pretrained(tmp_path)
+    read = read_model(str(tmp_path))
+    assert read.store is not None
+    with closing(read.store) as store:
+        assert "headers of 1 safetensors file" in read.sizes.found_in
+        assert_is_what_is_opened(read.sizes, tmp_path)
+        assert [layer.chunk_bytes for layer in read.sizes.layers] == [
+            store.chunk_bytes(idx) for idx in range(len(read.layers))
+        ]
+        assert read.sizes.stored_bytes == read.sizes.expert_bytes
+    weights = tmp_path / "model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    alone = read_model(str(tmp_path))
+    assert alone.store is None
+    assert "config.json alone; bfloat16, as it says" in alone.sizes.found_in
+    (tmp_path / "elsewhere").rename(weights)
+    assert_is_what_is_opened(alone.sizes, tmp_path)
+
+
+@pytest.mark.parametrize("write", [write_fp8, write_mxfp4])
+def test_quantised_checkpoints_take_less_in_files_than_in_slots(write: Any, tmp_path: Path) -> None:
+    write(tmp_path)
+    read = read_model(str(tmp_path))
+    assert read.store is not None
+    with closing(read.store) as store:
+        assert_is_what_is_opened(read.sizes, tmp_path)
+        named = [tensor for file in store.files for tensor in file.tensors.values() if ".experts." in tensor.name]
+        quantised = sum(tensor.nbytes for tensor in named)
+    assert read.sizes.stored_bytes == quantised < read.sizes.expert_bytes
+    (tmp_path / "model.safetensors").unlink()
+    alone = read_model(str(tmp_path)).sizes
+    assert alone.expert_bytes == read.sizes.expert_bytes
+    assert alone.other_bytes == read.sizes.other_bytes
+    # Scales are assumed as they are in large models: of these small matrices they are more.
+    assert alone.stored_bytes == pytest.approx(quantised, rel=0.03)
+
+
+def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("qwen2_moe", dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size="60KB")
+
+    def read_into(*args: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", read_into)
+    read = read_model(str(tmp_path))
+    assert read.store is not None
+    with closing(read.store) as store:
+        assert len(store.files) > 1
+        assert all(tensor.is_meta for tensor in (*read.model.parameters(), *read.model.buffers()))
+
+
+# The last one is not in every version.
+@pytest.mark.parametrize("family", sorted({"jamba", "llama4", "unlimited_ocr"} & set(families.names())))
+def test_caches_of_other_kinds(family: str, tmp_path: Path) -> None:
+    """A state, a window in chunks, and a family's own."""
+    model = families.build(family)
+    ids = torch.arange(CONTEXT)[None] % 50 + 2
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    expected = sum(
+        tensor.nbytes for layer in cache.layers for tensor in _tensors(vars(layer).values()) if tensor.numel() > 1
+    )
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert read_model(str(tmp_path), "float32").sizes.kv.nbytes(CONTEXT) == expected
+
+
+def test_what_cannot_be_known_is_said(tmp_path: Path) -> None:
+    families.build("switch_transformers").save_pretrained(tmp_path)
+    read = read_model(str(tmp_path))
+    assert read.store is not None
+    read.store.close()
+    assert read.sizes.kv.nbytes(CONTEXT) is None
+    assert "encoder-decoder" in read.sizes.kv.assumed
+    families.build("jetmoe").save_pretrained(tmp_path / "jetmoe")
+    read = read_model(str(tmp_path / "jetmoe"))
+    assert read.store is not None
+    read.store.close()
+    assert "does not run without weights" in read.sizes.kv.assumed
+
+
+def test_a_dtype_that_is_asked_for(tmp_path: Path) -> None:
+    build("mixtral", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    half, whole = read_model(str(tmp_path)), read_model(str(tmp_path), "float32")
+    assert half.store is not None
+    assert whole.store is not None
+    half.store.close()
+    whole.store.close()
+    assert whole.sizes.expert_bytes == 2 * half.sizes.expert_bytes
+    assert whole.sizes.stored_bytes == half.sizes.stored_bytes
+    (tmp_path / "model.safetensors").unlink()
+    assert read_model(str(tmp_path), "float32").sizes.expert_bytes == whole.sizes.expert_bytes
+
+
+def test_where_there_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        read_model(str(tmp_path / "missing"))
+    with pytest.raises(CheckpointError, match=r"has no config\.json: it is no checkpoint"):
+        read_model(str(tmp_path))
+    with pytest.raises(PromoeError, match="no folder 'no-such-organisation/model', and nothing of that name"):
+        read_model("no-such-organisation/model")
+    build("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="no MoE layers"):
+        read_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_attention_heads": 0}))
+    with pytest.raises(PromoeError, match="No model can be made"):
+        read_model(str(tmp_path))

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from promoe.errors import ConfigError, PromoeError
+from promoe.files import check_writable, write_atomically
+
+
+def test_check_writable_returns_the_path_and_leaves_nothing(tmp_path: Path) -> None:
+    assert check_writable(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_writable_keeps_an_existing_file(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    assert (tmp_path / "old.json").read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("make_path", "found"),
+    [
+        (lambda tmp: tmp, "is a folder"),
+        (lambda tmp: tmp / "none" / "trace.json", "does not exist"),
+        (lambda tmp: Path("/dev/null"), "not a plain file"),
+        (lambda tmp: tmp / ("n" * 300), "Cannot write"),
+    ],
+)
+def test_unwritable_paths_raise_with_the_path_and_the_reason(tmp_path: Path, make_path, found: str) -> None:  # type: ignore[no-untyped-def]
+    path = make_path(tmp_path)
+    for attempt in (lambda: check_writable(path), lambda: write_atomically(path, ["x"])):
+        with pytest.raises(ConfigError, match=found) as caught:
+            attempt()
+        assert str(path) in str(caught.value)
+        assert isinstance(caught.value, PromoeError)
+
+
+def test_a_folder_that_refuses_files_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("promoe.files.tempfile.NamedTemporaryFile", refuse)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        check_writable(tmp_path / "a")
+
+
+def test_write_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    assert write_atomically(path, ["ä", "b\n"]) == path
+    assert path.read_bytes() == "äb\n".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_exception_while_writing_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def pieces() -> Iterator[str]:
+        yield "half"
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        write_atomically(path, pieces())
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_a_config_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(source: str, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("promoe.files.os.replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        write_atomically(tmp_path / "a.txt", ["x"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX permission bits")
+def test_the_file_has_ordinary_permissions(tmp_path: Path) -> None:
+    old = os.umask(0o022)
+    try:
+        path = write_atomically(tmp_path / "a.txt", ["x"])
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_file_name_that_is_no_utf8_can_be_written_about(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    assert write_atomically(tmp_path / "page.html", [f"of {name}"]).read_text() == "of caf?"
