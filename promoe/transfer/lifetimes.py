@@ -6,6 +6,7 @@ collection, with its weights, slots, threads and files.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,6 +24,20 @@ def if_alive(owner: Owner, action: Callable[..., object]) -> Callable[..., None]
             action(still_there, *args)
 
     return call
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return an exception of the same kind and words, with its causes, that holds no stack frames.
+
+    To be kept: the frames of one that was raised hold whoever called, and so the model that called.
+    """
+    try:
+        kept = copy.copy(error)
+    except Exception:  # one that cannot be made from its arguments alone
+        kept = RuntimeError(repr(error))
+    kept.__traceback__ = kept.__context__ = None
+    kept.__cause__ = None if error.__cause__ is None else without_frames(error.__cause__)
+    return kept
 
 
 def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import shutil
 import sys
 import threading
 import weakref
@@ -156,6 +157,47 @@ def test_a_model_and_all_that_serves_it_go_with_its_last_name(mode: str, end: st
     until(lambda: not left(watched), lambda: f"still there: {left(watched)}")
     until(lambda: not promoe_threads(), lambda: f"threads: {promoe_threads()}")
     assert descriptors() == before
+
+
+def cut_files(model: nn.Module, folder: Path) -> None:
+    """Reads fail, in link workers and in the forward's own thread."""
+    for file in folder.glob("*.safetensors"):
+        os.truncate(file, 1000)
+    for _ in range(2):
+        with pytest.raises(promoe.PromoeError):
+            ask(model)
+
+
+def interrupt_a_change(model: nn.Module, folder: Path) -> None:
+    """Ctrl-C in the midst of a change of the scheduler's state."""
+    scheduler = model.promoe.runtime.engine.scheduler
+
+    def torn(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    scheduler.begin_visit = torn
+    with pytest.raises(KeyboardInterrupt):
+        ask(model)
+    assert model.promoe.runtime.engine.torn
+
+
+@pytest.mark.parametrize("end", ["let go", "closed"])
+@pytest.mark.parametrize("predictor", ["gate", None])
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+@pytest.mark.parametrize("accident", [cut_files, interrupt_a_change])
+def test_a_model_goes_also_after_an_accident(
+    accident: Callable[[nn.Module, Path], None], read_mode: Any, predictor: str | None, end: str, tmp_path: Path
+) -> None:
+    """What failed is kept to be told, without the stack that holds the model."""
+    shutil.copytree(checkpoint(FAMILY), tmp_path, dirs_exist_ok=True)
+    config = promoe.PromoeConfig(read_mode=read_mode, stall_timeout_s=10.0)
+    model = promoe.from_pretrained(tmp_path, cache="50%", predictor=predictor, config=config)
+    accident(model, tmp_path)
+    ENDS[end](model)
+    watched = watch(model)
+    del model
+    until(lambda: not left(watched), lambda: f"still there: {left(watched)}")
+    until(lambda: not promoe_threads(), lambda: f"threads: {promoe_threads()}")
 
 
 @pytest.mark.parametrize("name", names())

@@ -32,6 +32,7 @@ from promoe.stats.recorder import Recorder
 from promoe.stats.tracing import LINK_IN_FORWARD, Tracer, link_worker
 from promoe.stores import Store, first_tensors
 from promoe.stores.base import Chunk
+from promoe.transfer.lifetimes import without_frames
 from promoe.transfer.links import Link, QueueingLink
 from promoe.transfer.memory import Pool
 
@@ -154,7 +155,7 @@ class Monitor:
     def _break(self, what: str, cause: BaseException | None) -> None:
         """Refuse to serve from now on, with the lock held."""
         if self._broken is None:
-            self._broken = (what, cause)
+            self._broken = (what, None if cause is None else without_frames(cause))
             self.notify_visits()
 
     def break_off(self, error: BaseException) -> None:
@@ -360,7 +361,7 @@ class Monitor:
     def _failed(self, lease: Lease, error: Exception) -> bool:
         """Publish a failure, with the lock held; says whether it is the expert's first since it last arrived."""
         first = lease.key not in self._load_errors
-        self._load_errors[lease.key] = (lease, error)
+        self._load_errors[lease.key] = (lease, without_frames(error))
         self.scheduler.chunk_failed(lease)
         self.notify_visits()
         return first
