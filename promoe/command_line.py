@@ -123,29 +123,42 @@ def _write_nowhere() -> None:
     os.close(nowhere)
 
 
+def _open_closed_streams() -> None:
+    """Give a stream that was closed before Python began (`>&-`) somewhere to go."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # stderr may be full
+        print(text, file=sys.stderr, flush=True)
+
+
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code.
 
     2: the user can mend it, 130: interrupted, 141: whoever read its output (`head`) has left.
     """
-    parser = make_parser(program, description, version, commands)
-    arguments = sys.argv[1:] if argv is None else argv
     choose_threads()  # before a command imports torch
-    if sys.stdout is None:  # it was closed before Python began
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
-    _replace_what_cannot_be_written()
+    _open_closed_streams()
+    name = program
     try:
+        parser = make_parser(program, description, version, commands)
+        parsed = _parsed(parser, sys.argv[1:] if argv is None else argv)
+        name = f"{program} {parsed.command}"
+        _replace_what_cannot_be_written()
         options = vars(parsed[parsed.command])
         _check_numbers(options)
         code = commands[parsed.command](**options)
         sys.stdout.flush()
         return code
     except PromoeError as error:
-        print(f"{program} {parsed.command}: {error}", file=sys.stderr)
+        _tell(f"{name}: {error}")
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print(f"\n{program} {parsed.command}: interrupted", file=sys.stderr)
+        _tell(f"\n{name}: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         _write_nowhere()
@@ -154,11 +167,13 @@ def run_command(program: str, description: str, version: str, commands: Commands
         if error.filename is not None or error.errno not in _NO_ROOM:
             raise  # not from writing to what is open already
         _write_nowhere()
-        with suppress(OSError):  # stderr may be as full
-            print(
-                f"{program} {parsed.command}: what it prints cannot be written: {error.strerror}. Send it to where there is "
-                "room.",
-                file=sys.stderr,
-                flush=True,
-            )
+        _tell(f"{name}: what it prints cannot be written: {error.strerror}. Send it to where there is room.")
         return EXIT_USER_ERROR
+
+
+def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
+    try:
+        return parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
+    except SystemExit:  # help was printed, or a mistake told
+        sys.stdout.flush()
+        raise

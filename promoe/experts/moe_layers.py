@@ -82,6 +82,11 @@ class MoELayer:
         """The module that holds experts and gate."""
         return self._still_there(self._block)
 
+    @property
+    def is_there(self) -> bool:
+        """Whether somebody still has its experts and its block."""
+        return self._experts() is not None and self._block() is not None
+
     def _still_there(self, ref: weakref.ref[nn.Module]) -> nn.Module:
         module = ref()
         if module is None:

@@ -33,12 +33,26 @@ def base_of(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] | Non
     found = {key: value for key, value in (options or {}).items() if key in OF_THE_HUB}
     subfolder = found.get("subfolder") or ""
     adapter = _adapter_in(Path(name, subfolder)) if is_folder(name, subfolder) else _adapter_on_the_hub(name, found)
-    return name if adapter is None else _base_of_adapter(name, adapter)
+    if adapter is None:
+        return name
+    base = _base_named(name, adapter)
+    if subfolder:
+        raise ConfigError(
+            f"'{name[:500]}' has an adapter in '{subfolder}', and Transformers opens none in a subfolder. Give the path of "
+            "that folder itself."
+        )
+    _check_base(name, base)
+    return base
 
 
 def _adapter_in(folder: Path) -> str | None:
     """Return the file of an adapter's configuration; None: the folder has a model's."""
-    return None if os.path.isfile(folder / CONFIG_NAME) else str(folder / ADAPTER_CONFIG_NAME)
+    adapter = folder / ADAPTER_CONFIG_NAME
+    if not os.path.isfile(folder / CONFIG_NAME):
+        return str(adapter)
+    if os.path.isfile(adapter):  # of an adapter beside the model, which Transformers will read
+        _read_adapter_config(str(folder), str(adapter))
+    return None
 
 
 def _adapter_on_the_hub(name: str, options: Mapping[str, Any]) -> str | None:
@@ -58,28 +72,47 @@ def _adapter_on_the_hub(name: str, options: Mapping[str, Any]) -> str | None:
     return found
 
 
-def _base_of_adapter(name: str, config_file: str) -> str:
+def _read_adapter_config(name: str, config_file: str) -> dict[str, Any]:
     try:
-        base = read_json(config_file)["base_model_name_or_path"]
-        if not isinstance(base, str) or not base:
-            raise ValueError("its base_model_name_or_path names no model")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        content = read_json(config_file)
+        if not isinstance(content, dict):
+            raise ValueError(f"it is no object but {type(content).__name__}")
+    except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"'{name[:500]}' has an adapter and no model, and its {ADAPTER_CONFIG_NAME} does not say of which model: "
-            f"{type(error).__name__}: {error}. Open the base model, and load the adapter with model.load_adapter(...)."
+            f"The {ADAPTER_CONFIG_NAME} of '{name[:500]}' cannot be read: {error}. Mend it, or take the adapter out of "
+            "the folder."
         ) from error
+    return content
+
+
+def _base_named(name: str, config_file: str) -> str:
+    base = _read_adapter_config(name, config_file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"'{name[:500]}' has an adapter and no model, and its {ADAPTER_CONFIG_NAME} does not say of which model "
+            "(base_model_name_or_path). Open the base model, and load the adapter with model.load_adapter(...)."
+        )
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(
             f"'{name[:500]}' has an adapter of '{base[:500]}' and no model of its own, and PEFT is not installed. `pip install "
             f"peft`, or open '{base[:500]}' without the adapter."
         )
+    return base
+
+
+def _check_base(name: str, base: str) -> None:
+    """Raise CheckpointError where the base model that an adapter names is not there, or is an adapter too."""
+    remedy = f"change base_model_name_or_path in its {ADAPTER_CONFIG_NAME} to where that model is."
     try:
-        return base_of(base)
+        own = _adapter_in(Path(base)) if is_folder(base) else _adapter_on_the_hub(base, {})
     except CheckpointError as error:
         raise CheckpointError(
-            f"'{name[:500]}' has an adapter of '{base[:500]}' and no model of its own: {error} Or change "
-            f"base_model_name_or_path in its {ADAPTER_CONFIG_NAME} to where that model is."
+            f"'{name[:500]}' has an adapter of '{base[:500]}' and no model of its own: {error} Or {remedy}"
         ) from error
+    if own is not None:
+        raise CheckpointError(
+            f"'{name[:500]}' has an adapter of '{base[:500]}', which is an adapter too. Instead, {remedy}"
+        )
 
 
 def is_folder(name: str, subfolder: str = "") -> bool:

@@ -46,8 +46,10 @@ def _class_named(config: Any) -> Any:
     if module_name == type(config).__module__:
         return None
     module = importlib.import_module(module_name)
-    for name in getattr(config, "architectures", None) or ():
+    names = getattr(config, "architectures", None)
+    for name in names if isinstance(names, (list, tuple)) else ():
         found = getattr(module, str(name), None)
-        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        is_own = isinstance(found, type) and found.__module__ == module_name and issubclass(found, PreTrainedModel)
+        if is_own and not str(name).endswith("PreTrainedModel"):
             return found
     return None

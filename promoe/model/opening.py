@@ -25,12 +25,19 @@ import torch
 
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.experts.adapters.base import set_tensor
-from promoe.experts.guard import guard_parameter
+from promoe.experts.guard import guard_parameter, is_guard
 from promoe.model.model_class import class_to_open
-from promoe.model.opening_checks import check_arguments, check_checkpoint, check_missing, check_shapes, prepare_config
+from promoe.model.opening_checks import (
+    check_adapter,
+    check_arguments,
+    check_checkpoint,
+    check_missing,
+    check_shapes,
+    prepare_config,
+)
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
-from promoe.stores.layout import DEFAULT_CHUNK_BYTES
+from promoe.stores.layout import CACHE_LINE_BYTES, DEFAULT_CHUNK_BYTES
 from promoe.stores.safetensors_files import SafetensorsFiles, check_inside, remedy
 from promoe.stores.safetensors_header import TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -141,7 +148,7 @@ def _open(
 ) -> OpenedModel:
     # Never ask on the terminal whether a checkpoint's own code may run.
     options = {**kwargs, "trust_remote_code": False, "use_safetensors": True}
-    check_arguments(opening.chunk_bytes, dtype, kwargs)
+    check_arguments(opening.chunk_bytes, dtype, auto_class, kwargs)
     base = check_checkpoint(path_or_id, kwargs)
     try:
         auto_class = auto_class or class_to_open(base, options)
@@ -152,7 +159,8 @@ def _open(
         return opening.finish(opening.model)
     except BaseException as error:
         opening.close()
-        if isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
+        is_callers_own = any(error is one for one in opening.progress.raised)
+        if is_callers_own or isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
             raise
         if isinstance(error, OSError):
             said = str(error)[:2000].rstrip(". ")
@@ -164,6 +172,12 @@ def _open(
         if isinstance(error, ValueError) and opening.model_class is None:
             name = auto_class.__name__ if auto_class else "a model"
             raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
+        if opening.is_loaded:
+            raise CheckpointError(
+                f"Cannot open {path_or_id}: its weights were loaded, but not what Transformers loads after them (an adapter, "
+                f"generation_config.json): {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. Mend it, or take it out "
+                "of the folder."
+            ) from error
         # Transformers computes with what config.json says before it is compared with anything, and so do models.
         named = getattr(opening.model_class or auto_class, "__name__", "a model")
         raise CheckpointError(
@@ -184,6 +198,7 @@ class _Opening:
         self.store: SafetensorsStore | None = None
         self.layers: list[MoELayer] = []
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
+        self.is_loaded = False
 
     def auto_class(self, base: Any) -> Any:
         """An Auto class, or a model class, like `base` that loads through this object."""
@@ -210,7 +225,9 @@ class _Opening:
             @staticmethod
             def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
                 if opening.store is not None:  # an adapter's weights, which go into the model that was loaded
-                    return base._load_pretrained_model(*args, **kwargs)
+                    loading, offloaded = base._load_pretrained_model(*args, **kwargs)
+                    check_adapter(loading, kwargs["model"] if "model" in kwargs else args[0])
+                    return loading, offloaded
                 call = inspect.signature(base._load_pretrained_model).bind(*args, **kwargs)
                 model, load_config = call.arguments["model"], call.arguments["load_config"]
                 call.arguments["state_dict"] = opening.plan(model, call.arguments["checkpoint_files"], load_config)
@@ -229,6 +246,7 @@ class _Opening:
                 with _hidden_experts(opening.layers):
                     loading = base._finalize_model_loading(model, *args, **kwargs)
                 check_missing(loading, base, model.config)
+                opening.is_loaded = True
                 return loading
 
         Opening.__name__ = base.__name__
@@ -283,6 +301,7 @@ class _Opening:
 
         if any(map(is_adapter, model.modules())):
             find_moe_layers(model)  # raises where it is on experts
+            _align(model)
         opened = OpenedModel(model, self.layers, self.store)
         # A class is only freed by a garbage collection, and those made here hold this object: let it hold nothing.
         self.model, self.layers, self.store = None, [], None
@@ -417,6 +436,13 @@ def bank_specs(layer: MoELayer) -> list[BankSpec]:
     ]
 
 
+def _align(model: PreTrainedModel) -> None:
+    """Have an adapter's tensors, which Transformers maps from its file, where all others are: at multiples of 64 bytes."""
+    for parameter in model.parameters():
+        if not is_guard(parameter) and parameter.data_ptr() % CACHE_LINE_BYTES:
+            parameter.data = parameter.data.clone()
+
+
 class _Progress:
     """Bytes that were read of those that will be; told to a caller, from several threads, one at a time."""
 
@@ -425,12 +451,18 @@ class _Progress:
         self._lock = threading.Lock()
         self._done_bytes = 0
         self.total_bytes = 0
+        self.raised: list[Exception] = []
+        """By the caller's function, in several threads."""
 
     def count(self, nbytes: int) -> None:
         """So many bytes were read."""
         with self._lock:
             self._done_bytes += nbytes
-            self._told(self._done_bytes, max(self.total_bytes, self._done_bytes))
+            try:
+                self._told(self._done_bytes, max(self.total_bytes, self._done_bytes))
+            except Exception as error:
+                self.raised.append(error)
+                raise
 
     def end(self) -> None:
         """All that the model needs was read, also where that is less than was expected."""

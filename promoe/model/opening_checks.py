@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,13 @@ from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
 from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # Quantised formats (quant_method) that are dequantised on arrival.
 DEQUANTISED = ("fp8", "mxfp4")
+# In the names of what PEFT puts into a model.
+_OF_ADAPTERS = ("lora_", "ia3_", "vera_", "modules_to_save", "trainable_tokens")
 # Of a configuration. Models are built layer by layer before anything is compared with the files.
 MAX_LAYERS = 4096
 # Arguments of from_pretrained that go around this way of loading; what to do instead.
@@ -41,7 +46,7 @@ _REFUSED: dict[str, str] = {
 }
 
 
-def check_arguments(chunk_bytes: int, dtype: Any, kwargs: Mapping[str, Any]) -> None:
+def check_arguments(chunk_bytes: int, dtype: Any, auto_class: Any, kwargs: Mapping[str, Any]) -> None:
     """Before anything is read.
 
     Raises:
@@ -58,7 +63,19 @@ def check_arguments(chunk_bytes: int, dtype: Any, kwargs: Mapping[str, Any]) -> 
             "The 'use_safetensors' argument must be True: experts are read from safetensors files only. Got False."
         )
     _check_dtype(dtype)
-    where = torch.get_default_device()
+    if auto_class is not None and not (
+        hasattr(auto_class, "_model_mapping") or hasattr(auto_class, "_load_pretrained_model")
+    ):
+        raise ConfigError(
+            "The 'auto_class' argument must be an Auto class or model class of Transformers, such as "
+            f"transformers.AutoModelForCausalLM. Got {shown(auto_class)} instead."
+        )
+    try:
+        where = torch.get_default_device()
+    except RuntimeError as error:  # one that this torch does not have
+        raise ConfigError(
+            f"The default device of torch cannot be used: {error}. Call torch.set_default_device('cpu')."
+        ) from error
     if where.type != "cpu":
         raise ConfigError(
             f"A checkpoint cannot be opened while torch makes new tensors on the device '{where}' (torch.set_default_device, "
@@ -80,8 +97,9 @@ def check_checkpoint(path_or_id: str | os.PathLike[str], kwargs: Mapping[str, An
     if config is None or os.path.isfile(name) or not name.strip():
         name = base_of(name, kwargs)
     if os.path.isdir(name) and not kwargs.get("variant"):
-        weights_name = getattr(config, "transformers_weights", None)
-        SafetensorsFiles.open(locate_files(Path(name, kwargs.get("subfolder") or ""), weights_name)).close()
+        weights_name = kwargs.get("transformers_weights") or getattr(config, "transformers_weights", None)
+        folder = Path(name, kwargs.get("subfolder") or "")
+        SafetensorsFiles.open(locate_files(folder, weights_name, from_config=config is None)).close()
     return name
 
 
@@ -135,6 +153,21 @@ def check_shapes(loading: Any, ignored: bool) -> None:
             f"The checkpoint's tensor for {name!r} has shape {list(found)}, but {list(expected)} was expected "
             f"({len(loading.mismatched_keys)} such tensors). The checkpoint is not of this model, or config.json was "
             "changed."
+        )
+
+
+def check_adapter(loading: Any, model: PreTrainedModel) -> None:
+    """After an adapter's weights were read. Raises CheckpointError where some are missing, which Transformers makes up."""
+    own = {name for name, _ in model.named_parameters() if any(mark in name for mark in _OF_ADAPTERS)}
+    missing, unexpected = sorted(own & set(loading.missing_keys)), sorted(loading.unexpected_keys)
+    if missing or unexpected:
+        what = (
+            f"has no tensor for {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not take"
+        )
+        raise CheckpointError(
+            f"The adapter {what} ({len(missing)} missing, {len(unexpected)} that nothing takes): Transformers would make up "
+            "what is missing. It is not whole, of another model, or of a kind that Transformers does not load (DoRA, for "
+            "example). Open the base model alone, or merge the adapter with PEFT (merge_and_unload) and open what that saves."
         )
 
 

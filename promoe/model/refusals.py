@@ -74,7 +74,10 @@ def _replace_method(module: nn.Module, name: str, wrapped: Callable[..., Any]) -
     @functools.wraps(getattr(type(module), name))
     def method(*args: Any, **kwargs: Any) -> Any:
         alive = found()
-        assert alive is not None, name  # who calls it has the module
+        if alive is None:
+            raise PatchStateError(
+                f"This is a shallow copy of a patched model that is gone: {name} needs the model itself. Keep the model."
+            )
         return wrapped(alive, own or getattr(type(alive), name).__get__(alive), *args, **kwargs)
 
     def undo(module: nn.Module) -> None:

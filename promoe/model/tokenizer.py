@@ -19,8 +19,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         CheckpointError: there is none, or it cannot be read.
     """
     base = base_of(model)
-    if any(os.path.isfile(os.path.join(model, name)) for name in ("tokenizer.json", "tokenizer_config.json")):
-        base = model  # an adapter's own
+    if base != model and _has_tokenizer(model):
+        base = model  # an adapter's own, which may know more tokens
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
@@ -30,6 +30,17 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
             "(tokenizer.json, tokenizer_config.json) are missing, damaged, or Git LFS pointers that were not pulled."
         ) from error
     return tokenizer
+
+
+def _has_tokenizer(adapter: str) -> bool:
+    """Return whether a folder, or a hub id, has a tokenizer's files."""
+    names = ("tokenizer_config.json", "tokenizer.json")
+    if os.path.isdir(adapter):
+        return any(os.path.isfile(os.path.join(adapter, name)) for name in names)
+    from transformers.utils import cached_file
+
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return any(cached_file(adapter, name, **quietly) is not None for name in names)
 
 
 def check_known(model: Any, ids: torch.Tensor) -> None:

@@ -108,7 +108,8 @@ class Runtime:
         found, layer_idx = weakref.ref(self), layer.layer_idx
 
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if (runtime := found()) is not None:
+            runtime = found()
+            if runtime is not None and runtime.layers[layer_idx].is_there:  # else the gate was kept alone
                 runtime._gate_chose(runtime.layers[layer_idx], args, kwargs, output)
 
         return on_gate

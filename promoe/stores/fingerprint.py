@@ -47,12 +47,13 @@ class Fingerprint:
             _samples_crc(fd, status.st_size),
         )
 
-    def look_again(self, fd: int, path: Path) -> tuple[Fingerprint, str]:
+    def look_again(self, fd: int, own_fd: int, path: Path) -> tuple[Fingerprint, str]:
         """Compare an open file with what it was.
 
         Args:
             fd: open for reading, also with O_DIRECT.
-            path: where it was opened. Of a file whose time has changed, the bytes are read there.
+            own_fd: the descriptor that the fingerprint was taken of, without O_DIRECT: its bytes are compared.
+            path: where another file is read that is in the place of this one.
 
         Returns:
             What to compare with from now on, and what differs, in words: "size 4096 -> 1024 bytes, ..."; "" if nothing does.
@@ -61,20 +62,24 @@ class Fingerprint:
         same_file = now.st_size == self.size_bytes and now.st_ino == self.inode and now.st_dev == self.device
         if same_file and now.st_mtime_ns == self.modified_ns:
             return self, ""
-        try:
-            at_path = open_plain(path)
-        except OSError as error:
-            return self, self._differences(now, f"header: {error.strerror}")
-        try:
-            header, samples = _header_crc(at_path), _samples_crc(at_path, os.fstat(at_path).st_size)
-            read_same_file = os.fstat(at_path).st_ino == now.st_ino
-        finally:
-            os.close(at_path)
-        if same_file and read_same_file and (header, samples) == (self.header_crc, self.samples_crc):
+        if (now.st_dev, now.st_ino) != (self.device, self.inode):
+            return self, self._differences(now, self._at(path))
+        header, samples = _header_crc(own_fd), _samples_crc(own_fd, now.st_size)
+        if same_file and (header, samples) == (self.header_crc, self.samples_crc):
             logger.info("%s was dated anew; its size, its header and samples of its bytes are as before.", path)
             return replace(self, modified_ns=now.st_mtime_ns), ""
         same = "same header" if header == self.header_crc else "another header"
         return self, self._differences(now, same if samples == self.samples_crc else f"{same}, other bytes")
+
+    def _at(self, path: Path) -> str:
+        try:
+            fd = open_plain(path)  # not the one at hand, which may be for O_DIRECT
+        except OSError as error:
+            return f"header: {error.strerror}"
+        try:
+            return "same header" if _header_crc(fd) == self.header_crc else "another header"
+        finally:
+            os.close(fd)
 
     def _differences(self, now: os.stat_result, content: str) -> str:
         changes = []

@@ -91,14 +91,14 @@ class SafetensorsFile:
                 raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
             if count == 0:
                 what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                _, changes = self.fingerprint.look_again(self.fd, self.path)
+                _, changes = self.fingerprint.look_again(self.fd, self.fd, self.path)
                 raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
         self.check_unchanged(self.fd)  # after the read: a file is dated before other bytes can be read from it
 
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
-        self.fingerprint, changes = self.fingerprint.look_again(fd, self.path)
+        self.fingerprint, changes = self.fingerprint.look_again(fd, self.fd, self.path)
         if changes:
             what = f"The file changed since the model was opened ({changes}). Put it back as it was, or open the model again"
             raise OSError(errno.ESTALE, what, str(self.path))
@@ -145,25 +145,29 @@ class SafetensorsFiles:
             file.close()
 
 
-def locate_files(checkpoint: str | os.PathLike[str], weights_name: str | None = None) -> list[Path]:
+def locate_files(checkpoint: str | os.PathLike[str], weights_name: Any = None, from_config: bool = True) -> list[Path]:
     """Return the safetensors files of a local checkpoint, in order of name.
 
     Args:
         checkpoint: a folder, one `.safetensors` file, or an index.
-        weights_name: file or index in the folder; None: what its config.json says (`transformers_weights`), or the usual names.
+        weights_name: file or index in the folder; None: the usual names.
+        from_config: without a name, ask the folder's config.json for one (`transformers_weights`).
 
     Raises:
         CheckpointError: there are none, or the index is not readable, or names files outside the folder.
     """
     path = Path(checkpoint)
     if path.is_dir():
+        if weights_name is None and from_config and (path / "config.json").is_file():
+            config = _json(path / "config.json")
+            weights_name = config.get("transformers_weights") if isinstance(config, dict) else None
         path = _weights_in(path, weights_name)
     if not path.name.endswith(".index.json"):
         return [path]
     index = _json(path)
     try:
         names = set(index["weight_map"].values())
-        if not names or not all(isinstance(name, str) for name in names):
+        if not names:
             raise ValueError("its weight_map does not name files")
         check_inside(names, "index")
         if not isinstance(index.get("metadata"), dict):
@@ -180,14 +184,11 @@ def locate_files(checkpoint: str | os.PathLike[str], weights_name: str | None = 
     return [path.parent / name for name in sorted(names)]
 
 
-def _weights_in(folder: Path, weights_name: str | None) -> Path:
+def _weights_in(folder: Path, weights_name: Any) -> Path:
     """Return the folder's one file of weights, or its index."""
-    if weights_name is None and (folder / "config.json").is_file():
-        config = _json(folder / "config.json")
-        weights_name = config.get("transformers_weights") if isinstance(config, dict) else None
-    if isinstance(weights_name, str):
+    if weights_name is not None:
         check_inside([weights_name], "config.json")
-        return folder / weights_name
+        return folder / str(weights_name)
     for name in (WEIGHTS_NAME, INDEX_NAME):
         if (folder / name).is_file():
             return folder / name
@@ -207,11 +208,15 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path} is no sound JSON file: {error}. Mend it, or get it anew.") from error
 
 
-def check_inside(names: Iterable[str], where: str) -> None:
+def check_inside(names: Iterable[Any], where: str) -> None:
     """Raise CheckpointError where a name leads out of the folder. The files may: in the hub's cache they are links."""
     for name in names:
+        if not isinstance(name, str) or not name:
+            raise CheckpointError(
+                f"The checkpoint's {where} names {name!r} where the name of a file is expected. Mend it."
+            )
         parts = PurePath(name).parts
-        if not parts or ".." in parts or PurePath(name).is_absolute():
+        if ".." in parts or PurePath(name).is_absolute():
             raise CheckpointError(
                 f"The checkpoint's {where} names the file {name[:200]!r}, which lies outside the checkpoint's folder. Do not "
                 "use this checkpoint, or download it again from where you trust it."
@@ -235,6 +240,8 @@ def remedy(error: OSError) -> str:
             f"This process may have {limit} files open, and a served checkpoint needs one or two for each of its files: raise "
             f"the limit (`ulimit -n {max(4 * limit, 4096)}` before Python is started; the system allows {most})."
         )
+    if error.errno == errno.EINVAL:
+        return "Put the file itself there, not a folder, a device or a pipe."
     if error.errno == errno.ENFILE:
         return "The whole system has too many files open: close other programs."
     if error.errno == errno.ESTALE:

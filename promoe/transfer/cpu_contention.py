@@ -159,7 +159,9 @@ class BusyCores:
             return None
         taken, computed = self._watch.taken(), self._computed_s >= 0.5 * (now_s - self._begun_s)
         self._watch = None
-        if taken is None or not computed or taken.cores - taken.by_others > self._threads() - BUSY_THREADS:
+        if taken is None or not computed or taken.by_others < BUSY_THREADS:
+            return None
+        if taken.cores - taken.by_others > min(self._threads(), taken.cores) - BUSY_THREADS:
             return None
         self._told = True
         return f"{taken.describe()}, while {self._passes} tokens took {self._computed_s:.1f} s. {taken.remedy}"

@@ -245,6 +245,24 @@ def test_a_part_that_is_kept_goes_on_working() -> None:
     until(lambda: not promoe_threads())
 
 
+def test_a_gate_that_is_kept_alone_computes_on() -> None:
+    model = MODES["opened"]()
+    gate, another = model.model.layers[0].mlp.gate, model.model.layers[1]
+    hidden = torch.randn(3, 64)
+    del model
+    with torch.no_grad():
+        assert gate(hidden) is not None
+    assert another is not None
+
+
+def test_a_shallow_copy_says_what_it_lacks() -> None:
+    model = MODES["opened"]()
+    shallow = copy.copy(model)
+    del model
+    with pytest.raises(promoe.PatchStateError, match=r"shallow copy of a patched model that is gone.*Keep the model"):
+        shallow.to("cpu")
+
+
 def test_a_handle_that_is_kept_says_that_its_model_is_gone() -> None:
     model = MODES["opened"]()
     handle, layer = model.promoe, promoe.find_moe_layers(model)[0].released()

@@ -350,6 +350,52 @@ class TestAdapters:
         with pytest.raises(CheckpointError, match=r"does not say of which model.*load_adapter"):
             open_without_experts(tmp_path / "adapter")
 
+    def test_of_itself_or_of_another_adapter(self, folder: Path, tmp_path: Path) -> None:
+        self.write_adapter(folder, tmp_path / "adapter")
+        for base in (tmp_path / "adapter", Path(shutil.copytree(tmp_path / "adapter", tmp_path / "other"))):
+            edit(tmp_path / "adapter" / "adapter_config.json", base_model_name_or_path=str(base))
+            with pytest.raises(
+                CheckpointError, match=rf"has an adapter of '{base}', which is an adapter too\. Instead, change"
+            ):
+                open_without_experts(tmp_path / "adapter")
+
+    def test_in_a_subfolder(self, folder: Path, tmp_path: Path) -> None:
+        self.write_adapter(folder, tmp_path / "all" / "adapter")
+        with pytest.raises(
+            ConfigError, match="has an adapter in 'adapter', and Transformers opens none in a subfolder"
+        ):
+            open_without_experts(tmp_path / "all", subfolder="adapter")
+
+    def test_of_a_kind_that_transformers_does_not_load(self, folder: Path, tmp_path: Path) -> None:
+        """It would fill what is missing with other numbers each time."""
+        self.write_adapter(folder, tmp_path / "adapter", use_dora=True)
+        with pytest.raises(
+            CheckpointError, match=r"The adapter has .* Transformers would make up what is missing.*DoRA"
+        ):
+            open_without_experts(tmp_path / "adapter")
+
+    @pytest.mark.parametrize(
+        ("file", "content", "what"),
+        [
+            ("adapter_config.json", "{", "The adapter_config.json of .* cannot be read"),
+            ("adapter_config.json", "[]", "it is no object but list"),
+            ("adapter_model.safetensors", "junk", "its weights were loaded, but not what .* after them .an adapter"),
+        ],
+    )
+    def test_damaged_beside_a_model(self, folder: Path, file: str, content: str, what: str) -> None:
+        self.write_adapter(folder, folder)
+        (folder / file).write_text(content)
+        with pytest.raises(CheckpointError, match=what):
+            open_without_experts(folder)
+
+    def test_its_tensors_lie_where_all_others_do(self, folder: Path, tmp_path: Path) -> None:
+        self.write_adapter(folder, tmp_path / "adapter")
+        opened = open_without_experts(tmp_path / "adapter")
+        lora = [parameter for name, parameter in opened.model.named_parameters() if "lora_" in name]
+        assert len(lora) == 6
+        assert {parameter.data_ptr() % 64 for parameter in lora} == {0}
+        opened.store.close()
+
     def test_without_peft(self, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.write_adapter(folder, tmp_path / "adapter")
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -412,12 +458,51 @@ class TestClasses:
             opened.store.close()
         assert names == ["Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"]
 
-    @pytest.mark.parametrize("architectures", [None, [], ["NoSuchForCausalLM"], ["torch"], ["Qwen2MoeConfig"]])
+    @pytest.mark.parametrize(
+        "architectures",
+        [
+            None,
+            [],
+            5,
+            "Qwen2MoeModel",
+            ["NoSuchForCausalLM"],
+            ["torch"],
+            ["Qwen2MoeConfig"],
+            ["Qwen2MoePreTrainedModel"],
+            ["PreTrainedModel"],
+        ],
+    )
     def test_where_it_names_none_that_there_is(self, folder: Path, architectures: Any) -> None:
         edit(folder / "config.json", architectures=architectures)
         opened = open_without_experts(folder)
         assert type(opened.model) is Qwen2MoeForCausalLM
         opened.store.close()
+
+
+@pytest.mark.parametrize("auto_class", ["AutoModel", int, AutoConfig])
+def test_what_is_no_class_of_models(auto_class: Any, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="'auto_class' argument must be an Auto class or model class"):
+        open_without_experts(folder, auto_class=auto_class)
+
+
+def test_weights_of_a_name_that_is_asked_for(tmp_path: Path) -> None:
+    """What is asked for counts more than what config.json says."""
+    save(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "mine.safetensors")
+    edit(tmp_path / "config.json", transformers_weights="gone.safetensors")
+    open_without_experts(tmp_path, transformers_weights="mine.safetensors").store.close()
+    (tmp_path / "mine.safetensors").rename(tmp_path / "model.safetensors")
+    config = AutoConfig.from_pretrained(tmp_path)
+    del config.transformers_weights
+    open_without_experts(tmp_path, config=config).store.close()
+
+
+def test_an_error_of_the_callers_own_progress_is_not_the_checkpoints(folder: Path) -> None:
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        open_without_experts(folder, progress=progress)
 
 
 def test_progress_reaches_its_total_where_files_have_what_the_model_does_not_use(tmp_path: Path) -> None:

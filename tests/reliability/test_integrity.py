@@ -131,6 +131,17 @@ def test_file_whose_time_alone_changed(folder: Path, change: Callable[[Path], No
 
 
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+def test_file_dated_anew_somewhere_else(folder: Path, read_mode: Any, tmp_path: Path) -> None:
+    """Its folder was moved, or the program has gone to another one, and then a backup dated it."""
+    with opened(folder, read_mode=read_mode) as model:
+        assert_right(model)
+        elsewhere = folder.rename(tmp_path / "elsewhere")
+        for shard in shards(elsewhere):
+            touch(shard)
+        assert_right(model, "padded")
+
+
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
 def test_file_replaced_or_removed(folder: Path, read_mode: Any) -> None:
     """As good tools do it, by another file of that name: the open one is still there, and goes on being served."""
     with opened(folder, read_mode=read_mode) as model:

@@ -213,7 +213,7 @@ class TestLocateFiles:
             ("", "is no sound JSON file: Expecting value"),
             ("{}", "cannot be used: KeyError: 'weight_map'"),
             ('{"weight_map": 3}', "cannot be used: AttributeError"),
-            ('{"weight_map": {"a": 1, "b": "c"}}', "its weight_map does not name files"),
+            ('{"weight_map": {"a": 1, "b": "c"}}', "names 1 where the name of a file is expected"),
             ("[]", "cannot be used: TypeError"),
             ('{"weight_map": {"a": "b.safetensors"}}', 'it has no "metadata".*add "metadata": {} to it'),
             (
@@ -224,7 +224,7 @@ class TestLocateFiles:
     )
     def test_damaged_index(self, tmp_path: Path, index: str, what: str) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(CheckpointError, match=rf"model\.safetensors\.index\.json .*{what}"):
+        with pytest.raises(CheckpointError, match=rf"index.*{what}"):
             locate_files(tmp_path)
 
     def test_shard_named_in_the_index_is_gone(self, tmp_path: Path) -> None:

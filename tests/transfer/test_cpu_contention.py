@@ -160,6 +160,12 @@ def test_cores_that_others_keep_busy_are_told_once(tmp_path: Path) -> None:
     assert told.endswith("OMP_NUM_THREADS=1, or torch.set_num_threads(1) in Python.")
 
 
+def test_more_threads_than_cores_are_nobody_elses_doing(tmp_path: Path) -> None:
+    decoding = Decoding(tmp_path, threads=4)
+    decoding.tokens(60, others=0.0, own=2.0)
+    assert decoding.told == []
+
+
 @pytest.mark.parametrize("what", ["threads are few", "the model waits for its user", "a short while"])
 def test_where_there_is_nothing_to_mend_nothing_is_told(what: str, tmp_path: Path) -> None:
     decoding = Decoding(tmp_path, threads=1 if what == "threads are few" else 2)

@@ -28,10 +28,11 @@ from promoe.commands.demo.show import (
     show_sample,
 )
 from promoe.commands.demo.systems import SYSTEMS, BehindLink, OnDisk, load_stock, to_compare
+from promoe.config import PromoeConfig
 from promoe.files import check_writable, make_folder
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.runtime.loading import from_pretrained
-from promoe.runtime.sizes import plan_pools
+from promoe.runtime.sizes import check_cache, plan_pools
 from promoe.transfer.cpu_contention import CoreWatch, taken_now
 from promoe.transfer.links.file import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
@@ -73,6 +74,7 @@ class Demo:
     def __init__(self, options: Options) -> None:
         transformers.logging.disable_progress_bar()
         self.options = options
+        check_cache(options.cache)
         self.example: Example = find_example(options.model)
         self.out = _folder(options.out)
         self.written: list[tuple[str, Path]] = []
@@ -87,7 +89,8 @@ class Demo:
         heading("First look: the demo model, its experts left in the checkpoint's files")
         checkpoint, inputs = self.example.checkpoint, self.task.prompts[0]
         expected = self.task.run(load_stock(checkpoint, DTYPE), inputs)
-        model: Any = from_pretrained(checkpoint, cache=self.options.cache, dtype=DTYPE)
+        config = PromoeConfig(bypass=False)  # slots, also where there is room for all experts
+        model: Any = from_pretrained(checkpoint, cache=self.options.cache, dtype=DTYPE, config=config)
         with closing(model.promoe):
             started_s = time.monotonic()
             answer = self.task.run(model, inputs)

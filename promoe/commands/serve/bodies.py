@@ -82,7 +82,7 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
     try:
         body = loads(content, constants=False)
     except ValueError as error:
-        raise Refused(f"The body is no JSON: {error}.") from None
+        raise Refused(f"The body cannot be read as JSON: {error}.") from None
     if not isinstance(body, dict):
         raise Refused(f"The body must be a JSON object. Got {shown(body)} instead.")
     body = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
@@ -163,8 +163,14 @@ def _settings(body: dict[str, Any]) -> dict[str, float | int]:
     for name, (least, most) in _SETTINGS.items():
         if (value := _number(body, name, least, most)) is not None:
             found[name] = float(value)
+    if "repetition_penalty" in found and body.get("frequency_penalty"):
+        raise Refused(
+            "'frequency_penalty' is taken for a penalty of repetition, and so there cannot be 'repetition_penalty' beside it. "
+            "Leave one out.",
+            param="frequency_penalty",
+        )
     if "repetition_penalty" in found:
-        body.pop("frequency_penalty", None)  # which would be taken for another one
+        body.pop("frequency_penalty", None)
     for name in ("top_k", *_SETTINGS):
         body.pop(name, None)
     return found
@@ -183,7 +189,9 @@ def _check_unheeded(body: dict[str, Any]) -> None:
         body.pop("tools", None)
     for name in sorted(body.keys() & _UNHEEDED.keys()):
         value = body.pop(name)
-        if value not in _UNHEEDED[name]:
+        if not any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNHEEDED[name]
+        ):
             raise Refused(
                 f"'{name}' is not supported. Got {shown(value)}. Leave it out.", param=name, code="unsupported_value"
             )

@@ -100,6 +100,8 @@ def test_what_transformers_understands_is_passed_on() -> None:
         ({"top_k": 1.5}, "top_k", "whole number from -1"),
         ({"min_p": 2}, "min_p", "from 0.0 to 1.0"),
         ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01"),
+        ({"repetition_penalty": 1.1, "frequency_penalty": 0.5}, "frequency_penalty", "Leave one out"),
+        ({"n": True}, "n", "'n' is not supported. Got True"),
         ({"typical_p": 1}, "typical_p", "no field 'typical_p' for /v1/chat/completions. Leave it out"),
         ({"prompt": "hi"}, "prompt", "no field 'prompt' for /v1/chat/completions"),
         ({"stream": "yes"}, "stream", "true or false"),
@@ -185,7 +187,7 @@ def test_token_ids_are_of_the_model_and_several_prompts_are_not_streamed() -> No
         ({"top_k": -1}, {"top_k": 0}, True),
         ({"min_p": 0.1, "top_k": 3, "temperature": 0}, {"top_k": 3, "min_p": 0.1}, False),
         ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}, None),
-        ({"repetition_penalty": 1.1, "frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, None),
+        ({"repetition_penalty": 1.1, "frequency_penalty": 0}, {"repetition_penalty": 1.1}, None),
     ],
 )
 def test_what_other_servers_let_clients_set(fields: dict[str, Any], settings: dict[str, Any], samples: Any) -> None:

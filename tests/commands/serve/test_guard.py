@@ -68,7 +68,7 @@ def test_who_is_refused_gets_openais_form_of_it(served: Served, capfd: pytest.Ca
         (served.get("/promoe/report", key=None), 401, "API key is missing or wrong"),
         (served.get("/v1/models", host="example.com"), 403, "answers to localhost alone"),
         (served.post(question, **{"content-type": "text/plain"}), 415, "must be application/json"),
-        (served.post("{"), 400, "The body is no JSON"),
+        (served.post("{"), 400, "The body cannot be read as JSON"),
         (served.get(CHAT), 405, "Method Not Allowed"),
     ]
     for (status, body), expected, match in cases:
@@ -80,7 +80,7 @@ def test_who_is_refused_gets_openais_form_of_it(served: Served, capfd: pytest.Ca
     assert log.count("chat/completions: refused with status 401: The API key is missing or wrong.") == 2
     assert "/promoe/report: refused with status 401" in log
     assert "models: refused with status 403: This server answers to localhost alone. It was addressed as" in log
-    assert "chat/completions: refused with status 400: The body is no JSON" in log
+    assert "chat/completions: refused with status 400: The body cannot be read as JSON" in log
     assert served.post(question)[0] == 200
     assert served.asked[0].outcome == "answered"
 
