@@ -148,9 +148,9 @@ def main() -> None:
     for lookahead in options.lookahead:
         asked = InTurn(make_predictor(options.kind, lookahead))
         alone_us = 1e6 * asked.alone()
-        forecaster = runtime.predictor = Switched(asked, runtime.engine)
+        forecaster = runtime.forecaster = Switched(asked, runtime.engine)
         without_s, with_s = decode(model, demo.task.warm_up["input_ids"], forecaster, options.tokens)
-        runtime.predictor = None
+        runtime.forecaster = None
         forecaster.close()
         ratio = paired_speedup(with_s, without_s)
         times_us = [1e6 * seconds for seconds in asked.times_s[LAYERS:]]

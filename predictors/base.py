@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
-Phase = Literal["prefill", "decode"]
+from promoe.stats.counts import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from promoe.experts.kernels import packed_gain
 from promoe.experts.kernels.packed import Packing
 from promoe.experts.kernels.packed_store import NO_PACKINGS, PackedStore, Packings, packings_in
 from promoe.experts.moe_layers import MoELayer
+from promoe.model.opening import Progress
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
 from promoe.stores.layout import ExpertLayout
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 2
 PackedChoice = str | os.PathLike[str] | Literal["auto"] | None
-Progress = Callable[[int, int], None]
 # Only of these are matrices multiplied here, not by the model's own code.
 IMPLEMENTATION = "grouped_mm"
 

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
+from promoe.stats.counts import Phase
 from promoe.stats.recorder import Recorder
 
-Phase = Literal["prefill", "decode"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -50,7 +50,7 @@ class Runtime:
     Args:
         layers: the model's MoE layers, in order.
         engine: started.
-        predictor: what forecasts; None: no prefetch.
+        forecaster: what predicts; None: no prefetch.
         passes: watches the model's forward passes.
         min_group_bytes: see `PromoeConfig`.
         stream: see `PromoeConfig`.
@@ -62,7 +62,7 @@ class Runtime:
         self,
         layers: Sequence[MoELayer],
         engine: Engine,
-        predictor: Forecaster | None,
+        forecaster: Forecaster | None,
         passes: PassObserver,
         min_group_bytes: int = 0,
         stream: bool = True,
@@ -71,7 +71,7 @@ class Runtime:
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
-        self.predictor = predictor
+        self.forecaster = forecaster
         self.passes = passes
         self._min_group_bytes = min_group_bytes
         self._stream = stream
@@ -85,7 +85,7 @@ class Runtime:
     @property
     def predictor_failed(self) -> bool:
         """Whether there was a predictor and it broke: experts are fetched on demand since then."""
-        return self.predictor is not None and self.predictor.failed
+        return self.forecaster is not None and self.forecaster.failed
 
     @property
     def visiting(self) -> bool:
@@ -95,8 +95,8 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the predictor and the engine. Safe to repeat."""
-        if self.predictor is not None:
-            self.predictor.close()
+        if self.forecaster is not None:
+            self.forecaster.close()
         self.engine.close()
 
     def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
@@ -131,7 +131,7 @@ class Runtime:
         self._announced.hits = (layer.layer_idx, ids, hits)
         self._announced.visit = None
         if len(index) <= MAX_PREDICTED_TOKENS:
-            if self.predictor is not None and self.predictor.of_use:
+            if self.forecaster is not None and self.forecaster.of_use:
                 self._predict(layer, state, args, kwargs, tokens)
         elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
             self.engine.stream(layer.layer_idx + 1)
@@ -213,7 +213,7 @@ class Runtime:
         kwargs: dict[str, Any],
         tokens: list[list[int]] | None,
     ) -> None:
-        assert self.predictor is not None
+        assert self.forecaster is not None
         if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
             return
         gate_input = args[0].detach() if args[0].requires_grad else args[0]
@@ -225,8 +225,8 @@ class Runtime:
         )
         # The hint precedes the visit that it announces, which will be the next step.
         origin_step = self.engine.scheduler.step + 1
-        if self.predictor.in_forward:
-            self.predictor.visit(origin_step, visit)
+        if self.forecaster.in_forward:
+            self.forecaster.visit(origin_step, visit)
         else:
             self._announced.visit = (origin_step, visit)
 
@@ -238,8 +238,8 @@ class Runtime:
             return
         self._announced.visit = None
         origin_step, visit = announced
-        if self.predictor is not None and visit.layer_idx == layer.layer_idx:
-            self.predictor.visit(origin_step, visit)
+        if self.forecaster is not None and visit.layer_idx == layer.layer_idx:
+            self.forecaster.visit(origin_step, visit)
 
     def check_entered(self, state: PassState, model: nn.Module) -> None:
         """Every layer whose gate fired in a pass of `model` must have run its experts through us; a layer that the pass left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import os
 import shutil
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from needs import needs_packing
 from served import LinkOver, checkpoint, config, greedy, load_stock, plain_link, predictor_of
+from tiny_checkpoint import write_checkpoint
 from tiny_models import build, left_padded, token_ids
 from torch import nn
 from waiting import until
@@ -25,6 +28,7 @@ from zoo.families import build as build_zoo
 from zoo.families import inputs, names
 
 import promoe
+from promoe.commands.pack import run_pack
 
 FAMILY = "qwen3_moe"
 PROMPT = {"input_ids": token_ids(1, 6, seed=1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
@@ -73,7 +77,7 @@ MODES: dict[str, Make] = {
     "opened, no predictor": opened(predictor=None),
     "opened, all experts have room": opened(cache="100%"),
     "opened, all experts have slots": opened(cache="100%", config=config()),
-    "opened, packed": opened(dtype=torch.bfloat16, packed="auto"),
+    "opened, in another dtype": opened(dtype=torch.bfloat16),
     "patched, used where they lie": patched(),
     "patched, from slots": patched(link=LinkOver(plain_link)),
     "patched, offloaded": patched(store="disk"),
@@ -157,6 +161,23 @@ def test_a_model_and_all_that_serves_it_go_with_its_last_name(mode: str, end: st
     until(lambda: not left(watched), lambda: f"still there: {left(watched)}")
     until(lambda: not promoe_threads(), lambda: f"threads: {promoe_threads()}")
     assert descriptors() == before
+
+
+@needs_packing
+def test_a_model_with_packed_experts_goes_too(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", chat=False, hidden=128, intermediate=64)
+    run_pack(folder, None, None, io.StringIO())
+    before = descriptors() if sys.platform == "linux" else []
+    for end in ENDS.values():
+        model = promoe.from_pretrained(folder, cache="60%")
+        assert model.promoe.stats().store == "PackedStore"
+        ask(model)
+        end(model)
+        watched = watch(model)
+        del model
+        until(lambda watched=watched: not left(watched), lambda watched=watched: f"still there: {left(watched)}")
+        until(lambda: not promoe_threads())
+    assert (descriptors() if sys.platform == "linux" else []) == before
 
 
 def cut_files(model: nn.Module, folder: Path) -> None:

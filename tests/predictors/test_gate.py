@@ -147,7 +147,7 @@ def test_served_it_forecasts_just_that(spare_core: bool, monkeypatch: pytest.Mon
                 layer.gate.register_forward_hook(
                     lambda gate, args, output, idx=layer.layer_idx: seen.append((idx, args[0].clone()))
                 ),
-                layer.experts.register_forward_hook(lambda *args: runtime.predictor.drain()),
+                layer.experts.register_forward_hook(lambda *args: runtime.forecaster.drain()),
             ]
         greedy(model, PROMPTS["short"], new_tokens=1)
         for hook in hooks:

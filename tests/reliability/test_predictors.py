@@ -43,7 +43,7 @@ def test_predictor_that_raises(
 ) -> None:
     predictor = Raising(error, quick)
     with caplog.at_level(logging.ERROR, "promoe"), faulty(way, never, predictor=predictor) as (model, _):
-        forecaster = model.promoe.runtime.predictor
+        forecaster = model.promoe.runtime.forecaster
         for _ in range(3):
             assert_right(model, "short")
             forecaster.drain()

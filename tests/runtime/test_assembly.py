@@ -246,7 +246,7 @@ def test_prefetch_is_governed_only_where_there_is_some(
 ) -> None:
     promoe.patch(model, cache="25%", link=LINK, predictor=predictor, config=config(governor=governor))
     assert (model.promoe._governor is not None) == governed
-    assert (model.promoe.runtime.predictor is not None) == (predictor is not None)
+    assert (model.promoe.runtime.forecaster is not None) == (predictor is not None)
     assert model.promoe.stats().predictor == predictor
     promoe.unpatch(model)
 

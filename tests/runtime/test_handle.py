@@ -314,7 +314,7 @@ def test_a_predictor_of_ones_own_is_named_by_its_class() -> None:
 def test_the_report_is_that_of_the_counters() -> None:
     with served(FAMILY, cache="25%", predictor="previous") as model:
         assert_unharmed(model)
-        model.promoe.runtime.predictor.drain()
+        model.promoe.runtime.forecaster.drain()
         report = model.promoe.report()
         stats = model.promoe.stats()
     assert isinstance(report, str)

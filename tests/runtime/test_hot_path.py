@@ -165,7 +165,7 @@ def decode_events(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[lis
     noting("plan", experts_forward, "Pairs")
     noting("compute", experts_forward, "_call_stock")
     noting("compute", row_kernel, "product")
-    noting("predict", model.promoe.runtime.predictor, "visit")
+    noting("predict", model.promoe.runtime.forecaster, "visit")
     greedy(model, PROMPTS["one"])
     visits: list[list[str]] = []
     for event in events:
@@ -327,7 +327,7 @@ def test_a_timeline_has_lanes_for_compute_transfers_waits_and_predictions(tmp_pa
     with served(FAMILY, cache=2, predictor="gate", link=delayed(2)) as model:
         with model.promoe.trace(tmp_path / "t.json"):
             assert_works(model)
-            model.promoe.runtime.predictor.drain()
+            model.promoe.runtime.forecaster.drain()
         assert_works(model)  # not recorded
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = [event["name"] for event in events if event["ph"] == "X"]
@@ -388,7 +388,7 @@ def test_what_a_predictor_is_shown_is_its_own_and_knows_no_gradients(shape: tupl
         hidden.data.zero_()
         with torch.no_grad():  # hands the visit over
             layer.experts(wanted, torch.tensor([[0, 1], [0, 1]]), torch.ones(2, 2))
-        model.promoe.runtime.predictor.drain()
+        model.promoe.runtime.forecaster.drain()
         (shown,) = predictor.inputs
         assert torch.equal(shown, wanted)
         assert not shown.requires_grad

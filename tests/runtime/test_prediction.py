@@ -347,7 +347,7 @@ BROKEN: dict[str, Callable[[LayerVisit], Any]] = {
 def in_step(model: nn.Module) -> Iterator[None]:
     """Each prediction ends before the next layer's gate chooses: none is dropped, none comes too late."""
     runtime = model.promoe.runtime
-    wait = [layer.experts.register_forward_hook(lambda *args: runtime.predictor.drain()) for layer in runtime.layers]
+    wait = [layer.experts.register_forward_hook(lambda *args: runtime.forecaster.drain()) for layer in runtime.layers]
     try:
         yield
     finally:
@@ -411,7 +411,7 @@ def test_the_forward_does_not_wait_for_a_predictor() -> None:
 def test_a_broken_predictor_is_still_closed(caplog: pytest.LogCaptureFixture) -> None:
     with served(FAMILY, cache="50%", predictor=Predictor(raising)) as model:
         assert_unharmed(model)
-        model.promoe.runtime.predictor.drain()  # until it has broken
+        model.promoe.runtime.forecaster.drain()  # until it has broken
         model.promoe.close()
         model.promoe.close()
     assert len(told(caplog)) == 1
@@ -494,7 +494,7 @@ def test_a_gate_without_its_experts_is_not_predicted() -> None:
         with torch.inference_mode():
             _, weights, index = first.gate(hidden)
             last.experts(hidden, index, weights)  # another layer's
-        model.promoe.runtime.predictor.drain()
+        model.promoe.runtime.forecaster.drain()
         assert predictor.visits == []
 
 
@@ -505,7 +505,7 @@ def test_a_gate_called_by_keyword_is_a_hint_without_a_prediction() -> None:
         layer = promoe.find_moe_layers(model)[0]
         with torch.inference_mode():
             layer.gate(hidden_states=torch.zeros(1, 64))
-        model.promoe.runtime.predictor.drain()
+        model.promoe.runtime.forecaster.drain()
         assert predictor.visits == []
         assert_unharmed(model)
         assert predictor.visits
@@ -547,7 +547,7 @@ def in_time(model: nn.Module) -> Iterator[None]:
     engine = runtime.engine
 
     def wait(*args: Any) -> None:
-        runtime.predictor.drain()
+        runtime.forecaster.drain()
         settle(engine)
 
     hooks = [layer.gate.register_forward_pre_hook(wait) for layer in runtime.layers]

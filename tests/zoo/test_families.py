@@ -154,8 +154,8 @@ class Watched:
 
     def check(self, forecasts: bool) -> None:
         """Every layer was announced before it ran, and the gate predictor can ask this family's gates."""
-        if self.runtime.predictor is not None:
-            self.runtime.predictor.drain()
+        if self.runtime.forecaster is not None:
+            self.runtime.forecaster.drain()
         assert self.visits >= len(self.runtime.layers) // 2, "most layers did not run"
         assert not self.hinted, "gates announced layers that did not run"
         assert not self.runtime.predictor_failed

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from promoe.commands.plan.fits import Room, rate_name
-from promoe.commands.plan.prediction import Prediction
+from promoe.commands.plan.time_model import Prediction
 from promoe.units import format_megabytes, format_memory, format_number, format_seconds
 
 # Cache rates that are tried for a wanted speed: steps of so many per cent, from the first on.

@@ -19,12 +19,12 @@ from promoe.commands.plan.choice import Choice, choose, rates_to_try
 from promoe.commands.plan.fits import Room, largest_rate, pools, rate_name, rate_of, slots_bytes
 from promoe.commands.plan.measuring import measure_compute, measure_link
 from promoe.commands.plan.overlap import fit_overlap
-from promoe.commands.plan.prediction import Predictor
 from promoe.commands.plan.reading import ReadModel, read_model
 from promoe.commands.plan.result import Result, write_result
 from promoe.commands.plan.routing import OFTEN, SELDOM, Routing, from_trace, made_up
 from promoe.commands.plan.sizes import ModelSizes
 from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn
+from promoe.commands.plan.time_model import TimeModel
 from promoe.commands.plan.times import LinkSpeed
 from promoe.commands.plan.verification import verify
 from promoe.config import PromoeConfig, ReadMode
@@ -165,13 +165,13 @@ class _Plan:
     def _print(self, lines: Sequence[str]) -> None:
         print(*lines, sep="\n", file=self._out, flush=True)
 
-    def _choose(self, predictor: Predictor, asked: Sequence[float], fitting: Sequence[float], largest: float) -> Choice:
+    def _choose(self, predictor: TimeModel, asked: Sequence[float], fitting: Sequence[float], largest: float) -> Choice:
         rates = rates_to_try(self.sizes.least_rate, largest)
         if asked and self.task.tokens_per_second is None:
             rates = list(fitting) or rates
         return choose(predictor, rates, self.room, self._link_name, self.task.tokens_per_second)
 
-    def _predictor(self, routings: Sequence[Routing], rates: Sequence[float]) -> Predictor | str:
+    def _predictor(self, routings: Sequence[Routing], rates: Sequence[float]) -> TimeModel | str:
         """What predicts speeds; or why nothing can."""
         if self._device is not None:
             return "what a model takes on a GPU was never compared with a plan; the sizes hold"
@@ -198,7 +198,7 @@ class _Plan:
             return str(error)
         except Exception as error:  # of a family's own forward
             return f"its blocks cannot be run alone ({type(error).__name__}: {error})"
-        return Predictor(self.sizes, compute, self._link_at, routings)
+        return TimeModel(self.sizes, compute, self._link_at, routings)
 
     def _stand_in(self, read: ReadModel, packings: Packings | None = None) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
@@ -211,7 +211,7 @@ class _Plan:
         if read.store is not None:
             read.store.close()
         with closing(self._stand_in(read, packings)) as found:
-            return Predictor(self.sizes, measure_compute(found, 1), self._link_at, ()).compute_s
+            return TimeModel(self.sizes, measure_compute(found, 1), self._link_at, ()).compute_s
 
     def _mode(self, rate: float) -> ProbeMode:
         free_bytes = self.room.free_bytes

@@ -12,8 +12,8 @@ from typing import Any
 
 from promoe.commands.plan.choice import Choice
 from promoe.commands.plan.fits import Room
-from promoe.commands.plan.prediction import Prediction
 from promoe.commands.plan.sizes import ModelSizes
+from promoe.commands.plan.time_model import Prediction
 from promoe.commands.plan.times import ComputeTimes, LinkSpeed
 from promoe.commands.plan.verification import Verified
 from promoe.files import write_atomically

@@ -9,9 +9,9 @@ import torch
 
 from promoe.commands.plan.choice import Choice
 from promoe.commands.plan.fits import Room, pools, rate_name, slots_bytes
-from promoe.commands.plan.prediction import Prediction, Predictor, Speed
 from promoe.commands.plan.routing import Routing
 from promoe.commands.plan.sizes import ModelSizes
+from promoe.commands.plan.time_model import Prediction, Speed, TimeModel
 from promoe.commands.plan.times import ComputeTimes, LinkSpeed
 from promoe.commands.plan.verification import Verified
 from promoe.stats.text_columns import NARROWEST_TEXT, WIDEST_TEXT, labelled
@@ -92,7 +92,7 @@ def machine_lines(room: Room, largest: float, columns: int) -> list[str]:
 
 
 def measured_lines(
-    predictor: Predictor, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None, columns: int
+    predictor: TimeModel, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None, columns: int
 ) -> list[str]:
     """What was measured; `links` are all that caches of different size would use, and `taken` is what others took meanwhile."""
     lines = entry("computing", _computing(predictor, predictor.compute), columns)
@@ -121,7 +121,7 @@ def link_name(link: LinkSpeed) -> str:
     return f"{'disk' if link.name == 'O_DIRECT' else link.name} ({format_bandwidth(link.alone_bytes_per_s)})"
 
 
-def _computing(predictor: Predictor, compute: ComputeTimes) -> str:
+def _computing(predictor: TimeModel, compute: ComputeTimes) -> str:
     others_s = compute.layer(1) * len(predictor.sizes.layers)
     return (
         f"{format_seconds(predictor.compute_s)} per token with every expert in memory, "

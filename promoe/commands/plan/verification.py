@@ -13,8 +13,8 @@ import torch
 from promoe.commands.lower_bound import RoutingRecorder
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.commands.plan.fits import cache_argument
-from promoe.commands.plan.prediction import Prediction, Predictor, Speed
 from promoe.commands.plan.routing import WARM_UP_TOKENS, Answers, Routing
+from promoe.commands.plan.time_model import Prediction, Speed, TimeModel
 from promoe.commands.terminal import opening_bar
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
@@ -60,7 +60,7 @@ class Verified:
 
 
 def verify(
-    predictor: Predictor, rates: Sequence[float], prompt_tokens: int, new_tokens: int, settings: dict[str, Any]
+    predictor: TimeModel, rates: Sequence[float], prompt_tokens: int, new_tokens: int, settings: dict[str, Any]
 ) -> list[Verified]:
     """Open the model at each cache rate, let it answer, and compare.
 

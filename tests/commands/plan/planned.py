@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from promoe.commands.plan.prediction import Predictor
 from promoe.commands.plan.routing import Habit, made_up
 from promoe.commands.plan.sizes import CacheLayer, ExpertsOfLayer, KvCache, ModelSizes
+from promoe.commands.plan.time_model import TimeModel
 from promoe.commands.plan.times import ComputeTimes, Curve, LinkSpeed
 from promoe.stores.layout import ExpertLayout
 
@@ -41,8 +41,8 @@ def link(megabytes_per_s: float = 1000.0, slowdown: float = 1.0, convert_s: floa
 
 def predictor(
     of: ModelSizes | None = None, over: LinkSpeed | None = None, compute: ComputeTimes | None = None
-) -> Predictor:
+) -> TimeModel:
     """With one kind of routing."""
     model = of or sizes()
     found = over or link()
-    return Predictor(model, compute or times(), lambda rate: found, [made_up(model, HABIT, 16, 12)])
+    return TimeModel(model, compute or times(), lambda rate: found, [made_up(model, HABIT, 16, 12)])

@@ -5,7 +5,7 @@ import pytest
 from commands.plan.planned import MIB, link, predictor, sizes, times
 from promoe.commands.plan.choice import cheapest, choose, rates_to_try
 from promoe.commands.plan.fits import Room
-from promoe.commands.plan.prediction import Prediction, Speed
+from promoe.commands.plan.time_model import Prediction, Speed
 
 ROOM = Room("RAM", None, 0, 0)
 

@@ -69,7 +69,7 @@ class Prediction:
         return self.speeds[0]
 
 
-class Predictor:
+class TimeModel:
     """Predicts one model on one machine, for as many cache rates as are asked; remembers what it said.
 
     Args:

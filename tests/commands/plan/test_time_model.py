@@ -6,8 +6,8 @@ from statistics import median
 import pytest
 
 from commands.plan.planned import HABIT, link, predictor, sizes, times
-from promoe.commands.plan.prediction import Predictor
 from promoe.commands.plan.routing import made_up
+from promoe.commands.plan.time_model import TimeModel
 
 
 def test_with_every_expert_in_memory_a_token_takes_what_computing_takes() -> None:
@@ -63,6 +63,6 @@ def test_kinds_of_routing_make_a_range_slowest_first() -> None:
     model = sizes(layers=3, experts=16)
     habits = [replace(HABIT, name=str(recency), recency=recency) for recency in (8.0, 0.0)]
     routings = [made_up(model, habit, 16, 24) for habit in habits]
-    found = Predictor(model, times(), lambda rate: link(), routings)(0.25)
+    found = TimeModel(model, times(), lambda rate: link(), routings)(0.25)
     assert [speed.routing for speed in found.speeds] == ["0.0", "8.0"]
     assert found.slowest.tpot_s > found.speeds[-1].tpot_s
