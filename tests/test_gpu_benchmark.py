@@ -16,7 +16,7 @@ from tiny_models import build
 
 import promoe
 from promoe.commands.measure import Generation
-from promoe.runtime import patching
+from promoe.runtime import checking
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 REAL = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96}
@@ -38,7 +38,7 @@ def gpu() -> Iterator[ModuleType]:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     found = FakeDevice()
-    monkeypatch.setattr(patching, "open_device", lambda name: found)
+    monkeypatch.setattr(checking, "open_device", lambda name: found)
     return found
 
 

@@ -25,7 +25,7 @@ from promoe.errors import ConfigError, PromoeError
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import HostIds
 from promoe.model.seam import is_patched
-from promoe.runtime import loading, patching
+from promoe.runtime import checking
 from promoe.transfer.devices import open_device
 from promoe.transfer.links import EmulatedLink
 
@@ -37,8 +37,7 @@ CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, b
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     """What "cuda" opens."""
     found = FakeDevice()
-    for module in (patching, loading):
-        monkeypatch.setattr(module, "open_device", lambda name: found if str(name) == "cuda" else open_device(name))
+    monkeypatch.setattr(checking, "open_device", lambda name: found if str(name) == "cuda" else open_device(name))
     return found
 
 

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from promoe import predictors
 from promoe.config import PromoeConfig
-from promoe.errors import ConfigError
 from promoe.experts.kernels.packed_store import packings_in
 from promoe.experts.kernels.row_kernel import SECOND
 from promoe.experts.kernels.slot_rows import is_hopper
@@ -25,6 +24,7 @@ from promoe.model.placement import place
 from promoe.model.refusals import refuse_changes
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
+from promoe.runtime.checking import LinkChoice, PredictorChoice
 from promoe.runtime.handle import Handle
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.prediction import Forecaster
@@ -36,7 +36,7 @@ from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 from promoe.transfer.lifetimes import if_alive, when_gone
-from promoe.transfer.links import EmulatedLink, Faults, FileLink, FileStore, HostLink, Link
+from promoe.transfer.links import FileLink, FileStore, HostLink, Link
 from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.transfer.links.device import DeviceLink, Source
 from promoe.transfer.links.device_sources import PinnedSource, StagedSource
@@ -45,10 +45,6 @@ from promoe.transfer.memory import NOTHING_PACKED, Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads
 
 logger = logging.getLogger(__name__)
-
-PredictorChoice = str | Predictor | None
-LinkChoice = str | EmulatedLink | Faults
-LINK_NAMES = ("auto", "file", "host")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,40 +76,6 @@ def resolve_predictor(
     if isinstance(choice, str):
         return predictors.create(choice, predictor_context(layers, model_type), config.lookahead), choice
     return choice, type(choice).__name__
-
-
-def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, on_device: bool = False) -> None:
-    """What can be said about these arguments without a model, before anything slow begins.
-
-    Raises:
-        ConfigError: no such predictor or link, or a link that cannot reach experts `on_disk` (or those in RAM).
-    """
-    if isinstance(predictor, str):
-        predictors.check_kind(predictor)
-    elif predictor is not None and (isinstance(predictor, type) or not callable(getattr(predictor, "predict", None))):
-        found = f"the class {predictor.__name__}" if isinstance(predictor, type) else type(predictor).__name__
-        raise ConfigError(
-            "The 'predictor' argument must be None, a name, or an object with a method predict(visit). "
-            f"Got {found} instead."
-        )
-    if not isinstance(link, (EmulatedLink, Faults)) and link not in LINK_NAMES:
-        raise ConfigError(
-            f'The \'link\' argument must be "auto", "{"file" if on_disk else "host"}" or an EmulatedLink. Got {link!r} instead.'
-        )
-    if on_device and not isinstance(link, str):
-        raise ConfigError(
-            "An EmulatedLink ends in RAM, and so does a link with Faults. Leave 'device' out, or use link=\"auto\"."
-        )
-    if link == "file" and not on_disk:
-        raise ConfigError(
-            'link="file" reads experts from files, but this model\'s are in RAM. Patch it with store="disk", open it with '
-            'promoe.from_pretrained(path), or use link="host" or an EmulatedLink.'
-        )
-    if link == "host" and on_disk:
-        raise ConfigError(
-            'link="host" copies experts from RAM, but this model\'s are to be in files. Use link="file"; or load the model '
-            'with transformers and call promoe.patch without store="disk".'
-        )
 
 
 def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None) -> PredictorContext:

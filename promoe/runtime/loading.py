@@ -7,19 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from promoe.config import PromoeConfig, checked_config
+from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.experts.moe_layers import model_type_of
 from promoe.model.opening import Progress, open_without_experts
-from promoe.model.packed_files import PackedChoice, open_packed
-from promoe.model.placement import free_bytes
-from promoe.model.restoring import load_all_experts
-from promoe.runtime.assembly import LinkChoice, Parts, PredictorChoice, attach, check_choices, resolve_predictor
-from promoe.runtime.resident import ResidentHandle
-from promoe.runtime.sizes import CacheSize, check_cache, plan_pools
+from promoe.model.packed_files import PackedChoice
+from promoe.runtime.checking import Arguments, LinkChoice, PredictorChoice, check
+from promoe.runtime.finding import FoundInFiles
+from promoe.runtime.serving import serve
+from promoe.runtime.sizes import CacheSize
+from promoe.runtime.slot_plan import plan_slots
 from promoe.stores.safetensors_files import remedy
-from promoe.transfer.devices import open_device
-from promoe.transfer.threads import check_interpreter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,45 +70,29 @@ def from_pretrained(
         CheckpointError: files are missing, truncated or do not hold the model's experts.
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
-    config = checked_config(config)
     if not isinstance(path_or_id, str | os.PathLike):
         raise ConfigError(f"The 'path_or_id' argument must be a folder or a hub id. Got {shown(path_or_id)} instead.")
     if packed is not None and not isinstance(packed, str | os.PathLike):
         raise ConfigError(f"The 'packed' argument must be a folder, \"auto\" or None. Got {shown(packed)} instead.")
     if progress is not None and not callable(progress):
         raise ConfigError(f"The 'progress' argument must be a function of two numbers. Got {shown(progress)} instead.")
-    # What needs no model is checked before one is opened, which can take long.
-    check_interpreter()
-    target = open_device(device)
-    check_cache(cache)
-    check_choices(predictor, link, on_disk=True, on_device=target is not None)
+    checked = check(Arguments(cache, predictor, link, device, config), on_disk=True)
     opened = open_without_experts(
         path_or_id,
         dtype=dtype,
         progress=progress,
-        chunk_bytes=config.longest_chunk(),
+        chunk_bytes=checked.config.longest_chunk(),
         auto_class=auto_class,
         **from_pretrained_kwargs,
     )
-    model, layers, plain = opened.model, [layer.released() for layer in opened.layers], opened.store
-    del opened
-    store = plain
+    close = opened.store.close
     try:
-        if target is None:
-            store = open_packed(layers, plain, packed, config.longest_chunk())
-        plans = plan_pools(cache, store.layouts, store.num_experts, free_bytes(model, layers, target))
-        chosen, name = resolve_predictor(predictor, layers, config, model_type_of(model))
-        all_fit = sum(plan.spec.num_slots for plan in plans) == sum(store.num_experts)
-        if target is None and config.bypass and all_fit and store is plain:
-            load_all_experts(layers, store, progress)
-            store.close()
-            model.promoe = ResidentHandle(type(model).__name__, layers, config, "memory")
-            return model
-        parts = Parts(layers, store, plans, config, chosen, name, target)
-        attach(model, parts, link, restore=lambda: load_all_experts(layers, plain))
+        found = FoundInFiles(opened, packed if checked.device is None else None, progress, checked.config)
+        close = found.close
+        serve(found, plan_slots(found, checked), checked)
     except BaseException as error:
-        store.close()
+        close()
         if isinstance(error, OSError):  # a file went, or was replaced, since its header was read
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
-    return model
+    return opened.model

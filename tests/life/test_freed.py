@@ -242,7 +242,7 @@ def test_a_model_of_every_family_goes_as_the_unmodified_one_does(name: str) -> N
 
 @pytest.mark.parametrize("arguments", [{"cache": "50%"}, {"cache": "100%"}, {"cache": "50%", "store": "disk"}])
 def test_a_model_on_a_device_goes_too(arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoe.runtime.patching, "open_device", lambda device: FakeDevice())
+    monkeypatch.setattr(promoe.runtime.checking, "open_device", lambda device: FakeDevice())
     model = promoe.patch(load_stock(checkpoint(FAMILY)), device="cuda", **arguments)
     ask(model)
     watched = watch(model)

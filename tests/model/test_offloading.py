@@ -28,7 +28,7 @@ from promoe.errors import CheckpointError, ConfigError, PatchStateError, PromoeE
 from promoe.experts.guard import is_guard
 from promoe.model import offloading, seam
 from promoe.model.offloading import checkpoint_folder, first_difference
-from promoe.runtime import assembly, patching, sizes
+from promoe.runtime import assembly, checking, finding, serving, sizes, slot_plan
 from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore
 
@@ -417,15 +417,15 @@ def test_ram_that_will_be_free_is_slots_to_be(
         6: sizes.AUTO_RESERVE_BYTES + 6 * EXPERT_BYTES,
         12: sizes.AUTO_RESERVE_BYTES + 12 * EXPERT_BYTES - experts_bytes,
     }
-    monkeypatch.setattr(patching, "own_ram_bytes", lambda: own_bytes)
-    monkeypatch.setattr(patching, "free_bytes", lambda *args: free[slots])
+    monkeypatch.setattr(finding, "own_ram_bytes", lambda: own_bytes)
+    monkeypatch.setattr(slot_plan, "free_bytes", lambda *args: free[slots])
     offload(model, cache="auto")
     assert model.promoe.stats().cache_slots == slots
     promoe.unpatch(model)
 
 
 def test_slots_on_a_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patching, "open_device", lambda name: FakeDevice())
+    monkeypatch.setattr(checking, "open_device", lambda name: FakeDevice())
     wanted = answer(model)
     promoe.patch(model, store="disk", device="cuda", cache="30%", config=config())
     answer(model).assert_equals(wanted)
@@ -485,7 +485,7 @@ def test_interrupted_when_all_was_done(
 
     with leaving_untouched(either):
         with monkeypatch.context() as patching_:
-            patching_.setattr(patching, "attach", attached)
+            patching_.setattr(serving, "attach", attached)
             patching_.setattr(offloading._Expert, "hold", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 offload(either, config=config(spool_folder=place))
@@ -512,7 +512,7 @@ def test_a_forward_that_began_meanwhile(either: PreTrainedModel, place: Path, mo
         if len(asked) == 2:
             raise PatchStateError("1 forward of it is running")
 
-    monkeypatch.setattr(patching, "check_idle", begun)
+    monkeypatch.setattr(finding, "check_idle", begun)
     monkeypatch.setattr(offloading, "check_idle", begun)
     with leaving_untouched(either), pytest.raises(PatchStateError, match="is running"):
         offload(either, config=config(spool_folder=place))

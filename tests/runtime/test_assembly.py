@@ -25,7 +25,6 @@ from promoe.runtime import assembly
 from promoe.runtime.assembly import (
     Parts,
     attach,
-    check_choices,
     open_link,
     predictor_context,
     resolve_predictor,
@@ -88,38 +87,6 @@ def test_what_predictors_know_of_a_model(model: PreTrainedModel) -> None:
     assert (list(context.num_experts), list(context.top_k)) == ([8] * 3, [3] * 3)
 
 
-@pytest.mark.parametrize("predictor", [None, *KINDS, pytest.param(OwnPredictor(), id="own")])
-@pytest.mark.parametrize(
-    ("link", "stores"), [("auto", [True, False]), ("file", [True]), ("host", [False]), (LINK, [True, False])]
-)
-def test_choices_that_can_work(predictor: Any, link: Any, stores: list[bool]) -> None:
-    for on_disk in stores:
-        check_choices(predictor, link, on_disk)
-
-
-@pytest.mark.parametrize(
-    "predictor", ["", "Gate", "oracle", OwnPredictor, pytest.param(object(), id="object"), 3, b"gate"]
-)
-def test_predictors_that_cannot_work(predictor: Any) -> None:
-    with pytest.raises(ConfigError, match="'predictor' argument must be None"):
-        check_choices(predictor, "auto", on_disk=True)
-
-
-@pytest.mark.parametrize("link", ["", "cuda", "AUTO", None, 3, EmulatedLink], ids=repr)
-def test_links_that_cannot_work(link: Any) -> None:
-    for on_disk, name in ((True, "file"), (False, "host")):
-        with pytest.raises(ConfigError, match=rf"'link' argument must be \"auto\", \"{name}\" or an EmulatedLink"):
-            check_choices(None, link, on_disk=on_disk)
-
-
-@pytest.mark.parametrize(
-    ("link", "on_disk", "message"), [("file", False, "are in RAM"), ("host", True, "are to be in files")]
-)
-def test_links_that_cannot_reach_the_experts(link: Any, on_disk: bool, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        check_choices(None, link, on_disk)
-
-
 # -- links ------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +127,6 @@ def test_links_to_a_device(model: PreTrainedModel, opened: OpenedModel) -> None:
     link = open_link("auto", replace(in_files, config=replace(in_files.config, pinned_bytes=0)))
     assert "through pinned buffers" in link.describe()
     link.close()
-    with pytest.raises(ConfigError, match="An EmulatedLink ends in RAM"):
-        check_choices(None, LINK, on_disk=False, on_device=True)
 
 
 def test_a_file_link_is_told_what_the_slots_will_take(

@@ -18,7 +18,7 @@ import promoe
 from promoe.errors import UnsupportedModelError
 from promoe.experts.adapters import Adapter
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.runtime import patching
+from promoe.runtime import checking
 from zoo.exactness import assert_equal, cache_bytes, outputs, served
 from zoo.families import build, family_of, inputs, names, served_families
 from zoo.scan import experts_classes
@@ -81,7 +81,7 @@ def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementat
 @pytest.mark.parametrize("name", names())
 def test_the_same_bits_from_few_slots_on_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where ids are read at the gate, and no family may change them in place before its experts run."""
-    monkeypatch.setattr(patching, "open_device", lambda name: FakeDevice())
+    monkeypatch.setattr(checking, "open_device", lambda name: FakeDevice())
     model = build(name, torch.float32)
     layers = use(model, "grouped_mm")
     tokens = inputs(name, model)

@@ -112,7 +112,7 @@ def test_an_expert_that_is_not_there_raises() -> None:
 
 def test_the_forward_on_a_device_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one token, in place of the kernel that generate decodes with."""
-    monkeypatch.setattr("promoe.runtime.patching.open_device", lambda name: FakeDevice())
+    monkeypatch.setattr("promoe.runtime.checking.open_device", lambda name: FakeDevice())
     model = build("qwen2_moe", experts_implementation="batched_mm")
     ids = torch.tensor([[3]])
     with torch.inference_mode():

@@ -1,0 +1,181 @@
+"""The second step of both front doors: the experts, found, and how they come to be served.
+
+They are in a model's own tensors, are to leave those for files, or are in the files of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+from torch import nn
+
+from promoe.config import PromoeConfig
+from promoe.errors import PatchStateError, UnsupportedModelError
+from promoe.experts.moe_layers import MoELayer, check_module, find_moe_layers
+from promoe.model import seam
+from promoe.model.forwards import check_idle
+from promoe.model.offloading import Offloaded
+from promoe.model.opening import OpenedModel, Progress
+from promoe.model.packed_files import PackedChoice, open_packed
+from promoe.model.restoring import load_all_experts
+from promoe.runtime.checking import Checked
+from promoe.stores import HostStore, Store
+from promoe.stores.layout import ExpertLayout
+from promoe.transfer.links.free_ram import own_ram_bytes
+
+
+class Served(NamedTuple):
+    """Experts that can be served."""
+
+    store: Store
+    restore: Callable[[], None]
+    """Gives them back to the model. Holds its layers and files, and never the model, which will own it."""
+
+
+class Found:
+    """A model whose experts are in its own tensors, and stay there.
+
+    Args:
+        model: whose.
+        layers: its MoE layers, released.
+    """
+
+    home = "host"
+    """Where a model's report says that its experts are when they need no slots."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer]) -> None:
+        self.model, self.layers = model, layers
+        self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in layers]
+        self.num_experts: Sequence[int] = [layer.num_experts for layer in layers]
+
+    @property
+    def freed_bytes(self) -> int:
+        """RAM that the model gives back once its experts are served."""
+        return 0
+
+    def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
+        """Return whether the experts are used where they are, or will be: then nothing is fetched.
+
+        Args:
+            checked: the arguments.
+            all_fit: there would be slots for all of them.
+        """
+        return (all_fit and checked.config.bypass) or (checked.device is None and checked.link == "auto")
+
+    def keep_all(self) -> None:
+        """Have all experts in the model's own tensors."""
+
+    def serving(self, config: PromoeConfig, on_device: bool) -> AbstractContextManager[Served]:
+        """Return the experts, to be served by what happens inside; if that fails, the model has them as before."""
+        store = HostStore([layer.rows() for layer in self.layers], config.longest_chunk(onto_device=on_device))
+        return nullcontext(Served(store, _nothing))
+
+
+class FoundForDisk(Found):
+    """A model whose experts are to leave its tensors for files."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """None of a checkpoint that is mapped, which is free already."""
+        total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in self.layers)
+        return min(total_bytes, own_ram_bytes() or 0)
+
+    def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
+        """With room for all of them in RAM they stay in it."""
+        return all_fit and checked.config.bypass and checked.device is None
+
+    @contextmanager
+    def serving(self, config: PromoeConfig, on_device: bool) -> Iterator[Served]:
+        """Compare them with the checkpoint, or write them; see `Offloaded`."""
+        offloaded = Offloaded(self.model, self.layers, config)
+        with offloaded.guarded(self.model):
+            yield Served(offloaded.store, offloaded.restore)
+
+
+class FoundInFiles(Found):
+    """A model that was opened without its experts.
+
+    Args:
+        opened: it.
+        packed: see `from_pretrained`; None also where a device multiplies.
+        progress: told of what is read.
+        config: the settings.
+    """
+
+    home = "memory"
+
+    def __init__(
+        self, opened: OpenedModel, packed: PackedChoice, progress: Progress | None, config: PromoeConfig
+    ) -> None:
+        super().__init__(opened.model, [layer.released() for layer in opened.layers])
+        self._plain = self._store = opened.store
+        self._progress = progress
+        if packed is not None:
+            self._store = open_packed(self.layers, opened.store, packed, config.longest_chunk())
+        self.layouts, self.num_experts = self._store.layouts, self._store.num_experts
+
+    def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
+        """With room for all of them they are loaded; packed ones are served, as the model has no place for them."""
+        return all_fit and checked.config.bypass and checked.device is None and self._store is self._plain
+
+    def keep_all(self) -> None:
+        """Load them."""
+        load_all_experts(self.layers, self._plain, self._progress)
+        self._plain.close()
+
+    def serving(self, config: PromoeConfig, on_device: bool) -> AbstractContextManager[Served]:
+        """From the files that are open."""
+        return nullcontext(Served(self._store, partial(load_all_experts, self.layers, self._plain)))
+
+    def close(self) -> None:
+        """Close the files, where the model was not served."""
+        self._store.close()
+
+
+def find_in_ram(model: nn.Module, on_disk: bool) -> Found:
+    """Find the experts of a model in RAM. Changes nothing.
+
+    Args:
+        model: in eval mode, on the CPU.
+        on_disk: whether they are to leave RAM.
+
+    Raises:
+        ConfigError: it is no module.
+        UnsupportedModelError: it has no MoE layers that can be served, or is not in a state to.
+        PatchStateError: it is patched already, or a forward of it is running.
+    """
+    check_module(model)
+    check_unpatched(model)
+    layers = [layer.released() for layer in find_moe_layers(model)]
+    check_state(model, layers)
+    check_idle(model, layers)
+    return (FoundForDisk if on_disk else Found)(model, layers)
+
+
+def check_unpatched(model: nn.Module) -> None:
+    """Raise PatchStateError if the model, or a part of it, is patched."""
+    if hasattr(model, "promoe") or any(seam.is_patched(module) for module in model.modules()):
+        raise PatchStateError(
+            f"This {type(model).__name__} is patched already. Call promoe.unpatch(model) first to change its settings."
+        )
+
+
+def check_state(model: nn.Module, layers: Sequence[MoELayer]) -> None:
+    """Raise UnsupportedModelError unless the model is on the CPU and in eval mode."""
+    if model.training:
+        raise UnsupportedModelError(
+            "The model is in training mode; promoe serves inference only, because slots are overwritten while a "
+            "backward pass would still need them. Call model.eval() first."
+        )
+    devices = sorted({str(tensor.device) for layer in layers for tensor in layer.parameters()})
+    if devices != ["cpu"]:
+        raise UnsupportedModelError(
+            f'The model\'s experts are on {", ".join(devices)}; this version serves models on the CPU. Call model.to("cpu").'
+        )
+
+
+def _nothing() -> None:
+    """Give nothing back: the experts never left."""

@@ -1,0 +1,30 @@
+"""The last step of both front doors: what was planned is put under the model, or nothing of it is changed."""
+
+from __future__ import annotations
+
+from promoe.model.placement import Placed, place
+from promoe.runtime.assembly import Parts, attach
+from promoe.runtime.checking import Checked
+from promoe.runtime.finding import Found
+from promoe.runtime.resident import ResidentHandle
+from promoe.runtime.slot_plan import SlotPlan
+
+
+def serve(found: Found, plan: SlotPlan, checked: Checked) -> None:
+    """Give the model its handle, and, unless its experts need no slots, all that serves it.
+
+    Raises:
+        PromoeError: as `patch` and `from_pretrained`; then the model is as it was.
+    """
+    model, layers, device = found.model, found.layers, checked.device
+    if not plan.pools:
+        found.keep_all()
+        placed = Placed() if device is None else place(model, layers, device, with_experts=True)
+        model.promoe = ResidentHandle(type(model).__name__, layers, checked.config, found.home, placed)  # type: ignore[assignment]
+        return
+    freed_bytes = found.freed_bytes
+    with found.serving(checked.config, on_device=device is not None) as served:
+        parts = Parts(
+            layers, served.store, plan.pools, checked.config, plan.predictor, plan.predictor_name, device, freed_bytes
+        )
+        attach(model, parts, checked.link, served.restore)
