@@ -273,7 +273,8 @@ def test_a_gate_that_is_kept_alone_computes_on() -> None:
     del model
     with torch.no_grad():
         assert gate(hidden) is not None
-    assert another is not None
+    del gate, another
+    until(lambda: not promoe_threads())
 
 
 def test_a_shallow_copy_says_what_it_lacks() -> None:
@@ -282,6 +283,8 @@ def test_a_shallow_copy_says_what_it_lacks() -> None:
     del model
     with pytest.raises(promoe.PatchStateError, match=r"shallow copy of a patched model that is gone.*Keep the model"):
         shallow.to("cpu")
+    del shallow
+    until(lambda: not promoe_threads())
 
 
 def test_a_handle_that_is_kept_says_that_its_model_is_gone() -> None:
