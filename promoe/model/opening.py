@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import os
 import re
 import threading
@@ -26,6 +25,7 @@ import torch
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
+from promoe.model.file_tensors import Counted, Progress, TensorInFile
 from promoe.model.model_class import class_to_open
 from promoe.model.opening_checks import (
     check_adapter,
@@ -39,7 +39,6 @@ from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
 from promoe.stores.layout import CACHE_LINE_BYTES, DEFAULT_CHUNK_BYTES
 from promoe.stores.safetensors_files import SafetensorsFiles, check_inside, remedy
-from promoe.stores.safetensors_header import TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ if TYPE_CHECKING:
 
     from promoe.experts.moe_layers import MoELayer
 
-Progress = Callable[[int, int], None]
 # Transformers replaces functions of its own while it loads (those that tie and initialise weights). Two loads at once can
 # put each other's replacements back for good, and later models would come out untied.
 _ONE_AT_A_TIME = threading.RLock()
@@ -191,7 +189,7 @@ class _Opening:
     """One load in progress: steps into it when the model stands on meta and its files are known."""
 
     def __init__(self, progress: Progress, chunk_bytes: int, headers_only: bool = False) -> None:
-        self.progress = _Progress(progress)
+        self.progress = Counted(progress)
         self.chunk_bytes = chunk_bytes
         self.headers_only = headers_only
         self.model: Any = None  # on meta, once nothing more than headers is to be read
@@ -254,7 +252,7 @@ class _Opening:
 
     def plan(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None, load_config: Any
-    ) -> dict[str, _TensorInFile]:
+    ) -> dict[str, TensorInFile]:
         """Find layers and experts' bytes; what is left for Transformers to load is returned, by name in the files."""
         paths = [Path(path) for path in checkpoint_files or ()]
         if not paths or any(path.suffix != ".safetensors" for path in paths):
@@ -281,7 +279,7 @@ class _Opening:
         rest = [tensor for name, tensor in files.tensors.items() if name not in plan.expert_tensors]
         self.progress.total_bytes = sum(tensor.nbytes for tensor in rest if tensor.name not in plan.unused_tensors)
         num_elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-        return {tensor.name: _TensorInFile(files, tensor, self.progress.count, num_elements) for tensor in rest}
+        return {tensor.name: TensorInFile(files, tensor, self.progress.count, num_elements) for tensor in rest}
 
     def finish(self, model: PreTrainedModel) -> OpenedModel:
         """Give the model its class back, guard the experts."""
@@ -331,37 +329,6 @@ class _SubclassedMapping:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._mapping)
-
-
-class _TensorInFile:
-    """What Transformers takes for a slice of a safetensors file: `tensor[...]` reads it, into new aligned memory."""
-
-    def __init__(
-        self, files: SafetensorsFiles, where: TensorRange, count: Callable[[int], None], most_elements: int
-    ) -> None:
-        self._files, self._where, self._count, self._most_elements = files, where, count, most_elements
-
-    def get_shape(self) -> list[int]:
-        return list(self._where.shape)
-
-    def get_dtype(self) -> str:
-        return self._where.dtype_name
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        if self._where.dtype is None:
-            raise CheckpointError(
-                f"The checkpoint's {self._where.name!r} has dtype {self._where.dtype_name}, which torch does not have."
-            )
-        if math.prod(self._where.shape) > self._most_elements:  # Transformers compares shapes when it has read them
-            raise CheckpointError(
-                f"The checkpoint's {self._where.name!r} has shape {list(self._where.shape)}: more elements than the whole "
-                f"model, which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
-            )
-        tensor = torch.empty(self._where.shape, dtype=self._where.dtype)  # torch allocates at 64 bytes
-        if self._where.nbytes:
-            self._files.read_into(self._where, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        self._count(self._where.nbytes)
-        return tensor[index]
 
 
 @contextmanager
@@ -441,33 +408,6 @@ def _align(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if not is_guard(parameter) and parameter.data_ptr() % CACHE_LINE_BYTES:
             parameter.data = parameter.data.clone()
-
-
-class _Progress:
-    """Bytes that were read of those that will be; told to a caller, from several threads, one at a time."""
-
-    def __init__(self, told: Progress) -> None:
-        self._told = told
-        self._lock = threading.Lock()
-        self._done_bytes = 0
-        self.total_bytes = 0
-        self.raised: list[Exception] = []
-        """By the caller's function, in several threads."""
-
-    def count(self, nbytes: int) -> None:
-        """So many bytes were read."""
-        with self._lock:
-            self._done_bytes += nbytes
-            try:
-                self._told(self._done_bytes, max(self.total_bytes, self._done_bytes))
-            except Exception as error:
-                self.raised.append(error)
-                raise
-
-    def end(self) -> None:
-        """All that the model needs was read, also where that is less than was expected."""
-        if self._done_bytes < self.total_bytes:
-            self.count(self.total_bytes - self._done_bytes)
 
 
 def _no_progress(done_bytes: int, total_bytes: int) -> None:

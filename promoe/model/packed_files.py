@@ -24,7 +24,7 @@ from promoe.experts.kernels import packed_gain
 from promoe.experts.kernels.packed import Packing
 from promoe.experts.kernels.packed_store import NO_PACKINGS, PackedStore, Packings, packings_in
 from promoe.experts.moe_layers import MoELayer
-from promoe.model.opening import Progress
+from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
 from promoe.stores.layout import ExpertLayout

@@ -11,7 +11,7 @@ from torch import nn
 from promoe.errors import CheckpointError
 from promoe.experts.adapters.base import is_buffer, set_tensor
 from promoe.experts.moe_layers import MoELayer
-from promoe.model.opening import Progress
+from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
 from promoe.stores import Store
 from promoe.stores.base import read_expert

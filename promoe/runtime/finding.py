@@ -16,9 +16,10 @@ from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.experts.moe_layers import MoELayer, check_module, find_moe_layers
 from promoe.model import seam
+from promoe.model.file_tensors import Progress
 from promoe.model.forwards import check_idle
 from promoe.model.offloading import Offloaded
-from promoe.model.opening import OpenedModel, Progress
+from promoe.model.opening import OpenedModel
 from promoe.model.packed_files import PackedChoice, open_packed
 from promoe.model.restoring import load_all_experts
 from promoe.runtime.checking import Checked

@@ -9,7 +9,8 @@ import torch
 
 from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.model.opening import Progress, open_without_experts
+from promoe.model.file_tensors import Progress
+from promoe.model.opening import open_without_experts
 from promoe.model.packed_files import PackedChoice
 from promoe.runtime.checking import Arguments, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import FoundInFiles
