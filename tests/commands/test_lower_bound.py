@@ -11,10 +11,12 @@ from promoe.commands.lower_bound import (
     bytes_per_token,
     link_bandwidth,
     missed_bytes,
+    needed_bytes,
     token_bound_s,
 )
 from promoe.commands.measure import generate
 from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.stats.counts import PhaseStats
 
 
 def config(num_slots: int, *, layers: int = 1, experts: int = 4, eviction: str = "lru") -> SchedulerConfig:
@@ -103,3 +105,10 @@ def test_recorded_routing_is_what_a_patched_model_fetches() -> None:
         assert link_bandwidth(engine.link, engine.store) == 1e12
     finally:
         promoe.unpatch(model)
+
+
+def test_a_system_needs_what_it_moved_and_used_where_that_is_less_than_its_policy_misses() -> None:
+    decode = PhaseStats(tokens=10, bytes_demand=600, bytes_prefetched=300, bytes_wasted=100)
+    assert needed_bytes(50.0, decode) == 50.0
+    assert needed_bytes(100.0, decode) == 80.0
+    assert needed_bytes(100.0, PhaseStats()) == 100.0, "nothing was decoded"
