@@ -146,7 +146,8 @@ def run_command(program: str, description: str, version: str, commands: Commands
     name = program
     try:
         parser = make_parser(program, description, version, commands)
-        parsed = _parsed(parser, sys.argv[1:] if argv is None else argv)
+        arguments = sys.argv[1:] if argv is None else argv
+        parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
         name = f"{program} {parsed.command}"
         _replace_what_cannot_be_written()
         options = vars(parsed[parsed.command])
@@ -169,11 +170,3 @@ def run_command(program: str, description: str, version: str, commands: Commands
         _write_nowhere()
         _tell(f"{name}: what it prints cannot be written: {error.strerror}. Send it to where there is room.")
         return EXIT_USER_ERROR
-
-
-def _parsed(parser: ArgumentParser, arguments: Sequence[str]) -> Any:
-    try:
-        return parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
-    except SystemExit:  # help was printed, or a mistake told
-        sys.stdout.flush()
-        raise

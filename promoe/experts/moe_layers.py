@@ -103,6 +103,11 @@ class MoELayer:
         return replace(self, _kept=())
 
     @cached_property
+    def own_name(self) -> str:
+        """The experts module's name in its block."""
+        return self.name.rpartition(".")[2]
+
+    @cached_property
     def paths(self) -> tuple[str, ...]:
         """The parameters and buffers of the experts module that hold expert weights, in its own order."""
         return tuple(all_paths(self.tensors))

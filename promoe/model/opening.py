@@ -25,6 +25,7 @@ import torch
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
+from promoe.experts.moe_layers import MoELayer, find_moe_layers, is_adapter
 from promoe.model.file_tensors import Counted, Progress, TensorInFile
 from promoe.model.model_class import class_to_open
 from promoe.model.opening_checks import (
@@ -44,7 +45,6 @@ from promoe.stores.safetensors_store import SafetensorsStore
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from promoe.experts.moe_layers import MoELayer
 
 # Transformers replaces functions of its own while it loads (those that tie and initialise weights). Two loads at once can
 # put each other's replacements back for good, and later models would come out untied.
@@ -295,8 +295,6 @@ class _Opening:
                 for path in tensor.paths:
                     guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
                     set_tensor(layer.experts, path, guard)
-        from promoe.experts.moe_layers import find_moe_layers, is_adapter
-
         if any(map(is_adapter, model.modules())):
             find_moe_layers(model)  # raises where it is on experts
             _align(model)
@@ -356,8 +354,6 @@ def _dropping(names: tuple[str, ...]) -> Callable[..., None]:
 
 def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
     """The MoE layers of a model on meta, their experts in the dtype that loading would give them."""
-    from promoe.experts.moe_layers import find_moe_layers
-
     layers = find_moe_layers(model, allow_meta=True)
     kept = _patterns(load_config.dtype_plan)
     changed = False

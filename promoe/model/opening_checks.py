@@ -13,7 +13,7 @@ from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
-from promoe.stores.safetensors_files import SafetensorsFiles, locate_files
+from promoe.stores.safetensors_files import check_files, locate_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,7 +99,7 @@ def check_checkpoint(path_or_id: str | os.PathLike[str], kwargs: Mapping[str, An
     if os.path.isdir(name) and not kwargs.get("variant"):
         weights_name = kwargs.get("transformers_weights") or getattr(config, "transformers_weights", None)
         folder = Path(name, kwargs.get("subfolder") or "")
-        SafetensorsFiles.open(locate_files(folder, weights_name, from_config=config is None)).close()
+        check_files(locate_files(folder, weights_name, from_config=config is None))
     return name
 
 

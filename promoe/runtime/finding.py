@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from torch import nn
@@ -52,7 +52,7 @@ class Found:
         self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in layers]
         self.num_experts: Sequence[int] = [layer.num_experts for layer in layers]
 
-    @property
+    @cached_property
     def freed_bytes(self) -> int:
         """RAM that the model gives back once its experts are served."""
         return 0
@@ -78,9 +78,9 @@ class Found:
 class FoundForDisk(Found):
     """A model whose experts are to leave its tensors for files."""
 
-    @property
+    @cached_property
     def freed_bytes(self) -> int:
-        """None of a checkpoint that is mapped, which is free already."""
+        """As long as the experts are there: none of a checkpoint that is mapped, which is free already."""
         total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in self.layers)
         return min(total_bytes, own_ram_bytes() or 0)
 

@@ -115,7 +115,7 @@ class Runtime:
         return on_gate
 
     def _gate_chose(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        there = layer.block._modules.get(layer.name.rpartition(".")[2])
+        there = layer.block._modules.get(layer.own_name)
         if there is not layer.experts:
             raise changed_since(f"replaced {layer.name!r} by a {type(there).__name__}")
         index = layer.chosen(output)

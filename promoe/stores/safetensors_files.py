@@ -9,7 +9,8 @@ import errno
 import os
 import resource
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -53,18 +54,9 @@ class SafetensorsFile:
                 header says.
         """
         path = Path(path)
-        try:
-            fd = open_plain(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        try:
+        with _opened(path) as fd:
             fingerprint = Fingerprint.of(fd)
             tensors = read_header(path, fd, fingerprint.size_bytes, file_idx)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise unreadable(path, error) from error
-            raise
         if hasattr(os, "posix_fadvise"):
             # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
@@ -143,6 +135,30 @@ class SafetensorsFiles:
         """Close all files. Closing twice is allowed."""
         for file in self.files:
             file.close()
+
+
+def check_files(paths: Iterable[Path]) -> None:
+    """Raise CheckpointError unless these are whole safetensors files. Reads their headers, one file after the other."""
+    for path in paths:
+        with _opened(path) as fd:
+            read_header(path, fd, os.fstat(fd).st_size, 0)
+        os.close(fd)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """Open a checkpoint's file for what happens inside. It stays open unless that fails."""
+    try:
+        fd = open_plain(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        yield fd
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            raise unreadable(path, error) from error
+        raise
 
 
 def locate_files(checkpoint: str | os.PathLike[str], weights_name: Any = None, from_config: bool = True) -> list[Path]:

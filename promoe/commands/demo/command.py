@@ -28,6 +28,7 @@ from promoe.commands.demo.show import (
     show_sample,
 )
 from promoe.commands.demo.systems import SYSTEMS, BehindLink, OnDisk, load_stock, to_compare
+from promoe.commands.measure import Generation
 from promoe.config import PromoeConfig
 from promoe.files import check_writable, make_folder
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
@@ -97,8 +98,7 @@ class Demo:
             seconds = time.monotonic() - started_s
             verify("promoe", 1, answer, expected)
             stats = model.promoe.stats()
-        if self._readable():
-            show_sample(self._prompts[1], str(self._tokenizer.decode(list(answer.tokens), skip_special_tokens=True)))
+        self._sample(answer)
         total_bytes = sum(count * nbytes for count, nbytes in zip(stats.num_experts, stats.expert_bytes, strict=True))
         paragraph(
             f"{len(answer.tokens)} tokens in {format_seconds(seconds)}, the same as the unmodified model's. Of its "
@@ -130,7 +130,6 @@ class Demo:
             f"{format_seconds(reference.compute_s)}, so the link is set to "
             f"{format_number(source.link.bandwidth_bytes_per_s / 1e6)} MB/s."
         )
-        self._sample(reference)
         timeline = self._path("emulated-link-timeline.json")
         result = compare(source, model, reference, self.task, self.options.cache, timeline, self.systems)
         assert result.compute_s is not None, "this part has the unmodified model"
@@ -188,7 +187,7 @@ class Demo:
             say()
             show_routing(result.runs[-1].stats.decode)
 
-    def _sample(self, reference: Reference) -> None:
+    def _sample(self, answer: Generation) -> None:
         loss = self.example.heldout_loss()
         if not self._readable():
             paragraph(
@@ -196,7 +195,7 @@ class Demo:
             )
             return
         say()
-        text = self._tokenizer.decode(list(reference.answers[1].tokens), skip_special_tokens=True)
+        text = self._tokenizer.decode(list(answer.tokens), skip_special_tokens=True)
         show_sample(self._prompts[1], str(text))
 
     def _readable(self) -> bool:

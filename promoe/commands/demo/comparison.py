@@ -169,7 +169,11 @@ def compare(
         bandwidth = max(bandwidth, *filter(is_number, reached))
         runs = []
         for name, model in models.items():
-            bound_s = None if name == RESIDENT else _bound_s(model, reference, compute_s, bandwidth)
+            bound_s = None
+            if name != RESIDENT:
+                config = model.promoe.runtime.engine.scheduler.config
+                missed = median(bytes_per_token(config, reference.routing)[1:])
+                bound_s = token_bound_s(compute_s, needed_bytes(missed, stats[name].decode), bandwidth)
             runs.append(_run(name, stats[name], times[name], tpots[name], bound_s))
         _draw_timeline(models[systems[-1].name], task, timeline)
         slow, fast = (tpots_s(times[system.name]) for system in (systems[0], systems[-1]))
@@ -219,11 +223,6 @@ def _measure(models: dict[str, Any], reference: Reference, task: Task) -> dict[s
 
         systems = {name: functools.partial(task.run, model) for name, model in models.items()}
         return interleaved(systems, task.prompts, on_done)
-
-
-def _bound_s(model: Any, reference: Reference, compute_s: float | None, bandwidth: float) -> float:
-    missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, reference.routing)[1:]
-    return token_bound_s(compute_s, needed_bytes(median(missed), model.promoe.stats().decode), bandwidth)
 
 
 def _run(name: str, stats: Stats, answers: list[Generation], tpot: Estimate, bound_s: float | None) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,8 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
     """
-    path_or_id = base_of(path_or_id)
+    if os.path.isdir(path_or_id) or _local_folder(path_or_id) is None:  # of an id whose files are here nobody is asked
+        path_or_id = base_of(path_or_id)
     folder = _local_folder(path_or_id)
     if folder is None or not _has_weights(folder):
         model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)

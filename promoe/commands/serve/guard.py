@@ -9,7 +9,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -126,10 +126,7 @@ class Guard:
                     await send(message)
                 return
             answers.append(loads(b"".join(message.get("body", b"") for message in kept)))
-        content = _joined(answers)
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
+        await _send_json(send, 200, _joined(answers))
 
     async def _answer(self, asked: Asked, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
         """Run the application on a request until it is done or the client is gone, whichever comes first."""
@@ -247,15 +244,21 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _refuse(refused: Refused, send: Send) -> None:
-    body = error_body(str(refused), refused.status, refused.param, refused.code)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers = []
     if refused.status in (413, 415):
         headers.append((b"connection", b"close"))  # what is left of the body is not read
     if refused.status == 503:
         headers.append((b"retry-after", b"1"))
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    body = error_body(str(refused), refused.status, refused.param, refused.code)
+    await _send_json(send, refused.status, body, headers)
+
+
+async def _send_json(send: Send, status: int, body: bytes, more_headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    """Send a whole response."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more_headers]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
