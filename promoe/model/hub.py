@@ -57,11 +57,17 @@ def _adapter_in(folder: Path) -> str | None:
 
 def _adapter_on_the_hub(name: str, options: Mapping[str, Any]) -> str | None:
     """The same of a hub id."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
     from transformers.utils import cached_file
 
     try:
-        if cached_file(name, CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **options) is not None:
-            return None
+        try:
+            if cached_file(name, CONFIG_NAME, **options) is not None:
+                return None
+        except OSError as error:  # it has none, or cannot be asked
+            if isinstance(error.__cause__, LocalEntryNotFoundError):
+                # It was tried several times and gave no answer. The other file may be on this machine.
+                options = {**options, "local_files_only": True}
         found: str | None = cached_file(name, ADAPTER_CONFIG_NAME, **options)
     except Exception as error:  # the hub's client has errors of several kinds
         raise CheckpointError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import transformers.utils
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from promoe.errors import CheckpointError
 from promoe.model.hub import base_of, is_folder
@@ -76,3 +77,40 @@ def test_what_the_hub_answered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     ) as error:
         base_of("org/name")
     assert isinstance(error.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked"),
+    [(LocalEntryNotFoundError, ["config.json"]), (EntryNotFoundError, ["config.json", "adapter_config.json"])],
+)
+def test_a_hub_that_does_not_answer_is_not_asked_again(
+    answer: type[Exception], asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over_the_network = []
+
+    def download(name: str, file: str, *, local_files_only: bool, **options: Any) -> str:
+        if not local_files_only:
+            over_the_network.append(file)
+        raise answer("nothing came")
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
+    monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: False)
+    with pytest.raises(CheckpointError, match="nothing of that name could be had from the hub"):
+        base_of("org/name", {"cache_dir": str(tmp_path)})
+    assert over_the_network == asked
+
+
+def test_without_an_answer_a_downloaded_adapter_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "models--org--adapter" / "snapshots" / "0123"
+    here.mkdir(parents=True)
+    (here / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    (refs := tmp_path / "models--org--adapter" / "refs").mkdir()
+    (refs / "main").write_text("0123")
+
+    def download(name: str, file: str, **options: Any) -> str:
+        raise LocalEntryNotFoundError("nothing came")
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
+    monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: False)
+    with pytest.raises(CheckpointError, match="'org/adapter' has an adapter of 'org/base' and no model of its own"):
+        base_of("org/adapter", {"cache_dir": str(tmp_path)})
