@@ -30,7 +30,7 @@ from promoe.commands.demo.comparison import Reference, Task, compare, record
 from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import SYSTEMS, OnDisk, System
 from promoe.commands.simulate.answers import simulate_answers
-from promoe.experts.experts_forward import run_groups
+from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer
 from promoe.scheduler import SchedulerConfig
 from promoe.transfer.link_timetable import Wire
@@ -96,7 +96,7 @@ def group_cost_s(layers: Sequence[MoELayer], num_experts: int) -> float:
         for groups in ((rows,), one_by_one()):
             start_s = time.perf_counter()
             with torch.inference_mode():
-                run_groups(layer, hidden, chosen, weights, groups, chosen.tolist())
+                LayerCall(layer, hidden, chosen, weights, chosen.tolist()).run_groups(groups)
             times.append(time.perf_counter() - start_s)
         found.append((times[1] - times[0]) / num_experts - GROUP_SLEEP_S)
     return median(found)

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import promoe
 from promoe.commands.pack import run_pack
 from promoe.experts.kernels import packed
-from promoe.experts.kernels.packed_store import PackedStore
+from promoe.stores.slot_files import SlotFilesStore
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_every_bit_is_the_unmodified_models(family: str, dtype: str, tmp_path: P
     for name, options in ways.items():
         model = promoe.from_pretrained(tmp_path, cache=name.split(",")[0], **options)
         if "packed" in name and "100%" not in name:
-            assert isinstance(model.promoe.runtime.engine.store, PackedStore)
+            assert isinstance(model.promoe.runtime.engine.store, SlotFilesStore)
         for round_number in range(2):  # what is compared first, is done another way afterwards
             for ids, wanted in zip(prompts, expected, strict=True):
                 found = answer(model, ids)

@@ -10,9 +10,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from promoe.experts.kernels import packed_gain
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import packable, packed_folder, write_packed
+from promoe.model.packed_files import gains_in_words, packable, packed_folder, write_packed
 from promoe.units import format_memory, format_seconds
 
 
@@ -32,18 +31,18 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
 
         folder = packed_folder(store) if out is None else out
         nbytes = write_packed(opened.layers, store, folder, progress)
-        packings = packable(opened.layers, store)
+        formats = packable(opened.layers, store)
     took = format_seconds(time.perf_counter() - start_s)
     how = (
         "It is used from now on."
         if out is None
         else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
     )
-    packed = {name for of_layout in packings.values() for name in of_layout}
+    packed = {name for matrices in formats.values() for name in matrices}
     matrices = {spec.name for layer in opened.layers for spec in layer.layout.tensors if len(spec.shape) == 2}
     print(f"{format_memory(nbytes)} of experts written into {folder} in {took}. {how}", file=stdout)
     print(
-        f"One token's row is multiplied so many times as fast now (measured): {packed_gain.in_words(packings)}.",
+        f"One token's row is multiplied so many times as fast now (measured): {gains_in_words(formats)}.",
         file=stdout,
     )
     if plain := sorted(matrices - packed):

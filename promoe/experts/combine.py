@@ -1,19 +1,21 @@
 """Combines rows that were computed in groups of experts, in the order in which the stock kernel would have added them.
 
-Why not add up the groups' own results: each partial sum would be rounded, and the additions would come in another order.
+Why not add up the groups' own results: each partial sum would be rounded, and the additions would come in another
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from promoe.errors import UnsupportedModelError
 from promoe.experts.activation import WholeActivation
+from promoe.experts.kernels.choosing import Kernels
 from promoe.experts.kernels.row_kernel import RowKernel
 from promoe.experts.pairs import Pairs, Selection
 from promoe.experts.scratch import PartSpace
@@ -23,35 +25,13 @@ from promoe.transfer.rows import ExpertRows
 _TILE_BYTES = 16 * 2**20
 
 
-class StockKernel(Protocol):
-    """The layer's own kernel over the rows of one group."""
-
-    def __call__(
-        self,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-        rows: ExpertRows,
-        ids: Sequence[int] | None,
-        attributes: Mapping[str, Any] = ...,
-    ) -> torch.Tensor:
-        """`hidden[P, H]`, `index[P, 1]`, `weights[P, 1]` -> `[P, H]` in the dtype of `hidden`.
-
-        `attributes` take the place of the experts module's own.
-        """
-        ...
-
-
 class WeightedSum:
     """Combines like batched_mm and grouped_mm: raw rows per pair, then weighted and summed over a token's choices at once.
 
     Args:
-        kernel: the layer's kernel.
-        row_kernel: what to compute the rows by instead, once it has proved to give the same bits.
-        activation: what to compute the kernel's activations by instead.
-        space: for what the row kernel computes of many pairs; None where they are few.
-        row_dtype: dtype in which the kernel computes a row before it is weighted.
-        fewest_rows: give the kernel at least as many rows, as far as the whole call has them; pairs are repeated.
+        kernels: of the call. The row kernel computes the rows, once it has proved to give the same bits.
+        activation: computes the stock kernel's activations; None: the module's own does.
+        space: memory for what the row kernel computes of many pairs; None where they are few.
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -59,37 +39,33 @@ class WeightedSum:
 
     def __init__(
         self,
-        kernel: StockKernel,
-        row_kernel: RowKernel | None,
+        kernels: Kernels,
         activation: WholeActivation | None,
         space: PartSpace | None,
-        row_dtype: torch.dtype,
-        fewest_rows: int,
         hidden: torch.Tensor,
         weights: torch.Tensor,
         pairs: Pairs,
     ) -> None:
-        self._kernel = kernel
-        self._row_kernel = row_kernel
+        self._kernels = kernels
         self._activation = activation
         self._space = space
-        self._fewest_rows = min(fewest_rows, pairs.count)
+        # The stock kernel is given at least so many rows, as far as the whole call has them; pairs are repeated.
+        self._fewest_rows = min(kernels.fewest_rows, pairs.count)
         self._weights = weights
         self._pairs = pairs
         self._dtype = hidden.dtype
-        self._row_dtype = row_dtype
-        # The kernel would cast its input to this dtype, and its result back. Cast before, and the rows come out as they
-        # are.
-        self._hidden = hidden.to(row_dtype)
+        # The kernel would cast its input to this dtype and its result back. If the input is cast first, its rows come
+        # out as they are.
+        self._hidden = hidden.to(kernels.row_dtype)
         self._begun: dict[int, torch.Tensor] = {}  # expert -> its rows as far as the first tensors go
-        # By position: one by one if there are few, else together.
+        # Rows by position: one by one if there are few, else together.
         self._few: list[torch.Tensor] = []
         self._rows: torch.Tensor | None = None
 
     def begin(self, expert: int, rows: ExpertRows) -> None:
-        """Compute what can be of an expert of which only the first tensors are there."""
-        assert self._row_kernel is not None
-        self._begun[expert] = self._begin(self._row_kernel, [expert], rows)[0]
+        """Compute an expert as far as that goes with its first tensors alone."""
+        assert self._kernels.rows is not None
+        self._begun[expert] = self._begin(self._kernels.rows, [expert], rows)[0]
 
     def _begin(self, kernel: RowKernel, experts: list[int], rows: ExpertRows) -> Sequence[torch.Tensor]:
         selection = self._pairs.select(experts)
@@ -110,8 +86,8 @@ class WeightedSum:
         self._rows.index_copy_(0, selection.position_tensor, out)
 
     def _raw_rows(self, selection: Selection, rows: ExpertRows) -> Sequence[torch.Tensor]:
-        """One after the other; of many pairs in one tensor."""
-        kernel = self._row_kernel
+        """Return the rows one after the other; many in one tensor."""
+        kernel = self._kernels.rows
         if kernel is None or kernel.proven is False:
             return (self._stock_rows(selection, rows),)
         found: Sequence[torch.Tensor]
@@ -124,7 +100,7 @@ class WeightedSum:
         return found if kernel.proven else (kernel.prove(found, self._stock_rows(selection, rows)),)
 
     def _begun_of(self, kernel: RowKernel, experts: list[int], rows: ExpertRows) -> list[torch.Tensor]:
-        """What was begun of these experts; now, where it was not."""
+        """Return what was begun of these experts, and begin those that were not."""
         if others := [expert for expert in experts if expert not in self._begun]:
             self._begun.update(zip(others, self._begin(kernel, others, rows), strict=True))
         return [self._begun.pop(expert) for expert in experts]
@@ -136,14 +112,14 @@ class WeightedSum:
             hidden = torch.cat([hidden, hidden[-1:].expand(lacking, -1)])
             index = torch.cat([index, index[-1:].expand(lacking, 1)])
             ids = None if ids is None else [*ids, *(ids[-1:] * lacking)]
-        ones = torch.ones((len(index), 1), dtype=self._row_dtype, device=hidden.device)
+        ones = torch.ones((len(index), 1), dtype=self._kernels.row_dtype, device=hidden.device)
         attributes = {} if self._activation is None else self._activation.attributes(selection)
         # The kernel sorts the pairs by expert, which they are already; only a stable sort leaves them as they are.
         with _StableSort() if count > len(selection.experts) else nullcontext():
-            return self._kernel(hidden, index, ones, rows, ids, attributes)[:count]
+            return self._kernels.stock(hidden, index, ones, rows, ids, attributes)[:count]
 
     def result(self) -> torch.Tensor:
-        """The layer's output `[T, H]`."""
+        """Return the layer's output `[T, H]`."""
         if self._space is not None:
             self._space.release()
         tokens, choices = self._weights.shape
@@ -162,7 +138,7 @@ class WeightedSum:
 
 
 class _StableSort(TorchFunctionMode):
-    """Makes every sort inside a stable one: torch.sort moves equal keys, from 17 elements on."""
+    """Makes every sort inside it stable: torch.sort moves equal keys, from 17 elements on."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,14 +153,14 @@ class PlacedRows:
     """Combines nothing: every row has one expert, and its result takes its place.
 
     Args:
-        kernel: the layer's loop.
+        kernels: of the call.
         hidden: `[P, H]`.
         weights: `[P, 1]`.
         pairs: the call's pairs.
     """
 
-    def __init__(self, kernel: StockKernel, hidden: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> None:
-        self._kernel = kernel
+    def __init__(self, kernels: Kernels, hidden: torch.Tensor, weights: torch.Tensor, pairs: Pairs) -> None:
+        self._kernels = kernels
         self._hidden = hidden
         self._weights = weights
         self._count = pairs.count
@@ -193,13 +169,13 @@ class PlacedRows:
     def add(self, selection: Selection, rows: ExpertRows) -> None:
         """Compute the rows of one group."""
         positions = selection.position_tensor
-        out = self._kernel(self._hidden[positions], selection.index, self._weights[positions], rows, None)
+        out = self._kernels.stock(self._hidden[positions], selection.index, self._weights[positions], rows, None)
         if self._rows is None:
             self._rows = out.new_empty((self._count, out.shape[-1]))
         self._rows.index_copy_(0, positions, out)
 
     def result(self) -> torch.Tensor:
-        """The layer's output `[P, H']`."""
+        """Return the layer's output `[P, H']`."""
         assert self._rows is not None, "no group was added"
         return self._rows
 
@@ -210,8 +186,8 @@ class EagerSum:
     An expert's rows are added as soon as those of all smaller ids have been, so no more rows are kept than necessary.
 
     Args:
-        kernel: the layer's eager loop.
-        family: identifies the loop's code.
+        kernels: of the call.
+        family: identifies the eager loop's code.
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -219,13 +195,13 @@ class EagerSum:
 
     def __init__(
         self,
-        kernel: StockKernel,
+        kernels: Kernels,
         family: Callable[..., torch.Tensor],
         hidden: torch.Tensor,
         weights: torch.Tensor,
         pairs: Pairs,
     ) -> None:
-        self._kernel = kernel
+        self._kernels = kernels
         self._hidden = hidden
         self._flat_weights = weights.reshape(-1)
         self._signature = (family, hidden.dtype, weights.dtype)
@@ -241,10 +217,10 @@ class EagerSum:
         accumulator = _ACCUMULATORS.get(self._signature)
         if accumulator == self._hidden.dtype:
             # One choice per row, so the loop's sum is 0 + row: the rows as it adds them, weighted and rounded.
-            sources = self._kernel(hidden, selection.index, weights, rows, None).split(selection.sizes)
+            sources = self._kernels.stock(hidden, selection.index, weights, rows, None).split(selection.sizes)
         else:
             with _RecordIndexAdd() as recorded:
-                self._kernel(hidden, selection.index, weights, rows, None)
+                self._kernels.stock(hidden, selection.index, weights, rows, None)
             accumulator, sources = recorded.additions(selection.sizes)
             _ACCUMULATORS[self._signature] = accumulator
         if self._sum is None:
@@ -264,7 +240,7 @@ class EagerSum:
             self._added += 1
 
     def result(self) -> torch.Tensor:
-        """The layer's output `[T, H]`."""
+        """Return the layer's output `[T, H]`."""
         assert self._sum is not None, "no group was added"
         assert self._added == len(self._order), f"{self._added} of {len(self._order)} experts were added"
         return self._sum.to(self._hidden.dtype)
@@ -277,7 +253,7 @@ _ACCUMULATORS: dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype]
 
 
 class _RecordIndexAdd(TorchFunctionMode):
-    """Keeps what an eager loop adds per expert, in ascending id, in place of adding it."""
+    """Keeps what an eager loop would add per expert, in ascending id, instead of adding it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +271,7 @@ class _RecordIndexAdd(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def additions(self, sizes: list[int]) -> tuple[torch.dtype, list[torch.Tensor]]:
-        """The accumulator's dtype and the rows added per expert; `sizes` are the experts' expected numbers of rows."""
+        """Return the accumulator's dtype and the rows added per expert; `sizes` are the numbers of rows that are expected."""
         found = [len(source) for source in self._sources]
         if self._dtype is None or found != sizes:
             raise UnsupportedModelError(

@@ -1,7 +1,8 @@
-"""Packed experts in files: written once from a checkpoint (`promoe pack`), opened beside it.
+"""Experts in files of their own, in a slot format: written once from a checkpoint (`promoe pack`), opened beside it.
 
-A folder has one safetensors file per MoE layer, whose only tensor `slots[E, slot_bytes]` holds each expert as it lies in a
-slot, and `packed.json`, which says of what files, and in which layout. It is written last: without it there is nothing.
+A folder has one safetensors file per MoE layer, whose only tensor `slots[E, slot_bytes]` holds each expert as it lies
+in a slot, and `packed.json`, which says what files they were made from, in which format, and how each matrix lies. It
+is written last: without it nothing counts as packed.
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from typing import Any, Literal
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
-from promoe.experts.kernels import packed_gain
-from promoe.experts.kernels.packed import Packing
-from promoe.experts.kernels.packed_store import NO_PACKINGS, PackedStore, Packings, packings_in
+from promoe.experts.kernels.formats import FORMATS, Formats, SlotFormat, formats_in, formats_of
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
@@ -30,7 +29,8 @@ from promoe.stores.base import read_expert
 from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
-from promoe.stores.slot_files import header_of, layer_path, write_layer
+from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
 from promoe.untrusted import read_json
 
@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 2
 PackedChoice = str | os.PathLike[str] | Literal["auto"] | None
-# Only of these are matrices multiplied here, not by the model's own code.
-IMPLEMENTATION = "grouped_mm"
+DEFAULT_FORMAT = "packed"  # also that of an index that names none
+# A smaller gain is within what times differ by.
+LEAST_GAIN = 1.05
 
 
 def packed_folder(store: SafetensorsStore) -> Path:
@@ -47,36 +48,22 @@ def packed_folder(store: SafetensorsStore) -> Path:
     return store.files[0].path.parent / FOLDER
 
 
-def packings_of(layers: Sequence[MoELayer]) -> Packings:
-    """Of each layout, the tensors that can be packed on this machine, by name, and how."""
-    return {layer.layout: _packings_of_layer(layer) for layer in layers}
-
-
-def _packings_of_layer(layer: MoELayer) -> dict[str, Packing]:
-    experts: Any = layer.experts
-    if not layer.adapter.sums_rows or layer.implementation != IMPLEMENTATION:
+def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Formats:
+    """Return what `write_packed` would pack of a checkpoint; nothing where it would refuse to, and where that is done."""
+    if formats_in(store.layouts):
         return {}
-    names = ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
-    found = {
-        spec.name: Packing.of(spec.shape, experts.is_transposed, spec.dtype)
-        for spec in layer.layout.tensors
-        if spec.name in names
-    }
-    return {name: packing for name, packing in found.items() if packing is not None}
-
-
-def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packings:
-    """What `write_packed` would pack of a checkpoint; nothing where it would refuse to, and where that is done."""
-    if packings_in(store):
-        return NO_PACKINGS
     try:
-        return _worth_packing(layers, store)
+        return _worth_packing(layers, store, FORMATS[DEFAULT_FORMAT])
     except UnsupportedModelError:
-        return NO_PACKINGS
+        return {}
 
 
 def write_packed(
-    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, progress: Progress | None = None
+    layers: Sequence[MoELayer],
+    store: SafetensorsStore,
+    folder: Path,
+    progress: Progress | None = None,
+    slot_format: str = DEFAULT_FORMAT,
 ) -> int:
     """Pack the experts of a checkpoint into `folder`, in place of what was packed there.
 
@@ -85,33 +72,35 @@ def write_packed(
         store: its experts.
         folder: made if it is not there.
         progress: called as `progress(done_bytes, total_bytes)`.
+        slot_format: one of `FORMATS`.
 
     Returns:
         Bytes written.
 
     Raises:
-        UnsupportedModelError: no matrix of this model can be packed on this machine, or none is multiplied by sooner then.
+        UnsupportedModelError: no matrix of this model can be packed on this machine, or none is multiplied faster then.
         ConfigError: there is too little room, or the folder cannot be written.
         CheckpointError: an expert cannot be read.
     """
     try:
-        packings = _worth_packing(layers, store)
+        formats = _worth_packing(layers, store, FORMATS[slot_format])
     except UnsupportedModelError as error:
         if (folder / INDEX).is_file():
             raise UnsupportedModelError(
                 f"{error} What was packed into {folder} before is still used: delete it."
             ) from error
         raise
-    sizes = [layer.num_experts * layer.layout.slot_bytes for layer in layers]
-    index, paths = _index(layers, store, packings), _paths(layers, folder)
+    layouts = _layouts(layers, formats)
+    sizes = [layer.num_experts * layout.slot_bytes for layer, layout in zip(layers, layouts, strict=True)]
+    index, paths = _index(layers, layouts, store, slot_format), _paths(layers, folder)
     digest = _digest(index)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_room(folder, sum(sizes), paths)
         (folder / INDEX).unlink(missing_ok=True)
         try:
-            for layer, path, done_bytes in zip(layers, paths, accumulate(sizes), strict=True):
-                write_layer(path, _header(layer, digest), _packed_slots(layer, store, packings.get(layer.layout, {})))
+            for layer, layout, path, done_bytes in zip(layers, layouts, paths, accumulate(sizes), strict=True):
+                write_layer(path, _header(layer, layout, digest), _packed_slots(layer, layout, store))
                 if progress is not None:
                     progress(done_bytes, sum(sizes))
             _write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
@@ -126,8 +115,8 @@ def write_packed(
     return sum(sizes)
 
 
-def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packings:
-    possible = packings_of(layers)
+def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_format: SlotFormat) -> Formats:
+    possible = formats_of(layers, slot_format)
     if not any(possible.values()):
         raise UnsupportedModelError(
             "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
@@ -135,15 +124,25 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore) -> Packi
             f"torch for whose oneDNN matrices have a layout of their own, in which one token's row has the same bits. Found "
             f"{_found(layers)}. Run the model as it is."
         )
-    _check_stored(layers, store)
-    found = packed_gain.gaining(possible)
-    if not found:
+    _check_stored(layers, _layouts(layers, possible), store)
+    found = {
+        layout: {name: matrix for name, matrix in matrices.items() if slot_format.gain(matrix) >= LEAST_GAIN}
+        for layout, matrices in possible.items()
+    }
+    if not any(found.values()):
         raise UnsupportedModelError(
             "Nothing is gained by packing this model's experts on this machine. One token's row is multiplied so many times as "
-            f"fast by packed matrices (measured): {packed_gain.in_words(possible)}; it takes at least {packed_gain.LEAST_GAIN} "
-            f"times to be worth it. Found {_found(layers)}. Run the model as it is."
+            f"fast by packed matrices (measured): {gains_in_words(possible)}; it takes at least {LEAST_GAIN} times to be "
+            f"worth it. Found {_found(layers)}. Run the model as it is."
         )
-    return found
+    return {layout: matrices for layout, matrices in found.items() if matrices}
+
+
+def gains_in_words(formats: Formats, slot_format: str = DEFAULT_FORMAT) -> str:
+    """Return how many times as fast each tensor is multiplied, in words."""
+    gain = FORMATS[slot_format].gain
+    gains = {(name, gain(matrix)) for matrices in formats.values() for name, matrix in matrices.items()}
+    return ", ".join(f"{name} {times:.2f}" for name, times in sorted(gains))
 
 
 def open_packed(
@@ -154,7 +153,8 @@ def open_packed(
     Args:
         layers: of the model.
         store: the checkpoint.
-        choice: the folder of packed experts; "auto": that beside the checkpoint, if there is one and it fits; None: none.
+        choice: the folder of packed experts; "auto": that beside the checkpoint, if there is one and it fits; None:
+        none.
         chunk_bytes: longest chunk.
 
     Raises:
@@ -183,37 +183,45 @@ def open_packed(
         return store
 
 
-def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chunk_bytes: int) -> PackedStore:
+def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chunk_bytes: int) -> SlotFilesStore:
     index = read_json(folder / INDEX)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ValueError(f"{INDEX} is not in format {FORMAT}.")
-    packings = _of_index(packings_of(layers), layers, index)
-    expected = _index(layers, store, packings)
+    slot_format = index.get("slot_format", DEFAULT_FORMAT)
+    if slot_format not in FORMATS:
+        raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not have.")
+    layouts = _layouts(layers, _named(formats_of(layers, FORMATS[slot_format]), layers, index))
+    expected = _index(layers, layouts, store, slot_format)
     for key, what in _WHAT.items():
         if index.get(key) != expected[key]:
             raise ValueError(f"They are of {what}.")
     digest = _digest(expected)
     files = SafetensorsFiles.open(_paths(layers, folder))
     try:
-        for layer, file in zip(layers, files.files, strict=True):
-            if file.fingerprint.header_crc != zlib.crc32(_header(layer, digest)):
+        for layer, layout, file in zip(layers, layouts, files.files, strict=True):
+            if file.fingerprint.header_crc != zlib.crc32(_header(layer, layout, digest)):
                 raise ValueError(f"{file.path.name} is not of the packing that {INDEX} describes.")
-        return PackedStore(files, store, packings, chunk_bytes)
+        return SlotFilesStore(files, layouts, store.num_experts, chunk_bytes, source=store)
     except BaseException:
         files.close()
         raise
 
 
-def _of_index(possible: Packings, layers: Sequence[MoELayer], index: Mapping[str, Any]) -> Packings:
-    """Of what can be packed here, what the index names."""
+def _named(possible: Formats, layers: Sequence[MoELayer], index: Mapping[str, Any]) -> Formats:
+    """Return, of what can be packed here, what the index names."""
     entries = index.get("packings")
     if not isinstance(entries, list) or len(entries) != len(layers) or not all(isinstance(e, dict) for e in entries):
         return possible
     named = {layer.layout: entry for layer, entry in zip(layers, entries, strict=True)}
     return {
-        layout: {name: packing for name, packing in packings.items() if name in named[layout]}
-        for layout, packings in possible.items()
+        layout: {name: matrix for name, matrix in matrices.items() if name in named[layout]}
+        for layout, matrices in possible.items()
     }
+
+
+def _layouts(layers: Sequence[MoELayer], formats: Formats) -> list[ExpertLayout]:
+    """Return how an expert of each layer lies in its slot."""
+    return [layer.layout.in_formats(formats.get(layer.layout, {})) for layer in layers]
 
 
 # What differs if an entry of the index does.
@@ -225,9 +233,12 @@ _WHAT = {
 }
 
 
-def _index(layers: Sequence[MoELayer], store: SafetensorsStore, packings: Packings) -> dict[str, Any]:
+def _index(
+    layers: Sequence[MoELayer], layouts: Sequence[ExpertLayout], store: SafetensorsStore, slot_format: str
+) -> dict[str, Any]:
     return {
         "format": FORMAT,
+        "slot_format": slot_format,
         "torch": torch.__version__,
         "checkpoint": [
             {
@@ -238,18 +249,16 @@ def _index(layers: Sequence[MoELayer], store: SafetensorsStore, packings: Packin
             }
             for file in store.files
         ],
-        "layers": [_layer_entry(layer.name, layer.num_experts, layer.layout) for layer in layers],
-        "packings": [_packing_entry(packings.get(layer.layout, {})) for layer in layers],
+        "layers": [
+            _layer_entry(layer.name, layer.num_experts, layout) for layer, layout in zip(layers, layouts, strict=True)
+        ],
+        "packings": [{name: matrix.signature for name, matrix in layout.formats.items()} for layout in layouts],
     }
 
 
 def _layer_entry(name: str, num_experts: int, layout: ExpertLayout) -> dict[str, Any]:
     tensors = [[spec.name, list(spec.shape), str(spec.dtype), spec.offset_bytes] for spec in layout.tensors]
     return {"name": name, "num_experts": num_experts, "slot_bytes": layout.slot_bytes, "tensors": tensors}
-
-
-def _packing_entry(packings: Mapping[str, Packing]) -> dict[str, str]:
-    return {name: packing.signature for name, packing in packings.items()}
 
 
 def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
@@ -262,9 +271,9 @@ def _digest(index: Mapping[str, Any]) -> str:
     return hashlib.sha256(what.encode()).hexdigest()
 
 
-def _header(layer: MoELayer, digest: str) -> bytes:
-    """How a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
-    return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layer.layout)
+def _header(layer: MoELayer, layout: ExpertLayout, digest: str) -> bytes:
+    """Return how a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
+    return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layout)
 
 
 def _found(layers: Sequence[MoELayer]) -> str:
@@ -279,14 +288,14 @@ def _found(layers: Sequence[MoELayer]) -> str:
     return f"{', '.join(matrices)}; {' and '.join(how)}; torch with {torch.backends.cpu.get_cpu_capability()}"
 
 
-def _check_stored(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
+def _check_stored(layers: Sequence[MoELayer], layouts: Sequence[ExpertLayout], store: SafetensorsStore) -> None:
     """Refuse what would have to be read in more bytes than now."""
-    for layer in layers:
+    for layer, layout in zip(layers, layouts, strict=True):
         stored_bytes = sum(chunk.source_nbytes for chunk in store.chunks(ExpertKey(layer.layer_idx, 0)))
-        if stored_bytes < layer.layout.payload_bytes:
+        if stored_bytes < layout.payload_bytes:
             raise UnsupportedModelError(
                 f"The experts of {layer.name!r} are stored in {format_memory(stored_bytes)} each (in fewer bits), and would "
-                f"take {format_memory(layer.layout.payload_bytes)} packed: reading them would take longer than packing "
+                f"take {format_memory(layout.payload_bytes)} packed: reading them would take longer than packing "
                 "saves. Run the model as it is."
             )
 
@@ -301,12 +310,19 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
         )
 
 
-def _packed_slots(layer: MoELayer, store: SafetensorsStore, packings: Mapping[str, Packing]) -> Iterator[bytearray]:
-    slot = bytearray(layer.layout.slot_bytes)
+def _packed_slots(layer: MoELayer, layout: ExpertLayout, store: SafetensorsStore) -> Iterator[bytearray]:
+    """Yield each expert of a layer as it lies in a slot of `layout`; the next one overwrites it."""
+    plain, packed = bytearray(layer.layout.slot_bytes), bytearray(layout.slot_bytes)
     for expert_idx in range(layer.num_experts):
-        _read(store, ExpertKey(layer.layer_idx, expert_idx), slot)
-        _pack_in_place(slot, layer.layout, packings)
-        yield slot
+        _read(store, ExpertKey(layer.layer_idx, expert_idx), plain)
+        for spec, target in zip(layer.layout.tensors, layout.tensors, strict=True):
+            if target.format is None:
+                packed[target.offset_bytes : target.end_bytes] = memoryview(plain)[spec.offset_bytes : spec.end_bytes]
+                continue
+            count = spec.nbytes // spec.dtype.itemsize
+            matrix = torch.frombuffer(plain, dtype=spec.dtype, count=count, offset=spec.offset_bytes).view(spec.shape)
+            packed[target.offset_bytes : target.end_bytes] = _pack(spec.name, matrix, target.format)
+        yield packed
 
 
 def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
@@ -319,18 +335,14 @@ def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
         ) from error
 
 
-def _pack_in_place(slot: bytearray, layout: ExpertLayout, packings: Mapping[str, Packing]) -> None:
-    for name, packing in packings.items():
-        spec = layout[name]
-        count = spec.nbytes // spec.dtype.itemsize
-        matrix = torch.frombuffer(slot, dtype=spec.dtype, count=count, offset=spec.offset_bytes).view(spec.shape)
-        packed = packing.pack(matrix)
-        if not torch.equal(packing.view(packed).dense().view(torch.int16), matrix.view(torch.int16)):
-            raise UnsupportedModelError(
-                f"{name} {list(spec.shape)}, packed and unpacked, is another matrix on this machine: a fault of this version "
-                f"of torch ({torch.__version__}). Run the model as it is."
-            )
-        slot[spec.offset_bytes : spec.end_bytes] = packed.numpy().data
+def _pack(name: str, matrix: torch.Tensor, matrix_format: MatrixFormat) -> memoryview:
+    packed = matrix_format.pack(matrix)
+    if not torch.equal(matrix_format.view(packed).dense().view(torch.int16), matrix.view(torch.int16)):
+        raise UnsupportedModelError(
+            f"{name} {list(matrix.shape)}, packed and unpacked, is another matrix on this machine: a fault of this version "
+            f"of torch ({torch.__version__}). Run the model as it is."
+        )
+    return packed.numpy().data
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
 from promoe.stats.counts import Phase
 from promoe.stats.recorder import Recorder
+
+if TYPE_CHECKING:
+    from promoe.predictors import LayerVisit
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -34,7 +37,18 @@ class PassState:
     num_tokens: int = 0
     """Without padding."""
     gated: set[int] = field(default_factory=set)
+    """Layers whose gate has chosen."""
     entered: set[int] = field(default_factory=set)
+    """Layers whose experts have been called."""
+    hint: tuple[int, list[int], int] | None = None
+    """What the latest gate announced: its layer, the experts, and how many of these were resident by then."""
+    to_predict: tuple[int, LayerVisit] | None = None
+    """What the predictor's thread is to predict from: the scheduler's step of a layer visit, and the visit."""
+
+    def hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
+        """Return how many of the experts were resident when the layer's gate chose them; None: it chose others."""
+        hint, self.hint = self.hint, None
+        return hint[2] if hint is not None and hint[0] == layer_idx and hint[1] == ids else None
 
     def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
         """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]` in host

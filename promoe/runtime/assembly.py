@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from promoe import predictors
 from promoe.config import PromoeConfig
-from promoe.experts.kernels.packed_store import packings_in
-from promoe.experts.kernels.row_kernel import SECOND
-from promoe.experts.kernels.slot_rows import is_hopper
+from promoe.experts.kernels.matrices import SECOND
+from promoe.experts.kernels.slot_windows import is_hopper
 from promoe.experts.moe_layers import MoELayer
 from promoe.model import seam
 from promoe.model.passes import PassObserver, at_run_time
@@ -41,7 +40,7 @@ from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that
 from promoe.transfer.links.device import DeviceLink, Source
 from promoe.transfer.links.device_sources import PinnedSource, StagedSource
 from promoe.transfer.links.verified import VerifiedLink
-from promoe.transfer.memory import NOTHING_PACKED, Pool, SlotPool
+from promoe.transfer.memory import Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads
 
 logger = logging.getLogger(__name__)
@@ -217,8 +216,7 @@ def _pool(plan: PoolPlan, parts: Parts) -> Pool:
     slots = plan.spec.num_slots
     if parts.device is not None:
         return DevicePool(plan.layout, slots, parts.device)
-    packings = packings_in(parts.store).get(plan.layout, NOTHING_PACKED)
-    return SlotPool(plan.layout, slots, packings=packings)
+    return SlotPool(plan.layout, slots)
 
 
 def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:

@@ -6,11 +6,9 @@ The hot path of the library: everything here runs once or twice per MoE layer an
 from __future__ import annotations
 
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -20,7 +18,7 @@ from torch import nn
 from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.errors import PromoeError
 from promoe.experts.adapters.base import changed_since
-from promoe.experts.experts_forward import can_begin, check_no_grad, depends_on_groups, run_groups, run_resident
+from promoe.experts.layer_call import LayerCall, check_no_grad
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import DeviceIds, HostIds, IdReader
 from promoe.model import seam
@@ -37,7 +35,7 @@ _NO_CAPTURE = (
     "A CUDA graph was being captured while the experts ran. Which experts a token needs is not known then, so that their "
     "weights could not be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
 )
-# A product of so many rows takes as long as reading the weights.
+# Up to this many rows, a matmul is limited by reading the weights.
 ROWS_FOR_THE_PRICE_OF_ONE = 6
 
 
@@ -80,7 +78,6 @@ class Runtime:
         self.on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
         self._experts_code: CodeType | None = None  # of the forwards that `run` returns, all one
-        self._announced = threading.local()  # by the thread's latest gate: hits, and a visit to predict from
 
     @property
     def predictor_failed(self) -> bool:
@@ -127,9 +124,8 @@ class Runtime:
             ids, tokens = _with_weights(layer, ids, tokens)
         state = self.passes.current()
         state.gated.add(layer.layer_idx)
-        hits = self.engine.hint(layer.layer_idx, ids)
-        self._announced.hits = (layer.layer_idx, ids, hits)
-        self._announced.visit = None
+        state.hint = (layer.layer_idx, ids, self.engine.hint(layer.layer_idx, ids))
+        state.to_predict = None
         if len(index) <= MAX_PREDICTED_TOKENS:
             if self.forecaster is not None and self.forecaster.of_use:
                 self._predict(layer, state, args, kwargs, tokens)
@@ -147,33 +143,28 @@ class Runtime:
             state = self.passes.current()
             state.entered.add(layer.layer_idx)
             on_host, tokens, ids = self._ids.at_experts(layer.name, index)
-            hits = self._hits_at_gate(layer.layer_idx, ids)
+            hits = state.hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
                 ids, real_tokens = _with_weights(layer, ids, real_tokens)
             if self._live:
                 self._live[layer.layer_idx].check(ids)
-            host_index = on_host if self.on_device else None
+            call = LayerCall(layer, hidden, index, weights, tokens, on_host if self.on_device else None)
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:
                 with visit:
-                    beside = partial(self._predict_beside, layer)
-                    if self.on_device:  # its kernels wait for what is queued by then
-                        beside()
+                    self._predict_beside(layer, state)
                     rows = visit.all_rows()
                     if rows is not None:
-                        result = run_resident(layer, hidden, index, weights, rows, tokens, host_index, beside)
+                        result = call.run_resident(rows)
                     else:
                         at_once = (
                             self.on_device
+                            or call.depends_on_groups
                             or self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
-                            or depends_on_groups(layer, layer.implementation, hidden, index.numel())
                         )
-                        begin = not at_once and bool(self.engine.first_names[layer.layer_idx])
-                        if at_once or not visit.anything_ready:  # it waits before it computes
-                            beside()
-                        groups = visit.groups(at_once, begin and can_begin(layer, hidden, index.numel()))
-                        result = run_groups(layer, hidden, index, weights, groups, tokens, host_index, beside)
+                        begin = not at_once and bool(self.engine.first_names[layer.layer_idx]) and call.can_begin
+                        result = call.run_groups(visit.groups(at_once, begin))
             except BaseException:
                 visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
                 raise
@@ -194,16 +185,8 @@ class Runtime:
 
     @staticmethod
     def _work_bytes(layer: MoELayer, num_experts: int, num_pairs: int) -> float:
-        """What computing a layer costs, in bytes of weights read: with few rows per expert, a product only reads them."""
+        """Return what computing a layer costs, in bytes of weights read: with few rows, a product takes as long as reading."""
         return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
-
-    def _hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
-        latest = getattr(self._announced, "hits", None)
-        self._announced.hits = None
-        if latest is None or latest[0] != layer_idx or latest[1] != ids:
-            return None
-        hits: int = latest[2]
-        return hits
 
     def _predict(
         self,
@@ -228,16 +211,18 @@ class Runtime:
         if self.forecaster.in_forward:
             self.forecaster.visit(origin_step, visit)
         else:
-            self._announced.visit = (origin_step, visit)
+            state.to_predict = (origin_step, visit)
 
-    def _predict_beside(self, layer: MoELayer) -> None:
-        """Let the predictor's thread begin, unless it has. When products come next, or waiting: before, both threads want the
-        interpreter, and taking it from each other costs the forward as long as the prediction takes."""
-        announced = getattr(self._announced, "visit", None)
-        if announced is None:
+    def _predict_beside(self, layer: MoELayer, state: PassState) -> None:
+        """Let the predictor's thread begin, when products or waiting come next.
+
+        Earlier, both threads would want the interpreter, and the forward would lose as much time as the prediction takes. On a
+        device the predictor's queue waits for everything that is queued by now.
+        """
+        if state.to_predict is None:
             return
-        self._announced.visit = None
-        origin_step, visit = announced
+        origin_step, visit = state.to_predict
+        state.to_predict = None
         if self.forecaster is not None and visit.layer_idx == layer.layer_idx:
             self.forecaster.visit(origin_step, visit)
 

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 from promoe.stores.checkpoint_plan import CheckpointPlan
 from promoe.stores.expert_pieces import LayerPlan, Piece, SourceRange, coalesce
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
@@ -55,13 +57,14 @@ def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
 
 
 class SlotFilesStore(SafetensorsStore):
-    """Store over such files. Takes over `files`.
+    """A store over such files. It owns `files` and `source`, and closes them.
 
     Args:
         files: in the order of the layers.
         layouts: of the layers.
         num_experts: of the layers.
         chunk_bytes: longest chunk.
+        source: the checkpoint that the experts were taken from; None: there is none, or nobody needs it.
     """
 
     def __init__(
@@ -70,22 +73,31 @@ class SlotFilesStore(SafetensorsStore):
         layouts: Sequence[ExpertLayout],
         num_experts: Sequence[int],
         chunk_bytes: int,
+        source: SafetensorsStore | None = None,
     ) -> None:
+        self._source = source
         layers = [
             _plan(layout, count, file.tensors[SLOTS], chunk_bytes)
             for layout, count, file in zip(layouts, num_experts, files.files, strict=True)
         ]
         super().__init__(files, CheckpointPlan(tuple(layers), frozenset()))
 
+    def close(self) -> None:
+        """Close the files, and the checkpoint's."""
+        super().close()
+        if self._source is not None:
+            self._source.close()
+
 
 def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_bytes: int) -> LayerPlan:
     starts: Sequence[int] = [slots.offset_bytes + idx * layout.slot_bytes for idx in range(num_experts)]
+    # Equal dtypes on both sides: the bytes of a slot are copied as they are.
     pieces = [
         Piece(
             spec.offset_bytes,
             spec.nbytes,
-            spec.dtype,
-            tuple(SourceRange(slots.file_idx, start + spec.offset_bytes, spec.dtype) for start in starts),
+            torch.uint8,
+            tuple(SourceRange(slots.file_idx, start + spec.offset_bytes, torch.uint8) for start in starts),
         )
         for spec in layout.tensors
     ]

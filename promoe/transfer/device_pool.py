@@ -89,6 +89,7 @@ class DevicePool:
         assert layout.slot_bytes % SLOT_ALIGNMENT_BYTES == 0, layout.slot_bytes
         self.layout = layout
         self.num_slots = num_slots
+        assert not layout.formats, "kernels of a device read plain tensors"
         self.nbytes = num_slots * layout.slot_bytes
         self._device = device
         self._memory: torch.Tensor | None = device.allocate(self.nbytes)

@@ -12,16 +12,15 @@ import errno
 import logging
 import mmap
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from promoe.errors import ConfigError
+from promoe.transfer.rows import ExpertRows, Row
 from promoe.units import format_memory
 
 if TYPE_CHECKING:
-    from promoe.experts.kernels.packed import PackedMatrix, Packing
     from promoe.stores.layout import ExpertLayout, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 SLOT_ALIGNMENT_BYTES = 64
 # Linux 5.14; the mmap module of Python 3.10 to 3.13 does not name it.
 MADV_POPULATE_WRITE = 23
-NOTHING_PACKED: Mapping[str, Packing] = MappingProxyType({})
 POISON_BYTE = 0xFF  # every float dtype reads as NaN
 
 
@@ -190,20 +188,12 @@ class SlotPool:
         layout: how one expert lies in a slot.
         num_slots: at least 1.
         prefault: back all slots with memory now. By default a slot's pages appear when an expert is first loaded there.
-        packings: of the tensors that are packed, by name.
 
     Raises:
         ConfigError: no slots, or the system cannot map `num_slots * layout.slot_bytes`.
     """
 
-    def __init__(
-        self,
-        layout: ExpertLayout,
-        num_slots: int,
-        *,
-        prefault: bool = False,
-        packings: Mapping[str, Packing] = NOTHING_PACKED,
-    ) -> None:
+    def __init__(self, layout: ExpertLayout, num_slots: int, *, prefault: bool = False) -> None:
         if num_slots < 1:
             raise ConfigError(
                 f"A slot pool needs at least 1 slot ({layout.slot_bytes} bytes). Got {num_slots} instead."
@@ -216,8 +206,7 @@ class SlotPool:
         self.nbytes = num_slots * layout.slot_bytes
         # Each has some of the slots, in order; the last one may have room for more than there are.
         self._regions = [self._region_of(num_slots, prefault)]
-        self._packings = packings
-        self._tensors: dict[int, Mapping[str, torch.Tensor | PackedMatrix]] = {}
+        self._tensors: dict[int, Mapping[str, Row]] = {}
 
     def slot(self, idx: int) -> memoryview:
         """The writable bytes of slot `idx`, `layout.slot_bytes` long."""
@@ -229,8 +218,9 @@ class SlotPool:
         region, offset_bytes = self._locate(idx)
         return region.address + offset_bytes
 
-    def tensors(self, idx: int) -> Mapping[str, torch.Tensor | PackedMatrix]:
-        """Views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype, or a packed matrix.
+    def tensors(self, idx: int) -> Mapping[str, Row]:
+        """Return views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype, or what its format
+        makes of the bytes.
 
         Created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned while
         it reads. Do not change the mapping.
@@ -243,9 +233,7 @@ class SlotPool:
         # One winner when two threads are first at once: setdefault is atomic.
         return self._tensors.setdefault(idx, views)
 
-    def rows(
-        self, experts: Sequence[int], slots: Sequence[int]
-    ) -> Mapping[int, Mapping[str, torch.Tensor | PackedMatrix]]:
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> ExpertRows:
         """See `Pool.rows`."""
         return {expert: self.tensors(slot) for expert, slot in zip(experts, slots, strict=True)}
 
@@ -304,16 +292,16 @@ class SlotPool:
             ) from error
 
     def _slots_there(self) -> int:
-        """That there is memory for."""
+        """Return how many slots there is memory for."""
         return sum(self._slots_in(region) for region in self._regions)
 
     def _slots_in(self, region: HugePageRegion) -> int:
         return region.nbytes // self.layout.slot_bytes
 
-    def _view(self, region: HugePageRegion, slot_bytes: int, spec: TensorSpec) -> torch.Tensor | PackedMatrix:
-        packing, offset_bytes = self._packings.get(spec.name), slot_bytes + spec.offset_bytes
-        if packing is not None:
-            return packing.view(region.tensor(offset_bytes, (spec.nbytes,), torch.uint8))
+    def _view(self, region: HugePageRegion, slot_bytes: int, spec: TensorSpec) -> Row:
+        offset_bytes = slot_bytes + spec.offset_bytes
+        if spec.format is not None:
+            return spec.format.view(region.tensor(offset_bytes, (spec.nbytes,), torch.uint8))
         return region.tensor(offset_bytes, spec.shape, spec.dtype)
 
     def _locate(self, idx: int) -> tuple[HugePageRegion, int]:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-if TYPE_CHECKING:
-    from promoe.experts.kernels.packed import PackedMatrix
+from promoe.stores.slot_format import SlotMatrix
 
-# One of an expert's tensors, shaped like one row of the stack.
-Row: TypeAlias = "torch.Tensor | PackedMatrix"
+# One of an expert's tensors: shaped like one row of the model's stack, or a matrix in another format.
+Row: TypeAlias = torch.Tensor | SlotMatrix
 # For each expert that can be used now: its tensors by parameter name.
-ExpertRows: TypeAlias = "Mapping[int, Mapping[str, Row]]"
+ExpertRows: TypeAlias = Mapping[int, Mapping[str, Row]]
 
 
-class FirstRows(dict[int, "Mapping[str, Row]"]):
-    """The same of experts of which only the first tensors have come. They come again, whole; these may be left alone."""
+class FirstRows(dict[int, Mapping[str, Row]]):
+    """Experts of which only the first tensors have arrived. They come again when all of them have; these may be ignored."""
 
 
 class SlotRows(dict[int, Mapping[str, torch.Tensor]]):
-    """Expert id -> its tensors by parameter name, all in slots of one pool.
+    """Expert id -> its tensors by parameter name, all in slots of one pool on a device.
 
     Args:
         rows: expert id -> its tensors.
@@ -41,11 +40,11 @@ class SlotRows(dict[int, Mapping[str, torch.Tensor]]):
 
     @property
     def num_slots(self) -> int:
-        """Of the pool."""
+        """Slots of the pool."""
         return len(next(iter(self.stacks.values())))
 
     def slots_of(self, experts: Sequence[int]) -> list[int]:
-        """The slot of each.
+        """Return the slot of each expert.
 
         Raises:
             AssertionError: one was not made ready for this call.

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import promoe
 from promoe.errors import ConfigError, PromoeError
-from promoe.experts.kernels.slot_decode import _VERDICTS
-from promoe.experts.kernels.slot_rows import MAX_GROUPS, SlotOrder, is_hopper
+from promoe.experts.kernels import proofs
+from promoe.experts.kernels.slot_windows import MAX_GROUPS, SlotOrder, is_hopper
 from promoe.experts.pairs import Pairs
 from promoe.transfer.devices.cuda import OWN_PAGES_BYTES
 from promoe.units import aligned
@@ -226,7 +226,9 @@ def test_one_token_is_computed_with_the_bits_of_the_stock_kernel() -> None:
     assert torch.equal(found[0], expected[0])
     if is_hopper(torch.device("cuda")):
         assert torch.equal(found[1], expected[1])
-        assert [list(_VERDICTS[one].values()) for one in experts] == [[True]] * len(experts)
+        assert [[proof.same for proof in proofs._OF_MODULES[one].values()] for one in experts] == [[True]] * len(
+            experts
+        )
 
 
 def test_a_cache_for_all_experts_runs_the_stock_forward_on_the_gpu() -> None:

@@ -170,7 +170,7 @@ def test_a_model_with_packed_experts_goes_too(tmp_path: Path) -> None:
     before = descriptors() if sys.platform == "linux" else []
     for end in ENDS.values():
         model = promoe.from_pretrained(folder, cache="60%")
-        assert model.promoe.stats().store == "PackedStore"
+        assert model.promoe.stats().store == "SlotFilesStore"
         ask(model)
         end(model)
         watched = watch(model)

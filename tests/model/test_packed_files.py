@@ -24,13 +24,14 @@ import promoe
 from promoe import cli
 from promoe.commands.pack import run_pack
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
-from promoe.experts.kernels import packed, packed_gain
+from promoe.experts.kernels import packed, proofs
+from promoe.experts.kernels.formats import FORMATS, formats_of
 from promoe.experts.kernels.packed import PackedMatrix, Packing
-from promoe.experts.kernels.packed_store import PackedStore
 from promoe.model import packed_files
 from promoe.model.opening import open_headers
 from promoe.model.packed_files import FOLDER, INDEX
 from promoe.runtime.resident import ResidentHandle
+from promoe.stores.slot_files import SlotFilesStore
 
 pytestmark = needs_packing
 
@@ -65,7 +66,7 @@ def stock(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("predictor", ["gate", "random", None])
 def test_output_is_the_unmodified_models(checkpoint: Path, cache: str, predictor: str | None) -> None:
     expected, model = stock(checkpoint), promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor)
-    assert isinstance(store_of(model), PackedStore)
+    assert isinstance(store_of(model), SlotFilesStore)
     tensors = model.promoe._pools[0].tensors(0)
     assert all(isinstance(tensors[name], PackedMatrix) for name in ("gate_up_proj", "down_proj"))
     with torch.no_grad():
@@ -84,7 +85,7 @@ def test_a_model_that_was_in_memory(checkpoint: Path) -> None:
     """Only what was compared with the model is read."""
     model = stock(checkpoint)
     promoe.patch(model, store="disk", cache="60%")
-    assert not isinstance(store_of(model), PackedStore)
+    assert not isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()
 
 
@@ -93,7 +94,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     build(family, dtype=torch.bfloat16, hidden=64, intermediate=64).save_pretrained(tmp_path)
     run_pack(tmp_path, None, None, io.StringIO())
     expected, model = stock(tmp_path), promoe.from_pretrained(tmp_path, cache="60%")
-    assert isinstance(store_of(model), PackedStore)
+    assert isinstance(store_of(model), SlotFilesStore)
     with torch.no_grad():
         for tokens in (1, 20, 90):
             ids = token_ids(1, tokens)
@@ -118,27 +119,28 @@ def test_where_bits_differ_output_does_not(checkpoint: Path, monkeypatch: pytest
         return (x.flip(1).float() @ packed.dense().flip(1).float().t()).to(x.dtype) + 1
 
     expected, model = stock(checkpoint), promoe.from_pretrained(checkpoint, cache="60%")
-    monkeypatch.setattr(packed, "_VERDICTS", defaultdict(packed._Verdicts))
+    monkeypatch.setattr(packed, "_PRODUCTS", defaultdict(packed._Products))
+    monkeypatch.setattr(proofs, "_OF_FORMATS", {})
     monkeypatch.setattr(PackedMatrix, "multiply_packed", in_another_order)
     with torch.no_grad():
         ids = token_ids(1, 30)
         assert torch.equal(model(ids).logits, expected(ids).logits)
-    assert {same for kind in packed._VERDICTS.values() for same in kind.same.values()} == {False}
+    assert {proof.same for proof in proofs._OF_FORMATS.values()} - {None} == {False}
     model.promoe.close()
 
 
 def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quicker = {"gate_up_proj": 1.2, "down_proj": 0.9}
-    (possible,) = packed_files.packings_of(open_headers(copied).layers).values()
+    quicker = {"gate_up_proj": 1.05, "down_proj": 1.04}
+    (possible,) = formats_of(open_headers(copied).layers, FORMATS["packed"]).values()
     gains = {packing: quicker[name] for name, packing in possible.items()}
-    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
-    monkeypatch.setattr(packed_gain, "gain_of", gains.__getitem__)
+    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packed, "gain_of", gains.__getitem__)
     out = io.StringIO()
     run_pack(copied, None, None, out)
     assert "As in the checkpoint, for packing them would gain nothing or change bits: down_proj.\n" in out.getvalue()
     monkeypatch.undo()  # what was packed is read wherever it can be
     expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
-    assert isinstance(store_of(model), PackedStore)
+    assert isinstance(store_of(model), SlotFilesStore)
     tensors = model.promoe._pools[0].tensors(0)
     assert isinstance(tensors["gate_up_proj"], PackedMatrix)
     assert isinstance(tensors["down_proj"], torch.Tensor)
@@ -150,8 +152,8 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
 
 
 def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
-    monkeypatch.setattr(packed_gain, "gain_of", lambda packing: 1.04)
+    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packed, "gain_of", lambda packing: 1.04)
     shutil.rmtree(copied / FOLDER)
     message = r"Nothing is gained .* \(measured\): down_proj 1\.04, gate_up_proj 1\.04; it takes at least 1\.05"
     with pytest.raises(UnsupportedModelError, match=message):
@@ -160,7 +162,7 @@ def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1e9)
     with pytest.raises(UnsupportedModelError, match=r"packed into .*promoe-packed before is still used: delete it\."):
         run_pack(copied, None, None, io.StringIO())
     assert (copied / FOLDER / INDEX).is_file()
@@ -175,7 +177,7 @@ def test_a_folder_without_packed_experts_is_said(choice: str, checkpoint: Path, 
 
 def test_the_number_of_threads_may_change_while_a_model_is_open(copied: Path) -> None:
     expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
-    assert isinstance(store_of(model), PackedStore)
+    assert isinstance(store_of(model), SlotFilesStore)
     with torch.no_grad():
         for threads in (2, 4, 1):
             torch.set_num_threads(threads)
@@ -188,10 +190,11 @@ def test_the_number_of_threads_may_change_while_a_model_is_open(copied: Path) ->
 def test_what_one_row_has_other_bits_for_is_not_packed(
     copied: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(packed, "_VERDICTS", defaultdict(packed._Verdicts))
+    monkeypatch.setattr(packed, "_PRODUCTS", defaultdict(packed._Products))
+    monkeypatch.setattr(proofs, "_OF_FORMATS", {})
     monkeypatch.setattr(packed, "_compare", lambda packing, num_rows: num_rows != 1)
     model = promoe.from_pretrained(copied, cache="60%")
-    assert not isinstance(store_of(model), PackedStore)
+    assert not isinstance(store_of(model), SlotFilesStore)
     assert "of another processor, number of threads, version of torch" in caplog.text
     model.promoe.close()
     with pytest.raises(UnsupportedModelError, match="one token's row has the same bits"):
@@ -200,7 +203,7 @@ def test_what_one_row_has_other_bits_for_is_not_packed(
 
 def test_none_reads_the_checkpoint(checkpoint: Path) -> None:
     model = promoe.from_pretrained(checkpoint, cache="60%", packed=None)
-    assert not isinstance(store_of(model), PackedStore)
+    assert not isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()
     assert isinstance(promoe.from_pretrained(checkpoint, cache="100%", packed=None).promoe, ResidentHandle)
 
@@ -229,7 +232,7 @@ def test_a_checkpoint_that_was_only_dated_anew_or_copied_keeps_its_packed_expert
     shutil.copytree(copied, tmp_path / "a copy", copy_function=shutil.copyfile)
     for folder in (copied, tmp_path / "a copy"):
         model = promoe.from_pretrained(folder, cache="60%")
-        assert isinstance(store_of(model), PackedStore)
+        assert isinstance(store_of(model), SlotFilesStore)
         model.promoe.close()
 
 
@@ -275,7 +278,7 @@ def of_another_checkpoint(folder: Path) -> None:
 def test_what_does_not_fit_is_not_used(copied: Path, damage: Any, what: str, caplog: pytest.LogCaptureFixture) -> None:
     damage(copied)
     model = promoe.from_pretrained(copied, cache="60%")
-    assert not isinstance(store_of(model), PackedStore)
+    assert not isinstance(store_of(model), SlotFilesStore)
     assert what in caplog.text
     assert "Pack them again (promoe pack)" in caplog.text
     ids = token_ids(1, 20)
@@ -333,7 +336,7 @@ def test_too_little_room_leaves_what_is_packed(copied: Path, monkeypatch: pytest
         run_pack(copied, None, None, io.StringIO())
     monkeypatch.undo()
     model = promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
-    assert isinstance(store_of(model), PackedStore)
+    assert isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()
 
 
@@ -359,5 +362,5 @@ def test_half_of_it_is_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) ->
     opened.store.close()
     assert not list((copied / FOLDER).iterdir())  # gigabytes that nobody could use
     model = promoe.from_pretrained(copied, cache="60%")
-    assert not isinstance(store_of(model), PackedStore)
+    assert not isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()

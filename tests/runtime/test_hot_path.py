@@ -31,11 +31,13 @@ from zoo import families
 
 import promoe
 from promoe.errors import EngineClosedError, PromoeError
-from promoe.experts import experts_forward
+from promoe.experts import layer_call
 from promoe.experts.kernels import row_kernel
+from promoe.experts.kernels.choosing import Kernels
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import MAX_LISTED_IDS
 from promoe.predictors import Forecast, LayerVisit
+from promoe.runtime import hot_path
 from promoe.runtime.prediction import Forecaster
 from promoe.stores import Store
 from promoe.transfer.engine.visit import EngineVisit
@@ -160,10 +162,10 @@ def decode_events(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[lis
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *args, **kwargs: events.append(event) or original(*args, **kwargs))
 
-    noting("begin", EngineVisit, "_begin")
+    noting("begin", hot_path, "LayerCall")
     noting("wait", EngineVisit, "_wait")
-    noting("plan", experts_forward, "Pairs")
-    noting("compute", experts_forward, "_call_stock")
+    noting("plan", layer_call, "Pairs")
+    noting("compute", Kernels, "stock")
     noting("compute", row_kernel, "product")
     noting("predict", model.promoe.runtime.forecaster, "visit")
     greedy(model, PROMPTS["one"])

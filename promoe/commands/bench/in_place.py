@@ -10,25 +10,26 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from promoe.experts.experts_forward import run_resident
-from promoe.experts.kernels.packed import Packing
+from promoe.experts.kernels.formats import FORMATS, formats_of
+from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import chosen_experts
-from promoe.model.packed_files import packings_of
+from promoe.model.packed_files import DEFAULT_FORMAT
 from promoe.model.seam import attach
+from promoe.stores.slot_format import MatrixFormat
 from promoe.transfer.rows import ExpertRows, Row
 
 
 def rows_of(layers: Sequence[MoELayer], packed: Collection[str]) -> list[ExpertRows]:
     """All experts of each layer: tensors of these names packed where they can be (in other memory, as much again)."""
-    packings = packings_of(layers) if packed else {}
-    return [_rows(layer, packings.get(layer.layout, {}), packed) for layer in layers]
+    formats = formats_of(layers, FORMATS[DEFAULT_FORMAT]) if packed else {}
+    return [_rows(layer, formats.get(layer.layout, {}), packed) for layer in layers]
 
 
-def _rows(layer: MoELayer, packings: Mapping[str, Packing], packed: Collection[str]) -> ExpertRows:
+def _rows(layer: MoELayer, formats: Mapping[str, MatrixFormat], packed: Collection[str]) -> ExpertRows:
     def row(name: str, tensor: torch.Tensor) -> Row:
-        packing = packings.get(name) if name in packed else None
-        return tensor if packing is None else packing.view(packing.pack(tensor))
+        matrix = formats.get(name) if name in packed else None
+        return tensor if matrix is None else matrix.view(matrix.pack(tensor))
 
     stacks = layer.rows()
     return {expert: {name: row(name, stacks[name][expert]) for name in stacks} for expert in range(layer.num_experts)}
@@ -46,6 +47,6 @@ def in_place(layers: Sequence[MoELayer], rows: Sequence[ExpertRows]) -> Iterator
 def _run(layer: MoELayer, rows: ExpertRows) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, _ = chosen_experts(index)
-        return run_resident(layer, hidden, index, weights, rows, tokens)
+        return LayerCall(layer, hidden, index, weights, tokens).run_resident(rows)
 
     return run

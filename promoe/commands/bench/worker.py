@@ -24,7 +24,7 @@ from promoe.commands.contention import Contention, measure_contention
 from promoe.commands.demo.systems import load_stock
 from promoe.commands.lower_bound import RoutedPass, RoutingRecorder
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate
-from promoe.experts.kernels.packed_store import packings_in
+from promoe.experts.kernels.formats import formats_in
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import open_without_experts
 from promoe.predictors import PredictorContext
@@ -279,7 +279,7 @@ class _Server:
             return Facts(None, None, None, peak_bytes)
         engine = self._handle.runtime.engine
         reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
-        packed = frozenset(name for packings in packings_in(engine.store).values() for name in packings)
+        packed = frozenset(name for matrices in formats_in(engine.store.layouts).values() for name in matrices)
         return Facts(self._handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
 
     def close(self) -> None:

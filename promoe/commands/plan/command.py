@@ -29,7 +29,7 @@ from promoe.commands.plan.times import LinkSpeed
 from promoe.commands.plan.verification import verify
 from promoe.config import PromoeConfig, ReadMode
 from promoe.errors import ConfigError, PromoeError, check_at_least
-from promoe.experts.kernels.packed_store import Packings, packings_in
+from promoe.experts.kernels.formats import Formats, formats_in
 from promoe.files import check_writable
 from promoe.model.packed_files import packable
 from promoe.training.evaluate_command import open_trace
@@ -192,25 +192,26 @@ class _Plan:
                         for mode, link in self._links.items()
                     }
             # Not before: it takes as much memory.
-            if self.read.store is not None and (packings := packable(self.read.layers, self.read.store)):
-                self._packed_s = self._compute_s(packings)
+            if self.read.store is not None and (formats := packable(self.read.layers, self.read.store)):
+                self._packed_s = self._compute_s(formats)
         except PromoeError as error:
             return str(error)
         except Exception as error:  # of a family's own forward
             return f"its blocks cannot be run alone ({type(error).__name__}: {error})"
         return TimeModel(self.sizes, compute, self._link_at, routings)
 
-    def _stand_in(self, read: ReadModel, packings: Packings | None = None) -> StandIn:
+    def _stand_in(self, read: ReadModel, formats: Formats | None = None) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
-        packings = packings_in(read.store) if packings is None else packings
-        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), packings)
+        if formats is None:
+            formats = {} if read.store is None else formats_in(read.store.layouts)
+        return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), formats)
 
-    def _compute_s(self, packings: Packings | None = None) -> float:
+    def _compute_s(self, formats: Formats | None = None) -> float:
         """Computing a token once more, as it is or with packed experts. Its blocks are the model's: they are read anew."""
         read = read_model(self.task.model, self.task.dtype)
         if read.store is not None:
             read.store.close()
-        with closing(self._stand_in(read, packings)) as found:
+        with closing(self._stand_in(read, formats)) as found:
             return TimeModel(self.sizes, measure_compute(found, 1), self._link_at, ()).compute_s
 
     def _mode(self, rate: float) -> ProbeMode:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, init
 from promoe.commands.plan.kv_cache import find_kv_cache
 from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
-from promoe.experts.kernels.packed_store import packings_in
+from promoe.experts.kernels.formats import formats_in
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.model.hub import base_of, is_folder
 from promoe.model.model_class import class_to_open
@@ -74,7 +74,7 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     count = len(opened.store.files)
     found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
     store = open_packed(opened.layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
-    if packings_in(store):
+    if formats_in(store.layouts):
         found_in += ", experts packed"
     experts = tuple(_stored_experts(layer, store) for layer in opened.layers)
     return _read(path_or_id, opened.model, opened.layers, experts, store, folder, found_in)

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +20,13 @@ from transformers import PreTrainedModel
 
 from promoe.errors import UnsupportedModelError
 from promoe.experts.adapters.base import get_tensor
-from promoe.experts.experts_forward import run_groups, run_resident
-from promoe.experts.kernels.packed_store import NO_PACKINGS, Packings
+from promoe.experts.kernels.formats import Formats
+from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.routed_ids import chosen_experts
 from promoe.model.seam import attach
-from promoe.stores.layout import ExpertLayout
-from promoe.transfer.memory import NOTHING_PACKED, SlotPool
+from promoe.stores.layout import ExpertLayout, TensorSpec
+from promoe.transfer.memory import SlotPool
 
 # Of made-up experts; more than a processor's caches hold.
 EXPERTS_BYTES = 2**30
@@ -57,7 +58,7 @@ class StandIn:
         model: on the meta device; its blocks beyond those that are kept are taken from it, and it is filled.
         layers: its MoE layers.
         experts_bytes: that made-up experts may take.
-        packings: of each layout, which tensors are packed, and how.
+        formats: of the experts in their slots.
 
     Attributes:
         model: to be called.
@@ -78,7 +79,7 @@ class StandIn:
         model: PreTrainedModel,
         layers: Sequence[MoELayer],
         experts_bytes: int = EXPERTS_BYTES,
-        packings: Packings = NO_PACKINGS,
+        formats: Formats = MappingProxyType({}),
     ) -> None:
         self.blocks = blocks_of(model, layers)
         self.num_blocks, self.num_layers = len(self.blocks), len(layers)
@@ -91,8 +92,8 @@ class StandIn:
         self.model: Any = model
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})
-        self._pools = _filled_pools(self.layers, experts_bytes, packings)
-        self.packed = any(packings.get(layer.layout) for layer in self.layers)
+        self._pools = _filled_pools(self.layers, experts_bytes, formats)
+        self.packed = any(formats.get(layer.layout) for layer in self.layers)
         self.pause_s: float | None = None
         self.layer_s = math.inf
         self._experts_s, self._experts_used, self._experts_bytes, self._pairs = 0.0, 0, 0, 0
@@ -132,10 +133,8 @@ class StandIn:
             tokens, ids = chosen_experts(index)
             ids = [idx for idx in ids if idx < layer.num_experts]
             rows = self._rows(layer.layer_idx, ids)
-            if self.pause_s is None:
-                result = run_resident(layer, hidden, index, weights, rows, tokens)
-            else:
-                result = run_groups(layer, hidden, index, weights, self._one_by_one(rows), tokens)
+            call = LayerCall(layer, hidden, index, weights, tokens)
+            result = call.run_resident(rows) if self.pause_s is None else call.run_groups(self._one_by_one(rows))
             self._experts_s += time.perf_counter() - start_s
             self._experts_used += len(ids)
             self._experts_bytes += len(ids) * layer.layout.payload_bytes
@@ -245,7 +244,7 @@ def _pattern(dtype: torch.dtype) -> torch.Tensor:
     return (SPREAD * torch.randn(PATTERN_ELEMENTS, generator=generator)).to(dtype)
 
 
-def _filled_pools(layers: Sequence[MoELayer], nbytes: int, packings: Packings) -> dict[ExpertLayout, SlotPool]:
+def _filled_pools(layers: Sequence[MoELayer], nbytes: int, formats: Formats) -> dict[ExpertLayout, SlotPool]:
     """Made-up experts of each shape: no more than the layers have, and at least as many as a token uses."""
     counts: dict[ExpertLayout, int] = {}
     for layer in layers:
@@ -253,21 +252,26 @@ def _filled_pools(layers: Sequence[MoELayer], nbytes: int, packings: Packings) -
     fewest, pools = max(layer.top_k or 1 for layer in layers), {}
     for layout, count in counts.items():
         num_slots = max(fewest, min(count, nbytes // len(counts) // layout.slot_bytes))
-        pools[layout] = SlotPool(layout, num_slots, packings=packings.get(layout, NOTHING_PACKED))
+        pools[layout] = SlotPool(layout.in_formats(formats.get(layout, {})), num_slots)
         _fill_slots(pools[layout])
     return pools
 
 
 def _fill_slots(pool: SlotPool) -> None:
-    """Packed or not: packing moves elements, and leaves them as they are."""
-    specs = pool.layout.tensors
-    patterns = {spec.dtype: _pattern(spec.dtype) for spec in specs}
-    for slot in range(pool.num_slots):
-        for spec in specs:
-            count = spec.nbytes // spec.dtype.itemsize
-            elements = torch.frombuffer(pool.slot(slot), dtype=spec.dtype, count=count, offset=spec.offset_bytes)
-            for part in elements.split(PATTERN_ELEMENTS):
-                part.copy_(patterns[spec.dtype][: len(part)])
+    for spec in pool.layout.tensors:
+        made_up = _made_up(spec)
+        for slot in range(pool.num_slots):
+            memory = torch.frombuffer(pool.slot(slot), dtype=torch.uint8)
+            memory[spec.offset_bytes : spec.end_bytes].copy_(made_up)
+
+
+def _made_up(spec: TensorSpec) -> torch.Tensor:
+    """Return the bytes of one made-up tensor as it lies in a slot."""
+    count, pattern = math.prod(spec.shape), _pattern(spec.dtype)
+    elements = pattern.repeat(-(-count // len(pattern)))[:count]
+    if spec.format is not None:
+        return spec.format.pack(elements.view(spec.shape))
+    return elements.view(torch.uint8)
 
 
 def token_ids(model: Any, count: int) -> torch.Tensor:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from promoe.errors import PatchStateError
-from promoe.experts.bank import view
 from promoe.experts.gate_output import gate_indices
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -109,7 +108,7 @@ class Adapter:
 
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
         """What plays the module's `self` for one call; `banks` play its stacked tensors, by name."""
-        return view(experts, banks)
+        return module_with(experts, banks)
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
         """A forward with the module's own arguments and result that computes through `run`.
@@ -164,7 +163,7 @@ def part_with(part: nn.Module, tensors: Mapping[str, Any]) -> nn.Module:
     """
     if not part._parameters.keys() >= tensors.keys():
         raise changed_since(f"put a {type(part).__name__} into a module of experts")
-    return view(part, tensors)
+    return module_with(part, tensors)
 
 
 def changed_since(how: str) -> PatchStateError:
@@ -179,3 +178,17 @@ def all_paths(tensors: tuple[ExpertTensor, ...]) -> Iterator[str]:
     """The parameters and buffers of all tensors, in order."""
     for tensor in tensors:
         yield from tensor.paths
+
+
+def module_with(module: nn.Module, overlay: Mapping[str, Any]) -> nn.Module:
+    """Return a stand-in for `module` as `self`, with the attributes in `overlay` in place of its own.
+
+    It shares everything else with the module as it is now (submodules, flags, methods), and is for one call.
+    """
+    stand_in: nn.Module = object.__new__(type(module))
+    # An instance attribute hides the registered parameter: nn.Module looks into its registries last.
+    attributes = stand_in.__dict__
+    attributes.update(module.__dict__)
+    attributes.pop("forward", None)  # of its own: would be bound to the module
+    attributes.update(overlay)
+    return stand_in

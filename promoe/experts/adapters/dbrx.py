@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from promoe.experts.bank import view
-
-from .base import Adapter, ExpertTensor, Run, get_tensor, part_with, stock_forward
+from .base import Adapter, ExpertTensor, Run, get_tensor, module_with, part_with, stock_forward
 
 _NAMES = ("w1", "v1", "w2")
 
@@ -34,7 +32,7 @@ class DbrxAdapter(Adapter):
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
         """The submodule's parameters are what has to be replaced."""
         mlp = part_with(experts.get_submodule("mlp"), {name: banks[f"mlp.{name}"] for name in _NAMES})
-        return view(experts, {"mlp": mlp})
+        return module_with(experts, {"mlp": mlp})
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
         """`hidden[B, S, H]` in, `[B, S, H]` out."""

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from promoe.experts.bank import view
-
-from .base import Adapter, ExpertTensor, part_with
+from .base import Adapter, ExpertTensor, module_with, part_with
 
 
 class ExpertModulesAdapter(Adapter):
@@ -31,7 +29,7 @@ class ExpertModulesAdapter(Adapter):
 
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
         """A dictionary that makes an expert when it is asked for it."""
-        return view(experts, {"_modules": _Experts(experts._modules, _keys(experts), banks)})
+        return module_with(experts, {"_modules": _Experts(experts._modules, _keys(experts), banks)})
 
 
 def _keys(experts: nn.Module) -> list[str]:

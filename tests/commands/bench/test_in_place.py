@@ -9,11 +9,11 @@ from tiny_models import IMPLEMENTATIONS, build, token_ids
 
 from promoe.commands.bench import in_place as under_test
 from promoe.commands.bench.in_place import in_place, rows_of
-from promoe.experts import experts_forward
+from promoe.experts.kernels import choosing
+from promoe.experts.kernels.formats import FORMATS, formats_of
 from promoe.experts.kernels.packed import PackedMatrix
 from promoe.experts.kernels.row_kernel import RowKernel
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.model.packed_files import packings_of
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -24,13 +24,13 @@ def test_every_layer_goes_through_this_librarys_products_and_then_no_more(
     model = build(family, dtype=torch.bfloat16, experts_implementation=implementation)
     layers = find_moe_layers(model)
     run: list[str] = []
-    real = under_test.run_resident
+    real = under_test.LayerCall
 
     def spy(layer, *args):  # type: ignore[no-untyped-def]
         run.append(layer.name)
         return real(layer, *args)
 
-    monkeypatch.setattr(under_test, "run_resident", spy)
+    monkeypatch.setattr(under_test, "LayerCall", spy)
     ids = token_ids(1, 40)
     with torch.no_grad():
         expected = model(ids).logits
@@ -54,7 +54,7 @@ def test_long_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
         return part(kernel, *args)
 
     monkeypatch.setattr(RowKernel, "part", spy)
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 1)
+    monkeypatch.setattr(choosing, "PART_BYTES", 1)
     ids = token_ids(1, 40)
     with torch.no_grad():
         expected = model(ids).logits
@@ -68,7 +68,7 @@ def test_long_prompts_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
 def test_packed_experts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_moe", dtype=torch.bfloat16, experts_implementation="grouped_mm", hidden=128, intermediate=64)
     layers = find_moe_layers(model)
-    (possible,) = packings_of(layers).values()
+    (possible,) = formats_of(layers, FORMATS["packed"]).values()
     assert set(possible) == {"gate_up_proj", "down_proj"}
     for asked in (possible, list(possible)[:1]):
         rows = rows_of(layers, packed=asked)

@@ -15,9 +15,10 @@ from promoe.commands.plan import overlap
 from promoe.commands.plan.overlap import MOST_FACTOR, fit_overlap, fitted
 from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.stand_in import StandIn, token_ids
+from promoe.experts.kernels.formats import formats_in
 from promoe.experts.kernels.packed import PackedMatrix
-from promoe.experts.kernels.packed_store import PackedStore, packings_in
 from promoe.experts.moe_layers import find_moe_layers
+from promoe.stores.slot_files import SlotFilesStore
 
 
 def simulated_s(bytes_per_s: float, slowdown: float) -> float:
@@ -69,10 +70,10 @@ def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, mon
     monkeypatch.setattr(overlap, "SECONDS", 0.05)
     folder = write_checkpoint(tmp_path, num_experts=16, layers=6, hidden=128, intermediate=64)
     with closing(read_model(str(folder)).store) as plain:  # type: ignore[type-var]
-        assert not isinstance(plain, PackedStore)
+        assert not isinstance(plain, SlotFilesStore)
     run_pack(folder, None, None, io.StringIO())
     read = read_model(str(folder))
-    assert isinstance(read.store, PackedStore)
+    assert isinstance(read.store, SlotFilesStore)
     assert read.sizes.found_in.endswith(", experts packed")
     multiplied: list[int] = []
     real = PackedMatrix.multiply
@@ -84,7 +85,7 @@ def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, mon
     monkeypatch.setattr(PackedMatrix, "multiply", multiply)
     with (
         closing(read.store) as store,
-        closing(StandIn(read.model, read.layers, packings=packings_in(store))) as stand_in,
+        closing(StandIn(read.model, read.layers, formats=formats_in(store.layouts))) as stand_in,
     ):
         assert stand_in.packed
         _, timed = stand_in.run(token_ids(stand_in.model, 1))

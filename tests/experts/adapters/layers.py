@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 from zoo.families import build
 
-from promoe.experts.experts_forward import run_groups
+from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 
 
@@ -41,7 +41,7 @@ class Recorded:
         self.calls.append((hidden, index, weights))
         latest_first = self.needed[::-1]
         groups = [latest_first[start : start + self.size] for start in range(0, len(latest_first), self.size)]
-        return run_groups(self.layer, hidden, index, weights, (rows_of(self.layer, group) for group in groups))
+        return LayerCall(self.layer, hidden, index, weights).run_groups(rows_of(self.layer, group) for group in groups)
 
 
 def routing(layer: MoELayer, tokens: int = 6, top_k: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ import torch
 from needs import needs_packing
 
 from promoe.experts.kernels import packed as under_test
+from promoe.experts.kernels import proofs
 from promoe.experts.kernels.packed import FEW_ROWS, LATER, MOST_ROWS, PackedMatrix, Packing
 
 BF16 = torch.bfloat16
@@ -20,7 +21,8 @@ SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
 
 @pytest.fixture(autouse=True)
 def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "_VERDICTS", defaultdict(under_test._Verdicts))
+    monkeypatch.setattr(under_test, "_PRODUCTS", defaultdict(under_test._Products))
+    monkeypatch.setattr(proofs, "_OF_FORMATS", {})
 
 
 def packed(matrix: torch.Tensor, transposed: bool) -> PackedMatrix:
@@ -36,9 +38,9 @@ def packing_of(shape: tuple[int, ...], transposed: bool = False) -> Packing:
     return found
 
 
-def verdicts() -> dict[int, bool]:
+def verdicts() -> dict[int, bool | None]:
     """Number of rows -> verdict, of all kinds."""
-    return {rows: same for kind in under_test._VERDICTS.values() for rows, same in kind.same.items()}
+    return {num_rows: proof.same for (_, _, _, num_rows), proof in proofs._OF_FORMATS.items()}  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -183,7 +185,7 @@ def test_the_layout_stays_when_the_number_of_threads_changes(shape: tuple[int, i
         for _ in range(10):
             x = torch.randn(num_rows, shape[1]).to(BF16)
             assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
-    assert {(kind, threads) for kind, threads, _ in under_test._VERDICTS} == {(packing, after)}
+    assert {(kind, threads) for kind, threads, _ in under_test._PRODUCTS} == {(packing, after)}
 
 
 @needs_packing
@@ -193,7 +195,7 @@ def test_another_number_of_threads_may_have_another_layout() -> None:
         torch.set_num_threads(threads)
         again = packing_of(shape)
         matrix = torch.randn(shape).to(BF16)
-        packed_by_onednn = under_test._bytes_of(under_test._reorder(matrix))
+        packed_by_onednn = under_test.bytes_of(under_test.reorder(matrix))
         assert torch.equal(again.pack(matrix), packed_by_onednn)
         assert found.setdefault(threads, again) == again
     for one in found.values():
@@ -378,7 +380,7 @@ def test_a_build_of_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Incomplete:
         complete = False
 
-    monkeypatch.setattr(under_test, "_library", Incomplete)
+    monkeypatch.setattr(under_test, "library", Incomplete)
     assert Packing.of((128, 64), False, BF16) is None
 
 
@@ -400,7 +402,8 @@ def test_it_is_compared_anew_where_torch_goes_without_onednn() -> None:
     assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
     with torch.backends.mkldnn.flags(enabled=False):
         assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
-    assert [list(kind.same) for kind in under_test._VERDICTS.values()] == [[4], [4]]
+    kinds = [(enabled, num_rows) for _, _, enabled, num_rows in proofs._OF_FORMATS]  # type: ignore[misc]
+    assert kinds == [(True, 4), (False, 4)]
 
 
 @pytest.mark.parametrize("shape", [(128, 9216), (1024, 4096), (4096, 64), (64, 64)])

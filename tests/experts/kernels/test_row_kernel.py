@@ -12,9 +12,11 @@ from tiny_models import MOE_FAMILIES, build, token_ids
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from experts.test_experts_forward import Call, Slots, assert_same, experts_layer, random_call, record_calls
-from promoe.experts import experts_forward
+from experts.test_layer_call import Call, Slots, assert_same, experts_layer, random_call, record_calls
+from promoe.experts import layer_call
 from promoe.experts.combine import WeightedSum
+from promoe.experts.kernels import choosing
+from promoe.experts.kernels.choosing import Kernels
 from promoe.experts.kernels.row_kernel import RowKernel
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.pairs import FEW_PAIRS, Selection
@@ -27,7 +29,7 @@ class Spy:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.stock = self.own = 0
-        call_stock, call_own, part = experts_forward._call_stock, RowKernel.__call__, RowKernel.part
+        call_stock, call_own, part = Kernels.stock, RowKernel.__call__, RowKernel.part
 
         def stock(*args: Any, **kwargs: Any) -> torch.Tensor:
             self.stock += 1
@@ -41,7 +43,7 @@ class Spy:
             self.own += 1
             return part(kernel, *args)
 
-        monkeypatch.setattr(experts_forward, "_call_stock", stock)
+        monkeypatch.setattr(Kernels, "stock", stock)
         monkeypatch.setattr(RowKernel, "__call__", own)
         monkeypatch.setattr(RowKernel, "part", own_part)
 
@@ -151,7 +153,7 @@ def test_a_long_prompt_is_computed_in_parts(kind: str, dtype: torch.dtype, monke
     slots = Slots(layer, num_slots=8)
     call = random_call(layer, 50, 4, dtype, dtype)  # 33 pairs per expert
     most = 70
-    monkeypatch.setattr(experts_forward, "PART_BYTES", most * 128 * dtype.itemsize)
+    monkeypatch.setattr(choosing, "PART_BYTES", most * 128 * dtype.itemsize)
     parts: list[int] = []
     part = RowKernel.part
 
@@ -177,7 +179,7 @@ def test_a_long_prompt_is_computed_in_parts(kind: str, dtype: torch.dtype, monke
 def test_what_differed_once_is_not_trusted_for_what_comes_later() -> None:
     layer = layer_of()
     stock = layer.stock_forward
-    kernel = RowKernel(layer.experts, stock, torch.float32, torch.float32, False, lambda: None)
+    kernel = RowKernel(layer.experts, stock, torch.float32, torch.float32, False)
     ones, twos = torch.ones(3, 2), torch.full((3, 2), 2.0)
     assert kernel.prove([ones], ones) is ones
     assert kernel.proven is True
@@ -190,7 +192,7 @@ def test_what_was_in_the_space_before_does_not_show(monkeypatch: pytest.MonkeyPa
     layer = layer_of()
     slots = Slots(layer, num_slots=8)
     calls = [random_call(layer, tokens, 4, torch.float32, torch.float32, seed=tokens) for tokens in (50, 90, 40)]
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * 64 * 4)
+    monkeypatch.setattr(choosing, "PART_BYTES", 60 * 64 * 4)
     spaces: list[PartSpace] = []
 
     def poisoned(*args: Any) -> PartSpace:
@@ -199,7 +201,7 @@ def test_what_was_in_the_space_before_does_not_show(monkeypatch: pytest.MonkeyPa
             tensor.fill_(float("nan"))
         return spaces[-1]
 
-    monkeypatch.setattr(experts_forward, "PartSpace", poisoned)
+    monkeypatch.setattr(layer_call, "PartSpace", poisoned)
     with torch.no_grad():
         found = [call.resident(slots, with_ids=True) for call in calls]
     assert len(spaces) == len(calls)
@@ -209,7 +211,7 @@ def test_what_was_in_the_space_before_does_not_show(monkeypatch: pytest.MonkeyPa
 
 def test_threads_compute_parts_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of()
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * 64 * 4)
+    monkeypatch.setattr(choosing, "PART_BYTES", 60 * 64 * 4)
     calls = [random_call(layer, 50 + number, 4, torch.float32, torch.float32, seed=number) for number in range(8)]
 
     def run(call: Call) -> torch.Tensor:
@@ -229,7 +231,7 @@ def test_a_prompt_of_up_to_two_parts_is_one_stock_call(monkeypatch: pytest.Monke
     widest_bytes = 64 * 4
     spy = Spy(monkeypatch)
     for part_pairs, counts in ((100, (1, 0)), (99, (1, 3)), (99, (0, 3))):  # the first part proves it
-        monkeypatch.setattr(experts_forward, "PART_BYTES", part_pairs * widest_bytes)
+        monkeypatch.setattr(choosing, "PART_BYTES", part_pairs * widest_bytes)
         with torch.no_grad():
             assert_same(call.resident(slots, with_ids=True), call.expected)
         assert spy.counts() == counts
@@ -242,7 +244,7 @@ def test_a_long_prompt_is_one_call_where_its_rows_have_not_the_same_bits(monkeyp
         return 2 * stock(self, *args)
 
     monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "grouped_mm", doubled)
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 1)
+    monkeypatch.setattr(choosing, "PART_BYTES", 1)
     layer = layer_of()
     slots = Slots(layer, num_slots=8)
     call = random_call(layer, 50, 4, torch.float32, torch.float32)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from tiny_models import MOE_FAMILIES, build
+from torch import nn
 from transformers.integrations.moe import batched_mm_experts_forward
 
 import promoe
-from promoe.experts.kernels.slot_decode import _VERDICTS, SlotDecode
+from promoe.experts.kernels import proofs
+from promoe.experts.kernels.slot_decode import SlotDecode
 from promoe.experts.moe_layers import MoELayer
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.rows import SlotRows
@@ -30,6 +32,10 @@ def rows_of(layer: MoELayer, chosen: list[int]) -> SlotRows:
         for expert in chosen:
             pool.tensors(SLOTS[expert])[name].copy_(rows[expert])
     return pool.rows(chosen, [SLOTS[expert] for expert in chosen])
+
+
+def verdicts_on(experts: nn.Module) -> list[bool | None]:
+    return [proof.same for proof in proofs._OF_MODULES[experts].values()]
 
 
 class Token:
@@ -98,9 +104,9 @@ def test_what_is_no_number_proves_nothing() -> None:
     for _ in range(2):
         assert token.run().isnan().all()
     assert token.asked == 2
-    assert layer.experts not in _VERDICTS or not _VERDICTS[layer.experts]
+    assert verdicts_on(layer.experts) == [None]
     assert torch.equal(Token(layer, 1).run(), Token(layer, 1).expected())
-    assert list(_VERDICTS[layer.experts].values()) == [True]
+    assert verdicts_on(layer.experts) == [True]
 
 
 def test_an_expert_that_is_not_there_raises() -> None:
@@ -121,5 +127,5 @@ def test_the_forward_on_a_device_uses_it(monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(2):
             assert torch.equal(model(ids).logits, expected)
         experts = [layer.experts for layer in promoe.find_moe_layers(model)]
-        assert [list(_VERDICTS[one].values()) for one in experts] == [[True]] * 3
+        assert [verdicts_on(one) for one in experts] == [[True]] * 3
         promoe.unpatch(model)

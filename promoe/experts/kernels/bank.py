@@ -1,8 +1,8 @@
 """Stand-ins that let an unmodified experts kernel run over experts lying in arbitrary slots.
 
-`SlotBank` plays the role of a stacked parameter `[num_experts, ...]`, `view` the role of the module's `self`. The kernel
-keeps the model's own expert ids and count; only where it reads an expert's weights does it get the slot's tensor instead
-of the stack's row. An expert that has no row raises: never a silent wrong weight.
+`SlotBank` plays the role of a stacked parameter `[num_experts, ...]`, `view` the role of the module's `self`. The
+kernel keeps the model's own expert ids and count; only where it reads an expert's weights does it get the slot's tensor
+instead of the stack's row. An expert that has no row raises: never a silent wrong weight.
 
 Everything here is on the path of every MoE layer, so constructors do next to nothing.
 """
@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from promoe.experts.kernels.packed import PackedMatrix
-from promoe.experts.kernels.slot_rows import SlotOrder, has_grouped_kernel
+from promoe.experts.kernels.matrices import factors, products
+from promoe.experts.kernels.slot_windows import SlotOrder, has_grouped_kernel
 from promoe.transfer.devices import send
 from promoe.transfer.rows import ExpertRows, Row, SlotRows
 
@@ -27,7 +26,8 @@ class CallRows:
 
     Args:
         rows: expert id -> its tensors.
-        ids: the call's ids as a list, in the order of the flattened index, where known; spares reading them back from the
+        ids: the call's ids as a list, in the order of the flattened index, where known; spares reading them back from
+        the
             index tensor. They must be the ids in that tensor.
     """
 
@@ -41,7 +41,7 @@ class CallRows:
         self._slot_order: SlotOrder | None = None
 
     def segments(self, offs: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Experts that have tokens, ascending, and how many each has. `offs[E]`: ends of the experts' token ranges."""
+        """Return the experts that have tokens, ascending, and how many each has. `offs[E]`: ends of their ranges."""
         if self._segments is None:  # a kernel asks once per projection, with the same routing
             if self.ids is not None:
                 counts = sorted(Counter(self.ids).items())
@@ -52,7 +52,7 @@ class CallRows:
         return self._segments
 
     def slot_ids(self, experts: Sequence[int], slots: Mapping[int, int], device: torch.device) -> torch.Tensor:
-        """`[n]`, the slot of each of `experts`, on `device`; those of `ids` are sent once."""
+        """Return the slot of each of `experts`, `[n]`, on `device`; those of `ids` are sent once."""
         if experts is not self.ids:
             return send([slots[expert] for expert in experts], device)
         if self._slot_ids is None:
@@ -60,23 +60,23 @@ class CallRows:
         return self._slot_ids
 
     def slot_order(self, slots: Mapping[int, int], offs: torch.Tensor) -> SlotOrder:
-        """The pairs by slot, for pairs that are sorted by expert."""
+        """Return the order of the pairs by slot, for pairs that are sorted by expert."""
         if self._slot_order is None:
             experts, sizes = self.segments(offs)
             self._slot_order = SlotOrder([slots[expert] for expert in experts], sizes, offs.device)
         return self._slot_order
 
     def row(self, expert: int, name: str) -> torch.Tensor:
-        """Tensor `name` of `expert`; if that is packed, a copy as the model has it.
+        """Return tensor `name` of `expert` as the model has it: the slot's own, or a copy of one in another format.
 
         Raises:
             AssertionError: the expert was not made ready for this call.
         """
-        row = self.packed_row(expert, name)
-        return row.dense() if isinstance(row, PackedMatrix) else row
+        row = self.row_in_format(expert, name)
+        return row if isinstance(row, torch.Tensor) else row.dense()
 
-    def packed_row(self, expert: int, name: str) -> Row:
-        """The same as it is."""
+    def row_in_format(self, expert: int, name: str) -> Row:
+        """Return tensor `name` of `expert` in the format that it has in its slot."""
         try:
             return self.rows[expert][name]
         except KeyError:
@@ -86,9 +86,9 @@ class CallRows:
 class SlotBank:
     """Plays a stacked parameter `[num_experts, ...]` for the experts kernels of transformers.
 
-    `bank[e]` with an int or a 0-d tensor is the slot's own tensor; `bank[ids]` with a 1-d tensor copies the rows of these
-    experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too. Any
-    other use is an error, as it would need the whole stack.
+    `bank[e]` with an int or a 0-d tensor is the slot's own tensor; `bank[ids]` with a 1-d tensor copies the rows of
+    these experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too.
+    Any other use is an error, as it would need the whole stack.
     """
 
     __slots__ = ("_call", "_name", "_transposed", "device", "dtype", "shape")
@@ -115,19 +115,19 @@ class SlotBank:
         return len(self.shape)
 
     def dim(self) -> int:
-        """Dimensions of the stack."""
+        """Return the dimensions of the stack."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """Shape of the stack, or one size of it."""
+        """Return the shape of the stack, or one size of it."""
         return self.shape if dim is None else self.shape[dim]
 
     def data_ptr(self) -> int:
-        """0: there is no stack. Kernels only ask whether it is aligned; slots are."""
+        """Return 0: there is no stack. Kernels only ask whether it is aligned; slots are."""
         return 0
 
     def transpose(self, dim0: int, dim1: int) -> SlotBank:
-        """The bank with each expert's matrix transposed; only the last two of three dimensions."""
+        """Return the bank with each expert's matrix transposed; only the last two of three dimensions."""
         if len(self.shape) != 3 or {dim0 % 3, dim1 % 3} != {1, 2}:
             raise NotImplementedError(f"{self!r}.transpose({dim0}, {dim1})")
         experts, rows, columns = self.shape
@@ -135,7 +135,7 @@ class SlotBank:
         return SlotBank(self._name, self._call, shape, self.dtype, self.device, not self._transposed)
 
     def view(self, *shape: Any) -> SlotBank:
-        """The bank itself, for kernels that keep the stack flat and split it: only `(-1, *shape of a row)`."""
+        """Return the bank itself, for kernels that keep the stack flat and split it: only `(-1, *shape of a row)`."""
         wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if wanted[0] not in (-1, self.shape[0]) or wanted[1:] != tuple(self.shape[1:]):
             raise NotImplementedError(f"{self!r}.view({wanted})")
@@ -155,7 +155,7 @@ class SlotBank:
         return self._gather(ids)
 
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of `ids[n]` as one tensor `[n, ...]`."""
+        """Return the rows of `ids[n]` as one tensor `[n, ...]`."""
         call, name = self._call, self._name
         experts = call.ids
         if experts is None:
@@ -198,61 +198,18 @@ def _grouped_mm(
     *,
     stock_kernel: bool,
 ) -> torch.Tensor:
-    """`x[S, in]`, sorted by expert, times the experts' matrices `[in, out]` -> `[S, out]`.
+    """Multiply `x[S, in]`, sorted by expert, by the experts' matrices `[in, out]`; return `[S, out]`.
 
-    One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a CPU,
-    which does the same. On a device whose `stock_kernel` takes all groups at once, that over the slots that they are in.
+    One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a
+    CPU, which does the same. On a device whose `stock_kernel` takes all groups at once, that kernel runs over the
+    slots.
     """
     assert bias is None, f"grouped_mm with bias={bias!r}"
     assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
-    rows = [call.packed_row(expert, name) for expert in experts]  # raises where one is not ready
+    rows = [call.row_in_format(expert, name) for expert in experts]  # raises where one is not ready
     if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x.device, x.dtype):
         stack = call.rows.stacks[name]
         return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if transposed else stack)
     return products(x, factors(rows, transposed), sizes, bank.shape[2])
-
-
-def factors(rows: Sequence[Row], transposed: bool) -> list[Row]:
-    """Rows as right factors `[in, out]`: those of the model's `[out, in]` are `transposed`, packed ones are it already."""
-    return [row.t() if transposed and isinstance(row, torch.Tensor) else row for row in rows]
-
-
-def products(
-    x: torch.Tensor,
-    matrices: Sequence[Row],
-    sizes: Sequence[int],
-    width: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`x[S, in]`, of which the next `sizes[i]` rows are multiplied by `matrices[i]` `[in, width]`: `[S, width]` (`out`)."""
-    if out is None:
-        out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
-        product(x_rows, matrix, out_rows)
-    return out
-
-
-def product(x: torch.Tensor, matrix: Row, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`x[P, in]` times `matrix` `[in, width]`: `[P, width]` (`out`)."""
-    if isinstance(matrix, PackedMatrix):
-        return matrix.multiply(x, out)
-    if out is None:
-        out = x.new_empty((x.shape[0], matrix.shape[1]))
-    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
-    return torch.mm(x, matrix, out=out)
-
-
-def view(module: nn.Module, overlay: Mapping[str, Any]) -> nn.Module:
-    """A stand-in for `module` as `self`, with the attributes in `overlay` in place of its own.
-
-    It shares everything else with the module as it is now (submodules, flags, methods), and is for one call.
-    """
-    stand_in: nn.Module = object.__new__(type(module))
-    # An instance attribute hides the registered parameter: nn.Module looks into its registries last.
-    attributes = stand_in.__dict__
-    attributes.update(module.__dict__)
-    attributes.pop("forward", None)  # of its own: would be bound to the module
-    attributes.update(overlay)
-    return stand_in

@@ -1,7 +1,8 @@
-"""Experts in slots of a device, as kernels for stacks read them: as a stack of slots. Knows nothing of models.
+"""Grouped products over the slots of a device. Knows nothing of models.
 
-All slots of a pool are one allocation, a fixed distance apart. So each tensor of theirs is a stack `[num_slots, ...]`, and one
-call of torch's grouped product over it is what the stock kernel calls over the stack of experts.
+All slots of a pool are one allocation, a fixed distance apart. So each of their tensors is a stack `[num_slots, ...]`,
+and torch's grouped product runs over it as it runs over the model's stack of experts. Where there are more slots than a
+grouped kernel takes, rows are put into the order of slots, multiplied window by window, and put back.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ MAX_GROUPS = 1023
 
 
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch multiplies groups of rows in one kernel. Elsewhere it multiplies them one by one, and waits for the device
-    to know how many there are."""
+    """Return whether torch multiplies groups of rows without waiting for the device.
+
+    Some GPUs have one kernel for all groups. On others torch multiplies them one by one, and waits to know how many
+    there are.
+    """
     if device.type != "cuda":
         return True  # one by one, and nothing waits
     return dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)  # H100, B200
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether it is a GPU of that generation (H100, H200)."""
+    """Return whether it is a GPU of the Hopper generation (H100, H200)."""
     return device.type == "cuda" and _capability(device)[0] == 9
 
 
@@ -37,12 +41,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class SlotOrder:
-    """Groups of rows, in the order of their slots and back.
+    """The order of groups of rows by slot, and the way back.
 
     Args:
-        slots: of each group, in the order in which their rows are given. At least one, each once.
-        sizes: rows of each, at least one.
-        device: of the rows.
+        slots: the slot of each group, in the order in which their rows are given. At least one, each once.
+        sizes: rows of each group, at least one.
+        device: where the rows are.
     """
 
     def __init__(self, slots: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
@@ -62,7 +66,7 @@ class SlotOrder:
             self._there, self._back = send(torch.stack([there, back]), device)
 
     def multiply(self, x: torch.Tensor, stack: torch.Tensor) -> torch.Tensor:
-        """`x[S, in]` times each group's matrix in `stack[num_slots, in, out]`: `[S, out]`."""
+        """Multiply `x[S, in]` by each group's matrix in `stack[num_slots, in, out]`; return `[S, out]`."""
         if self._there is not None:
             x = x[self._there]
         products = [
@@ -74,7 +78,7 @@ class SlotOrder:
 
 
 def _windows(slots: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Ranges of up to `MAX_GROUPS` slots with all of `slots` (ascending): the first, and where the rows of each end."""
+    """Yield ranges of up to `MAX_GROUPS` slots that hold all of `slots` (ascending): first slot, ends of the rows."""
     first, in_window = slots[0], [0]
     for slot, size in zip(slots, sizes, strict=True):
         if slot - first >= MAX_GROUPS:

@@ -1,4 +1,4 @@
-"""What is worth packing."""
+"""How much faster a product is in another format."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 from needs import needs_packing
 
-from promoe.experts.kernels import packed_gain
+from promoe.experts.kernels import gain
+from promoe.experts.kernels.gain import gain_of
 from promoe.experts.kernels.packed import PackedMatrix, Packing
-from promoe.experts.kernels.packed_gain import gain_of, gaining
 
 pytestmark = needs_packing
 
@@ -41,16 +41,16 @@ def test_it_is_how_long_plain_ones_take_over_packed_ones(transposed: bool, monke
         products.clear()
         run()
         rounds.append(set(products))
-        assert len(products) == packed_gain.MOST_MATRICES
+        assert len(products) == gain.MOST_MATRICES
         first = len(rounds) <= 2  # which does not count
         return {"plain": 9.0 if first else 3.0, "packed": 1.0 if first else 2.0}[products[0]]
 
     packing = packing_of((256, 64), transposed)
     monkeypatch.setattr(torch, "mm", plain)
     monkeypatch.setattr(PackedMatrix, "multiply", packed)
-    monkeypatch.setattr(packed_gain, "_seconds", timed)
-    assert packed_gain._gain_of.__wrapped__(packing, 1) == 1.5
-    assert rounds == [{"plain"}, {"packed"}] * (packed_gain.ROUNDS + 1)
+    monkeypatch.setattr(gain, "_seconds", timed)
+    assert gain._gain_of.__wrapped__(packing, 1) == 1.5
+    assert rounds == [{"plain"}, {"packed"}] * (gain.ROUNDS + 1)
 
 
 def test_it_is_measured_once_for_each_packing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,18 +60,9 @@ def test_it_is_measured_once_for_each_packing(monkeypatch: pytest.MonkeyPatch) -
         measured.append(1.0)
         return 1.0
 
-    monkeypatch.setattr(packed_gain, "_seconds", timed)
-    packed_gain._gain_of.cache_clear()
+    monkeypatch.setattr(gain, "_seconds", timed)
+    gain._gain_of.cache_clear()
     for _ in range(3):
         assert gain_of(packing_of((256, 64))) == 1.0
-    assert len(measured) == 2 * (packed_gain.ROUNDS + 1)
-    packed_gain._gain_of.cache_clear()
-
-
-def test_what_gains_too_little_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    good, poor = packing_of((128, 64)), packing_of((256, 64))
-    monkeypatch.setattr(packed_gain, "LEAST_GAIN", 1.05)
-    monkeypatch.setattr(packed_gain, "gain_of", {good: 1.05, poor: 1.04}.__getitem__)
-    both, one, none = object(), object(), object()
-    found = gaining({both: {"a": good, "b": good}, one: {"a": poor, "b": good}, none: {"a": poor}})  # type: ignore[dict-item]
-    assert found == {both: {"a": good, "b": good}, one: {"b": good}}
+    assert len(measured) == 2 * (gain.ROUNDS + 1)
+    gain._gain_of.cache_clear()

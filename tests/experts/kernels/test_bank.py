@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from promoe.experts.bank import CallRows, SlotBank, view
+from promoe.experts.adapters.base import module_with
+from promoe.experts.kernels.bank import CallRows, SlotBank
 
 STACK = torch.arange(6 * 4 * 8, dtype=torch.float32).view(6, 4, 8) / 10
 ROWS = {expert: {"w": STACK[expert].clone()} for expert in (5, 0, 3)}
@@ -99,7 +100,7 @@ def test_view_overlays_the_registered_parameter_and_shares_the_rest() -> None:
     module = nn.Linear(3, 4)
     module.flag = "old"
     weight = torch.ones(4, 3)
-    stand_in = view(module, {"weight": weight, "flag": "new"})
+    stand_in = module_with(module, {"weight": weight, "flag": "new"})
     assert isinstance(stand_in, nn.Linear)
     assert stand_in.weight is weight
     assert stand_in.bias is module.bias

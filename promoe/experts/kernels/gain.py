@@ -1,4 +1,4 @@
-"""Which matrices a processor multiplies by sooner when they are packed. Not all: small ones take longer."""
+"""How many times as fast a processor multiplies by a matrix in another format. Small matrices may take longer."""
 
 from __future__ import annotations
 
@@ -10,38 +10,23 @@ from typing import Any
 
 import torch
 
-from promoe.experts.kernels.packed import Packing
-from promoe.experts.kernels.packed_store import Packings
+from promoe.stores.slot_format import MatrixFormat
 
-# What is multiplied by, one matrix after the other: more than most caches hold, as experts are.
+# The matrices that are multiplied by in turn: more bytes than most caches hold, as is the case with experts.
 SPAN_BYTES, MOST_MATRICES = 128 * 2**20, 256
 ROUNDS = 7
-# Less is within what times differ by.
-LEAST_GAIN = 1.05
 
 
-def gaining(packings: Packings) -> Packings:
-    """Of these, what is worth packing on this machine."""
-    found = {
-        layout: {name: packing for name, packing in of_layout.items() if gain_of(packing) >= LEAST_GAIN}
-        for layout, of_layout in packings.items()
-    }
-    return {layout: of_layout for layout, of_layout in found.items() if of_layout}
+def gain_of(matrix: MatrixFormat) -> float:
+    """Return how many times as fast one token's row is multiplied in this format as in the model's own.
 
-
-def in_words(packings: Packings) -> str:
-    """The gain of each, by tensor."""
-    gains = {(name, gain_of(packing)) for of_layout in packings.values() for name, packing in of_layout.items()}
-    return ", ".join(f"{name} {gain:.2f}" for name, gain in sorted(gains))
-
-
-def gain_of(packing: Packing) -> float:
-    """How many times as fast one token's row is multiplied by a packed matrix, measured: medians of rounds that take turns."""
-    return _gain_of(packing, torch.get_num_threads())
+    It is measured once per number of threads: the median ratio of rounds that take turns.
+    """
+    return _gain_of(matrix, torch.get_num_threads())
 
 
 @cache
-def _gain_of(packing: Packing, num_threads: int) -> float:
+def _gain_of(packing: MatrixFormat, num_threads: int) -> float:
     num_matrices = max(2, min(MOST_MATRICES, SPAN_BYTES // packing.nbytes))
     options: Any = {"dtype": torch.float32, "device": "cpu", "generator": torch.Generator().manual_seed(num_threads)}
     matrix = torch.randn(packing.shape, **options).to(packing.dtype)

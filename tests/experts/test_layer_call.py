@@ -22,11 +22,13 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.openai_privacy_filter.modeling_openai_privacy_filter import OpenAIPrivacyFilterExperts
 
 from promoe.errors import UnsupportedModelError
-from promoe.experts import bank, combine, experts_forward
-from promoe.experts.bank import SlotBank
-from promoe.experts.experts_forward import check_no_grad, run_groups, run_resident
-from promoe.experts.kernels import row_kernel
-from promoe.experts.kernels.row_kernel import SECOND, RowKernel
+from promoe.experts import combine
+from promoe.experts.kernels import bank, choosing, row_kernel
+from promoe.experts.kernels.bank import SlotBank
+from promoe.experts.kernels.choosing import Kernels
+from promoe.experts.kernels.matrices import SECOND
+from promoe.experts.kernels.row_kernel import RowKernel
+from promoe.experts.layer_call import LayerCall, check_no_grad
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.pairs import Selection
 from promoe.transfer.rows import ExpertRows, FirstRows
@@ -93,7 +95,7 @@ class Call:
     def resident(self, slots: Slots, *, with_ids: bool) -> torch.Tensor:
         rows = slots.load(self.needed)
         ids = self.index.tolist() if with_ids else None
-        return run_resident(self.layer, self.hidden, self.index, self.weights, rows, ids)
+        return LayerCall(self.layer, self.hidden, self.index, self.weights, ids).run_resident(rows)
 
     def begun(self, slots: Slots, ahead: list[int]) -> torch.Tensor:
         """With the first tensors of some experts, and of one that nobody needs, before each of them comes whole."""
@@ -108,11 +110,11 @@ class Call:
                     yield FirstRows(first)
             yield from slots.waves([[expert] for expert in reversed(self.needed)])
 
-        return run_groups(self.layer, self.hidden, self.index, self.weights, groups(), self.index.tolist())
+        return LayerCall(self.layer, self.hidden, self.index, self.weights, self.index.tolist()).run_groups(groups())
 
     def grouped(self, slots: Slots, groups: Groups, *, with_ids: bool) -> torch.Tensor:
         ids = self.index.tolist() if with_ids else None
-        return run_groups(self.layer, self.hidden, self.index, self.weights, slots.waves(groups), ids)
+        return LayerCall(self.layer, self.hidden, self.index, self.weights, ids).run_groups(slots.waves(groups))
 
 
 def record_calls(model: nn.Module, inputs: list[dict[str, torch.Tensor]]) -> list[Call]:
@@ -412,7 +414,7 @@ def test_under_autocast(
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         for tokens in (1, 4, 20, 50):
             if tokens == 50:
-                monkeypatch.setattr(experts_forward, "PART_BYTES", 20_000)  # 1.5 experts
+                monkeypatch.setattr(choosing, "PART_BYTES", 20_000)  # 1.5 experts
             call = random_call(layer, tokens, 3, hidden_dtype, torch.float32, seed=tokens)
             assert_same(call.resident(slots, with_ids=True), call.expected)
             assert_same(call.grouped(slots, partition(call.needed, tokens), with_ids=True), call.expected)
@@ -431,8 +433,8 @@ def test_grouped_mm_casts_its_input_to_the_dtype_of_the_weights() -> None:
 def test_batches_from_the_fewest_rows_on_take_one_path(dtype: torch.dtype) -> None:
     """Smaller ones may add in another order; in bf16 one in some ten thousand results shows it, on some processors."""
     layer = experts_layer("deepseek_v3", "batched_mm", dtype, hidden=100, intermediate=10, num_experts=2)
-    fewest = experts_forward._fewest_rows(layer)
-    assert fewest * layer.layout["down_proj"].nbytes // dtype.itemsize > experts_forward.BMM_ONEDNN_ELEMENTS
+    fewest = Kernels(layer, "batched_mm", torch.zeros(1, 100, dtype=dtype), 1, on_device=False).fewest_rows
+    assert fewest * layer.layout["down_proj"].nbytes // dtype.itemsize > choosing.BMM_ONEDNN_ELEMENTS
     generator = torch.Generator().manual_seed(0)
     for spec in layer.layout.tensors:
         for _ in range(1000):
@@ -451,45 +453,6 @@ def test_a_long_prompt_is_combined_in_tiles(implementation: str, monkeypatch: py
         monkeypatch.setattr(combine, "_TILE_BYTES", tile_tokens * one_token_bytes)
         with torch.no_grad():
             assert_same(call.grouped(slots, partition(call.needed, 3), with_ids=False), call.expected)
-
-
-@pytest.mark.parametrize("tokens", [1, 10, 30, 90])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_runs_beside_products_is_told_before_the_first(
-    implementation: str, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With few pairs, some, and so many that they are computed in parts; all experts at once, or in groups."""
-    layer, slots = _small_experts("deepseek_v3", implementation, torch.bfloat16)
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 60 * layer.activation_width * 2)
-    call = random_call(layer, tokens, 3, torch.bfloat16, torch.bfloat16)
-    told, at_first_product = [], []
-    mm, bmm, linear = torch.mm, torch.bmm, nn.functional.linear
-
-    def spy_on(product: Any) -> Any:
-        def spy(*args: Any, **kwargs: Any) -> Any:
-            at_first_product.append(len(told))
-            return product(*args, **kwargs)
-
-        return spy
-
-    monkeypatch.setattr(torch, "mm", spy_on(mm))
-    monkeypatch.setattr(torch, "bmm", spy_on(bmm))
-    monkeypatch.setattr(nn.functional, "linear", spy_on(linear))
-    one, two = call.needed[:1], call.needed[1:]
-    for _ in range(2):  # also when the rows are proven
-        for groups in ([call.needed], [one, two] if two else [one]):
-            told.clear(), at_first_product.clear()
-            with torch.no_grad():
-                waves, tell = slots.waves(groups), lambda: told.append(True)
-                found = run_groups(layer, call.hidden, call.index, call.weights, waves, before_product=tell)
-            assert_same(found, call.expected)
-            assert at_first_product[0] >= 1
-        told.clear(), at_first_product.clear()
-        with torch.no_grad():
-            rows = slots.load(call.needed)
-            found = run_resident(layer, call.hidden, call.index, call.weights, rows, before_product=tell)
-        assert_same(found, call.expected)
-        assert at_first_product[0] >= 1
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -511,7 +474,7 @@ def test_an_expert_without_rows_raises_and_is_never_a_silent_wrong_weight(implem
         for ids in (None, call.index.tolist()):
             missing = call.needed[-1]
             with pytest.raises(AssertionError, match=rf"expert {missing} has no|no group had experts \[{missing}\]"):
-                run_resident(layer, call.hidden, call.index, call.weights, slots.load(present), ids)
+                LayerCall(layer, call.hidden, call.index, call.weights, ids).run_resident(slots.load(present))
         with pytest.raises(AssertionError, match=rf"no group had experts \[{call.needed[-1]}\]"):
             call.grouped(slots, [[expert] for expert in present], with_ids=True)
 
@@ -528,7 +491,7 @@ def test_groups_are_run_to_their_end_also_when_the_first_has_everything(implemen
         ended.append(True)
 
     with torch.no_grad():
-        assert_same(run_groups(layer, call.hidden, call.index, call.weights, groups()), call.expected)
+        assert_same(LayerCall(layer, call.hidden, call.index, call.weights).run_groups(groups()), call.expected)
     assert ended
 
 
@@ -541,7 +504,7 @@ def test_an_error_of_the_iterator_comes_through() -> None:
         raise OSError("disk gone")
 
     with torch.no_grad(), pytest.raises(OSError, match="disk gone"):
-        run_groups(layer, call.hidden, call.index, call.weights, groups())
+        LayerCall(layer, call.hidden, call.index, call.weights).run_groups(groups())
 
 
 def test_an_implementation_switched_in_between_is_followed() -> None:
@@ -595,7 +558,7 @@ def test_an_eager_loop_that_does_not_add_per_expert_is_refused() -> None:
 
     odd = replace(layer, eager_forward=forward)
     with torch.no_grad(), pytest.raises(UnsupportedModelError, match="grouped_mm"):
-        run_groups(odd, call.hidden, call.index, call.weights, slots.waves([[0], call.needed]))
+        LayerCall(odd, call.hidden, call.index, call.weights).run_groups(slots.waves([[0], call.needed]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -620,7 +583,7 @@ def test_threads_cut_activations_where_they_would_without_groups(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(experts_forward, "PART_BYTES", 30 * intermediate * 2 * dtype.itemsize)  # two experts
+    monkeypatch.setattr(choosing, "PART_BYTES", 30 * intermediate * 2 * dtype.itemsize)  # two experts
     monkeypatch.setattr(row_kernel, "ACTIVATED_BYTES", 5 * intermediate * 2 * dtype.itemsize)
     layer = experts_layer(kind, implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
     if kind != "gpt_oss":
@@ -660,4 +623,4 @@ def test_what_depends_on_groups(
     layer = experts_layer("deepseek_v3", implementation, dtype, hidden=64, intermediate=intermediate, num_experts=6)
     torch.set_num_threads(threads)  # conftest sets it back
     hidden = torch.zeros(1, 64, dtype=dtype)
-    assert experts_forward.depends_on_groups(layer, implementation, hidden, num_pairs) == expected
+    assert Kernels(layer, implementation, hidden, num_pairs, on_device=False).depends_on_groups == expected

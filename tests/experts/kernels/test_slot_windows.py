@@ -9,9 +9,9 @@ import torch
 from fake_device import FakeDevice
 from torch import nn
 
-from promoe.experts.bank import CallRows, SlotBank
-from promoe.experts.kernels import slot_rows
-from promoe.experts.kernels.slot_rows import SlotOrder
+from promoe.experts.kernels import slot_windows
+from promoe.experts.kernels.bank import CallRows, SlotBank
+from promoe.experts.kernels.slot_windows import SlotOrder
 from promoe.stores.layout import ExpertLayout
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.rows import SlotRows
@@ -43,7 +43,7 @@ def bank_of(rows: SlotRows, stack: torch.Tensor, ids: list[int] | None) -> SlotB
 def test_grouped_products_are_torchs_over_the_stack(
     seed: int, transposed: bool, dtype: torch.dtype, max_groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_rows, "MAX_GROUPS", max_groups)
+    monkeypatch.setattr(slot_windows, "MAX_GROUPS", max_groups)
     draw, stack = random.Random(seed), stack_of(dtype)
     experts = sorted(draw.sample(range(EXPERTS), draw.choice((1, 3, EXPERTS))))
     rows = in_slots(stack, dict(zip(experts, draw.sample(range(12), len(experts)), strict=True)))
@@ -65,7 +65,7 @@ def test_the_product_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(tuple(stack.shape))
         return original(x, stack, offs=offs)
 
-    monkeypatch.setattr(slot_rows.torch, "_grouped_mm", note)
+    monkeypatch.setattr(slot_windows.torch, "_grouped_mm", note)
     stack = stack_of(torch.float32)
     rows = in_slots(stack, {0: 9, 1: 3, 5: 4})
     order = SlotOrder([9, 3, 4], [1, 2, 1], stack.device)

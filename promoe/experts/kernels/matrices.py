@@ -1,0 +1,46 @@
+"""Products by the matrices of experts, whatever format they have in their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from promoe.transfer.rows import Row
+
+# How the names of the tensors begin that only the second product reads.
+SECOND = "down_proj"
+
+
+def first_name(experts: nn.Module) -> str:
+    """Return the name of the matrix of the first product, of a module that `use_experts_implementation` made."""
+    module: Any = experts
+    return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+def factors(rows: Sequence[Row], transposed: bool) -> list[Row]:
+    """Return rows as right factors `[in, out]`: the model's `[out, in]` are `transposed`, other formats are factors already."""
+    return [row.t() if transposed and isinstance(row, torch.Tensor) else row for row in rows]
+
+
+def products(
+    x: torch.Tensor, matrices: Sequence[Row], sizes: Sequence[int], width: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply the next `sizes[i]` rows of `x[S, in]` by `matrices[i]` `[in, width]`; return `[S, width]` (`out`)."""
+    if out is None:
+        out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
+        product(x_rows, matrix, out_rows)
+    return out
+
+
+def product(x: torch.Tensor, matrix: Row, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply `x[P, in]` by `matrix` `[in, width]`; return `[P, width]` (`out`)."""
+    if not isinstance(matrix, torch.Tensor):
+        return matrix.multiply(x, out)
+    if out is None:
+        out = x.new_empty((x.shape[0], matrix.shape[1]))
+    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
+    return torch.mm(x, matrix, out=out)
