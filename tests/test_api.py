@@ -20,6 +20,7 @@ import pytest
 import promoe
 from promoe.runtime.handle import Handle
 from promoe.runtime.resident import ResidentHandle
+from promoe.runtime.slot_handle import SlotHandle
 
 ROOT = Path(promoe.__file__).parent.parent
 NEVER_IMPORTED = ("lightning", "datasets", "sklearn", "matplotlib", "tqdm", "jsonargparse")
@@ -82,7 +83,7 @@ def test_public_methods_and_properties_are_documented(name: str) -> None:
             assert inspect.getdoc(value), f"{name}.{attribute}"
 
 
-@pytest.mark.parametrize("handle", [Handle, ResidentHandle])
+@pytest.mark.parametrize("handle", [SlotHandle, ResidentHandle])
 def test_both_handles_answer_the_same(handle: type) -> None:
     for name in HANDLE[1:]:
         assert inspect.getdoc(getattr(handle, name)), name

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from promoe.runtime.handle import Handle
+from promoe.runtime.slot_handle import SlotHandle
 from promoe.stats.counts import Counts
 from promoe.stats.totals import Stats
 from promoe.transfer.links.metered import MeteredLink
@@ -109,7 +109,7 @@ class Panel:
 @contextmanager
 def metered(handle: Any) -> Iterator[Callable[[], float]]:
     """Seconds in which the link of a model's handle has moved something while the context lasts; nan where there is none."""
-    if not isinstance(handle, Handle):
+    if not isinstance(handle, SlotHandle):
         yield no_link
         return
     engine = handle.runtime.engine

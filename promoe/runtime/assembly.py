@@ -24,10 +24,10 @@ from promoe.model.refusals import refuse_changes
 from promoe.predictors import Predictor, PredictorContext
 from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.checking import LinkChoice, PredictorChoice
-from promoe.runtime.handle import Handle
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.prediction import Forecaster
 from promoe.runtime.sizes import PoolPlan
+from promoe.runtime.slot_handle import SlotHandle
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.stats.recorder import Recorder
 from promoe.stores import HostStore, Store, first_chunks
@@ -150,7 +150,7 @@ def _first_chunks(parts: Parts, layer_idx: int) -> int:
     return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
 
 
-def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> Handle:
+def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> SlotHandle:
     """Build the runtime and hook it into the model; on any error everything is taken back and the model is as before.
 
     Args:
@@ -194,7 +194,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
             parts.device,
             live=isinstance(parts.store, HostStore),
         )
-        handle = Handle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
+        handle = SlotHandle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
         passes.on_begin = if_alive(handle, lambda handle: handle.pass_begins())
         passes.on_end = if_alive(handle, lambda handle, *ended: handle.pass_ended(*ended))
         undo.callback(when_gone(runtime, partial(_close, engine, parts.store)))

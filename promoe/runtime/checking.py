@@ -1,4 +1,4 @@
-"""The first step of both front doors: what can be said about the arguments alone, before anything slow begins."""
+"""The first step of both front doors: check the arguments, before anything slow begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK_NAMES = ("auto", "file", "host")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What `patch` and `from_pretrained` both take; see there."""
+    """The arguments that `patch` and `from_pretrained` both take; see there."""
 
     cache: CacheSize
     predictor: PredictorChoice
@@ -33,11 +33,9 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The same, checked as far as they can be without a model."""
+    """Arguments that were checked as far as they can be without a model."""
 
-    cache: CacheSize
-    predictor: PredictorChoice
-    link: LinkChoice
+    asked: Arguments
     device: Device | None
     """Where slots and all but the experts are to be; None: the processor's memory."""
     config: PromoeConfig
@@ -63,11 +61,11 @@ def check(arguments: Arguments, on_disk: bool) -> Checked:
             f"verify={config.verify!r} compares experts in RAM, but a device copies them from where they lie. Leave it out, "
             "or open the model with promoe.from_pretrained."
         )
-    return Checked(arguments.cache, arguments.predictor, arguments.link, device, config)
+    return Checked(arguments, device, config)
 
 
 def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, on_device: bool = False) -> None:
-    """What can be said about these arguments without a model, before anything slow begins.
+    """Check the predictor and the link without a model, before anything slow begins.
 
     Raises:
         ConfigError: no such predictor or link, or a link that cannot reach experts `on_disk` (or those in RAM).

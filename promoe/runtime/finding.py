@@ -64,7 +64,7 @@ class Found:
             checked: the arguments.
             all_fit: there would be slots for all of them.
         """
-        return (all_fit and checked.config.bypass) or (checked.device is None and checked.link == "auto")
+        return (all_fit and checked.config.bypass) or (checked.device is None and checked.asked.link == "auto")
 
     def keep_all(self) -> None:
         """Have all experts in the model's own tensors."""

@@ -2,148 +2,79 @@
 
 from __future__ import annotations
 
-import logging
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 
-import torch
 from torch import nn
 
 from promoe.config import PromoeConfig
-from promoe.errors import ConfigError, PatchStateError
-from promoe.model.forwards import in_words, threads_in_forward
-from promoe.model.passes import PassState
-from promoe.runtime.hot_path import Runtime
-from promoe.runtime.popularity import Popularity, most_used, usage_rates
-from promoe.runtime.sizes import CacheSize, plan_pools
-from promoe.scheduler.governor import Governor
+from promoe.runtime.popularity import Popularity
+from promoe.runtime.sizes import CacheSize
 from promoe.stats.text_report import text_report
 from promoe.stats.totals import Stats
-from promoe.stats.tracing import PASS, Tracer, check_writable, latest_passes
-from promoe.stores import Store
-from promoe.transfer.cpu_contention import BusyCores
-from promoe.transfer.memory import Pool
-
-logger = logging.getLogger(__name__)
+from promoe.stats.tracing import Tracer, check_writable
 
 
-class Handle:
-    """The handle of a patched model: counters, reports, timelines, and its end.
+class Handle(ABC):
+    """The handle of a patched model: counters, reports, timelines, and its end. The same whether or not there are slots.
 
     Attributes:
         config: the settings it was patched with.
-        runtime: the parts at work, for tests and benchmarks; not part of the public contract.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: PromoeConfig,
-        runtime: Runtime,
-        store: Store,
-        pools: Sequence[Pool],
-        predictor: str | None,
-        restore: Callable[[], None],
-    ) -> None:
-        self.config = config
-        self.runtime = runtime
-        self._model = weakref.ref(model)
-        self._model_name = type(model).__name__
-        self._store = store
-        self._pools = tuple(pools)
-        self._predictor = predictor
-        self._undo = ExitStack()
-        self._restore = restore
-        self._renewing = threading.RLock()
-        self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
-        self._busy_cores = None if runtime.on_device else BusyCores(torch.get_num_threads)
-        self._governor = Governor() if predictor is not None and config.governor else None
-        with runtime.engine.lock:
-            runtime.engine.recorder.prefetch_switched(predictor is not None)
+    config: PromoeConfig
 
-    def __repr__(self) -> str:
-        return f"<promoe handle of {self._model_name}: {self.stats().cache_slots} slots>"
-
+    @abstractmethod
     def stats(self) -> Stats:
-        """Everything counted since patching or `reset_stats()`."""
-        engine = self.runtime.engine
-        with engine.lock:
-            self._score_forecasts()
-            return Stats.of(
-                engine.recorder,
-                cache_slots=sum(pool.num_slots for pool in self._pools),
-                cache_bytes=sum(pool.nbytes for pool in self._pools),
-                link=engine.link.describe(),
-                policy=self.config.eviction,
-                predictor=f"{self._predictor} (failed)" if self.runtime.predictor_failed else self._predictor,
-                store=type(self._store).__name__,
-            )
+        """Return everything counted since patching or `reset_stats()`."""
 
+    @abstractmethod
     def reset_stats(self) -> None:
         """Set all counters to zero; cache contents and what was learned stay."""
-        engine = self.runtime.engine
-        with engine.lock:
-            self._score_forecasts()
-            engine.recorder.reset()
 
+    @abstractmethod
     def warm(self, popularity: Popularity) -> int:
         """Fetch the experts that are used most into slots that are still free, best first, and wait until they are there.
 
-        A new model's first prompt then finds them. Nothing that is in a slot is evicted. Until a layer has seen for itself what
-        is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
+        A new model's first prompt then finds them. Nothing that is in a slot is evicted. Until a layer has seen for itself
+        what is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
 
         Args:
-            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run; or
-                how often each expert is used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run;
+                or how often each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
-            How many of the experts that are used at all are in slots now.
+            How many of the experts that are used at all are in fast memory now.
 
         Raises:
             ConfigError: the file cannot be read, or the numbers are not of this model.
             EngineClosedError, EngineStalledError, EngineError: nothing can be fetched any more.
         """
-        engine, layers = self.runtime.engine, self.runtime.layers
-        num_experts = [layer.num_experts for layer in layers]
-        rates = usage_rates(popularity, num_experts, [layer.top_k or 1 for layer in layers])
-        return engine.warm(most_used(rates), rates)
 
+    @abstractmethod
     def resize(self, cache: CacheSize) -> None:
-        """Give the cache more or less memory, when a KV cache grows, for example; between two forwards.
+        """Give the cache more or less memory between two forwards, for example because a KV cache grows.
 
-        The experts that are needed last leave; the others stay. On a device there is memory for the old slots and the new ones
-        at once for a moment.
+        The experts that are needed last leave; the others stay. On a device there is memory for the old slots and the new
+        ones at once for a moment.
 
         Args:
             cache: "6GiB", "50%" of the routed experts, or bytes.
 
         Raises:
             ConfigError: it is no size, too small, or more than there is memory for.
-            PatchStateError: a forward of the model is running; nothing was changed.
+            PatchStateError: a forward of the model is running, or it has no slots; nothing was changed.
             EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
         """
-        if cache == "auto":
-            raise ConfigError('A cache in use is resized to a size such as "6GiB" or "50%". Got \'auto\' instead.')
-        engine, layers = self.runtime.engine, self.runtime.layers
-        layouts = [engine.pool_of[layer.layer_idx].layout for layer in layers]
-        plans = plan_pools(cache, layouts, [layer.num_experts for layer in layers])
-        model = self._model()
-        if model is not None and (names := threads_in_forward(model, layers)):
-            raise PatchStateError(
-                f"The cache of this {self._model_name} cannot be resized while {in_words(names)}. Nothing was changed. Call "
-                "resize between two forwards, for example in a stopping criterion."
-            )
-        engine.resize([plan.spec.num_slots for plan in plans])
 
     def report(self) -> str:
-        """The counters, what they mean, and what to do about it, as text."""
+        """Return the counters, what they mean, and what to do about it, as text."""
         return text_report(self.stats())
 
-    @contextmanager
-    def trace(self, path: str | PathLike[str] | None = None) -> Iterator[Tracer]:
+    @abstractmethod
+    def trace(self, path: str | PathLike[str] | None = None) -> AbstractContextManager[Tracer]:
         """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
 
         Args:
@@ -153,75 +84,15 @@ class Handle:
             ConfigError: the path cannot be written; raised before anything runs.
             PatchStateError: a timeline is being recorded already.
         """
-        if path is not None:
-            check_writable(path)
-        engine = self.runtime.engine
-        if engine.tracer is not None:
-            raise PatchStateError("A timeline of this model is being recorded already; end that one first.")
-        tracer = engine.tracer = Tracer(self._model_name) if path is not None else latest_passes(self._model_name)
-        try:
-            yield tracer
-        finally:
-            engine.tracer = None
-            if path is not None:
-                tracer.write(path)
 
+    @abstractmethod
     def close(self) -> None:
         """Stop all threads, and let the slots go. A forward after that raises EngineClosedError; `promoe.unpatch` still works.
 
         While forwards run in other threads, the slots stay until the model is unpatched, or gone.
         """
-        self.runtime.close()
-        model = self._model()
-        if model is None or not threads_in_forward(model, self.runtime.layers):
-            for pool in self._pools:
-                pool.close()
 
-    def pass_begins(self) -> None:
-        """A forward pass begins: after Ctrl-C came in the midst of a change, with an empty cache, if no other pass runs."""
-        engine, model = self.runtime.engine, self._model()
-        if not engine.torn or not engine.renewable or model is None or self.runtime.visiting:
-            return
-        with self._renewing:
-            if engine.torn and not threads_in_forward(model, self.runtime.layers, but=threading.get_ident()):
-                engine.renew()
-                if not engine.torn:
-                    logger.warning(
-                        "An exception (such as Ctrl-C) had come in the midst of a change of the cache of this %s: it begins "
-                        "anew, empty.",
-                        self._model_name,
-                    )
-
-    def pass_ended(self, state: PassState, duration_s: float) -> None:
-        """A forward pass ended without an error: check that it went through us, and judge whether prefetch pays."""
-        if (model := self._model()) is not None:
-            self.runtime.check_entered(state, model)
-        if (tracer := self.runtime.engine.tracer) is not None:  # another thread may end the timeline at any time
-            end_s = state.start_s + duration_s
-            tracer.span(PASS, f"{state.phase} pass", state.start_s, end_s, phase=state.phase, tokens=state.num_tokens)
-        if (
-            self._busy_cores is not None
-            and state.phase == "decode"
-            and (told := self._busy_cores.pass_ended(duration_s))
-        ):
-            logger.warning("The cores are busy: %s", told)
-        if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
-            engine = self.runtime.engine
-            with engine.lock:
-                before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
-                before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
-                before_aborted, self._aborted = self._aborted, engine.recorder.passes_aborted("decode")
-                if self._aborted > before_aborted:  # what they fetched and waited for is not this pass's
-                    return
-                on = self._governor.pass_ended(
-                    duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
-                )
-            engine.set_prefetch(on)
-
-    def keep(self, undo: ExitStack) -> None:
-        """Own what undoes the patch."""
-        self._undo = undo
-
+    @abstractmethod
     def detach(self, model: nn.Module) -> None:
         """Undo everything: hooks, classes, threads, memory. `model`, which has this handle, is as before it was patched.
 
@@ -229,32 +100,15 @@ class Handle:
             PatchStateError: a forward of it is running; then nothing was changed.
             CheckpointError: its experts could not be read from their files; then it stays patched and usable.
         """
-        with self.runtime.passes.ending(self._check_idle):
-            self._restore()
-            self.abandon()
-
-    def abandon(self) -> None:
-        """The same without giving the model its experts back: somebody else has."""
-        try:
-            self._undo.close()
-        finally:
-            self._store.close()
-
-    def _score_forecasts(self) -> None:
-        """Count those whose time has come, with the lock held; not for a signal handler, which may interrupt a change."""
-        if self.runtime.engine.times_held() == 1:
-            self.runtime.engine.scheduler.score_forecasts()
-
-    def _check_idle(self) -> None:
-        model = self._model()
-        if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
-            raise PatchStateError(
-                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
-                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
-                "experts raise EngineClosedError, and unpatch it then."
-            )
 
 
-def _since(now: float, before: float) -> float:
-    """What a counter has counted meanwhile; less than before: it was reset."""
-    return now - before if now >= before else now
+@contextmanager
+def written(tracer: Tracer, path: str | PathLike[str] | None) -> Iterator[Tracer]:
+    """Write what `tracer` has recorded to `path`, if there is one, when the context ends."""
+    if path is not None:
+        check_writable(path)
+    try:
+        yield tracer
+    finally:
+        if path is not None:
+            tracer.write(path)

@@ -12,6 +12,7 @@ from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError
 from promoe.runtime.checking import Arguments, Checked, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import find_in_ram
+from promoe.runtime.handle import Handle
 from promoe.runtime.serving import serve
 from promoe.runtime.sizes import CacheSize
 from promoe.runtime.slot_plan import plan_slots
@@ -75,10 +76,10 @@ def _why_in_place(checked: Checked, on_disk: bool) -> str | None:
     """Return what to say of experts that are used where they lie, where that may surprise."""
     if on_disk:
         return (
-            f"The cache {checked.cache!r} has slots for all experts: they stay in RAM, and are used where they lie. To take "
-            "them out of it, choose a smaller cache."
+            f"The cache {checked.asked.cache!r} has slots for all experts: they stay in RAM, and are used where they lie. "
+            "To take them out of RAM, choose a smaller cache."
         )
-    if checked.link != "auto":
+    if checked.asked.link != "auto":
         return None
     return (
         "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where they lie. To "
@@ -87,15 +88,16 @@ def _why_in_place(checked: Checked, on_disk: bool) -> str | None:
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: classes, hooks, attributes and threads are as before. A model whose experts are on disk, opened by
-    `from_pretrained` or patched with `store="disk"`, gets all of them into RAM.
+    """Undo `patch`: classes, hooks, attributes and threads are as before.
+
+    A model whose experts are on disk, opened by `from_pretrained` or patched with `store="disk"`, gets all of them into RAM.
 
     Raises:
         PatchStateError: the model is not patched, or a forward of it is running; then nothing was changed.
         CheckpointError: experts could not be read from their files; the model stays patched.
     """
     handle = getattr(model, "promoe", None)
-    if handle is None or not hasattr(handle, "detach"):
+    if not isinstance(handle, Handle):
         raise PatchStateError(f"This {type(model).__name__} is not patched; there is nothing to undo.")
     handle.detach(model)
     return model

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from os import PathLike
 
 from torch import nn
@@ -12,16 +12,16 @@ from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.placement import Placed
+from promoe.runtime.handle import Handle, written
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
 from promoe.runtime.sizes import CacheSize
 from promoe.stats.recorder import Recorder
-from promoe.stats.text_report import text_report
 from promoe.stats.totals import Stats
-from promoe.stats.tracing import Tracer, check_writable
+from promoe.stats.tracing import Tracer
 
 
-class ResidentHandle:
-    """`model.promoe` where nothing needs to be served. Counters stay at zero; the answers say why."""
+class ResidentHandle(Handle):
+    """`model.promoe` where all experts are in fast memory. Counters stay at zero; the answers say why."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ResidentHandle:
         return f"<promoe handle of {self._model_name}: all experts in memory>"
 
     def stats(self) -> Stats:
-        """All zero: no expert is ever fetched."""
+        """Return counters that are all zero: no expert is ever fetched."""
         return Stats.of(
             self._recorder,
             cache_slots=sum(self._recorder.num_experts),
@@ -55,39 +55,26 @@ class ResidentHandle:
         )
 
     def reset_stats(self) -> None:
-        """Nothing to reset."""
+        """Do nothing: nothing is counted."""
 
     def warm(self, popularity: Popularity) -> int:
-        """Nothing to fetch: every expert is in memory. Checks the argument; returns how many experts are used at all."""
-        return len(
-            most_used(usage_rates(popularity, self._recorder.num_experts, [1] * len(self._recorder.num_experts)))
-        )
+        """Check the argument, and return how many experts are used at all: every one is in memory."""
+        num_experts = self._recorder.num_experts
+        return len(most_used(usage_rates(popularity, num_experts, [1] * len(num_experts))))
 
     def resize(self, cache: CacheSize) -> None:
-        """Refused: there are no slots."""
+        """Refuse: there are no slots."""
         raise PatchStateError(
             "Every expert of this model is in memory and used where it lies: there is no cache to resize. Open it with a "
             "smaller cache (promoe.from_pretrained), or with PromoeConfig(bypass=False)."
         )
 
-    def report(self) -> str:
-        """The same as text."""
-        return text_report(self.stats())
-
-    @contextmanager
-    def trace(self, path: str | PathLike[str] | None = None) -> Iterator[Tracer]:
-        """A timeline without events."""
-        if path is not None:
-            check_writable(path)
-        tracer = Tracer(self._model_name)
-        try:
-            yield tracer
-        finally:
-            if path is not None:
-                tracer.write(path)
+    def trace(self, path: str | PathLike[str] | None = None) -> AbstractContextManager[Tracer]:
+        """Record a timeline without events."""
+        return written(Tracer(self._model_name), path)
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Do nothing: no thread runs."""
 
     def detach(self, model: nn.Module) -> None:
         """Remove the handle from `model`, which has it; what was moved to a device comes back."""

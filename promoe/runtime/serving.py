@@ -27,4 +27,4 @@ def serve(found: Found, plan: SlotPlan, checked: Checked) -> None:
         parts = Parts(
             layers, served.store, plan.pools, checked.config, plan.predictor, plan.predictor_name, device, freed_bytes
         )
-        attach(model, parts, checked.link, served.restore)
+        attach(model, parts, checked.asked.link, served.restore)

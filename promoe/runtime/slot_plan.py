@@ -33,7 +33,9 @@ def plan_slots(found: Found, checked: Checked) -> SlotPlan:
     free = free_bytes(found.model, found.layers, checked.device)
     if free is not None and checked.device is None:
         free += found.freed_bytes
-    pools = plan_pools(checked.cache, found.layouts, found.num_experts, free)
-    predictor, name = resolve_predictor(checked.predictor, found.layers, checked.config, model_type_of(found.model))
+    pools = plan_pools(checked.asked.cache, found.layouts, found.num_experts, free)
+    predictor, name = resolve_predictor(
+        checked.asked.predictor, found.layers, checked.config, model_type_of(found.model)
+    )
     all_fit = sum(plan.spec.num_slots for plan in pools) == sum(found.num_experts)
     return SlotPlan(() if found.need_no_slots(checked, all_fit) else pools, predictor, name)

@@ -29,7 +29,8 @@ def arguments(**changes: Any) -> Arguments:
 
 def test_what_is_left_out_is_filled_in() -> None:
     checked = check(arguments(), on_disk=True)
-    assert (checked.cache, checked.predictor, checked.link, checked.device) == ("50%", "gate", "auto", None)
+    asked = checked.asked
+    assert (asked.cache, asked.predictor, asked.link, checked.device) == ("50%", "gate", "auto", None)
     assert checked.config == PromoeConfig()
 
 

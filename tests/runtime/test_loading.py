@@ -356,7 +356,9 @@ def test_an_unwritable_timeline(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("point", ["open_link", "SlotPool", "Engine", "Forecaster", "Runtime", "Handle", "seam.attach"])
+@pytest.mark.parametrize(
+    "point", ["open_link", "SlotPool", "Engine", "Forecaster", "Runtime", "SlotHandle", "seam.attach"]
+)
 def test_a_failure_leaves_no_file_and_no_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: type[BaseException]
 ) -> None:

@@ -393,7 +393,7 @@ POINTS: list[tuple[Any, str, int]] = [
     (threading.Thread, "start", 3),  # the predictor's
     (assembly, "Forecaster", 1),
     (assembly, "Runtime", 1),
-    (assembly, "Handle", 1),
+    (assembly, "SlotHandle", 1),
     *((seam, "attach", call) for call in (1, 2, 3)),
     *((nn.Module, "register_forward_hook", call) for call in (1, 2, 3, 4)),  # three gates, and the model
     (nn.Module, "register_forward_pre_hook", 1),

@@ -19,8 +19,8 @@ import promoe
 from promoe.errors import ConfigError, PatchStateError
 from promoe.experts.guard import is_guard
 from promoe.model import seam
-from promoe.runtime.handle import Handle
 from promoe.runtime.resident import ResidentHandle
+from promoe.runtime.slot_handle import SlotHandle
 
 FAMILY, EXPERTS = "qwen2_moe", 24
 EXPERT_BYTES = 24576
@@ -78,7 +78,7 @@ def test_a_slot_less_or_by_choice_it_is_served(cache: Any, bypass: bool) -> None
     settings = promoe.PromoeConfig(bypass=bypass)
     model = promoe.patch(plain_model(), cache=cache, predictor=None, link=LinkOver(plain_link), config=settings)
     try:
-        assert isinstance(model.promoe, Handle)
+        assert isinstance(model.promoe, SlotHandle)
         assert model.promoe.stats().cache_slots == EXPERTS - bypass
         assert_unharmed(model)
         assert model.promoe.stats().layer_visits > 0
@@ -206,7 +206,7 @@ def test_it_counts_as_patched_until_it_is_unpatched(model: PreTrainedModel) -> N
         promoe.unpatch(model)
     promoe.patch(model, cache="50%", predictor=None, link=LinkOver(plain_link))
     try:
-        assert isinstance(model.promoe, Handle)
+        assert isinstance(model.promoe, SlotHandle)
         assert_unharmed(model)
     finally:
         promoe.unpatch(model)

@@ -15,7 +15,7 @@ from untouched import leaving_untouched
 import promoe
 from promoe import EmulatedLink, PromoeConfig
 from promoe.model.opening import OpenedModel, open_without_experts
-from promoe.runtime.checking import Checked
+from promoe.runtime.checking import Arguments, Checked
 from promoe.runtime.finding import Found, FoundForDisk, FoundInFiles, find_in_ram
 from promoe.runtime.slot_plan import plan_slots
 
@@ -36,7 +36,8 @@ def opened() -> Iterator[OpenedModel]:
 
 
 def checked(cache: str, link: Any = "auto", device: Any = None, **fields: Any) -> Checked:
-    return Checked(cache, None, link, device, PromoeConfig(**fields))
+    config = PromoeConfig(**fields)
+    return Checked(Arguments(cache, None, link, "cpu", config), device, config)
 
 
 def slots(found: Found, asked: Checked) -> int:

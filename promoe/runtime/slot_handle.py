@@ -1,0 +1,210 @@
+"""The handle of a model whose experts are served from slots."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+
+import torch
+from torch import nn
+
+from promoe.config import PromoeConfig
+from promoe.errors import ConfigError, PatchStateError
+from promoe.model.forwards import in_words, threads_in_forward
+from promoe.model.passes import PassState
+from promoe.runtime.handle import Handle, written
+from promoe.runtime.hot_path import Runtime
+from promoe.runtime.popularity import Popularity, most_used, usage_rates
+from promoe.runtime.sizes import CacheSize, plan_pools
+from promoe.scheduler.governor import Governor
+from promoe.stats.totals import Stats
+from promoe.stats.tracing import PASS, Tracer, latest_passes
+from promoe.stores import Store
+from promoe.transfer.cpu_contention import BusyCores
+from promoe.transfer.memory import Pool
+
+logger = logging.getLogger(__name__)
+
+
+class SlotHandle(Handle):
+    """`model.promoe` where experts are fetched into slots.
+
+    Attributes:
+        runtime: the parts at work, for tests and benchmarks; not part of the public contract.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: PromoeConfig,
+        runtime: Runtime,
+        store: Store,
+        pools: Sequence[Pool],
+        predictor: str | None,
+        restore: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.runtime = runtime
+        self._model = weakref.ref(model)
+        self._model_name = type(model).__name__
+        self._store = store
+        self._pools = tuple(pools)
+        self._predictor = predictor
+        self._undo = ExitStack()
+        self._restore = restore
+        self._renewing = threading.RLock()
+        self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
+        self._busy_cores = None if runtime.on_device else BusyCores(torch.get_num_threads)
+        self._governor = Governor() if predictor is not None and config.governor else None
+        with runtime.engine.lock:
+            runtime.engine.recorder.prefetch_switched(predictor is not None)
+
+    def __repr__(self) -> str:
+        return f"<promoe handle of {self._model_name}: {self.stats().cache_slots} slots>"
+
+    def stats(self) -> Stats:
+        """See `Handle.stats`."""
+        engine = self.runtime.engine
+        with engine.lock:
+            self._score_forecasts()
+            return Stats.of(
+                engine.recorder,
+                cache_slots=sum(pool.num_slots for pool in self._pools),
+                cache_bytes=sum(pool.nbytes for pool in self._pools),
+                link=engine.link.describe(),
+                policy=self.config.eviction,
+                predictor=f"{self._predictor} (failed)" if self.runtime.predictor_failed else self._predictor,
+                store=type(self._store).__name__,
+            )
+
+    def reset_stats(self) -> None:
+        """See `Handle.reset_stats`."""
+        engine = self.runtime.engine
+        with engine.lock:
+            self._score_forecasts()
+            engine.recorder.reset()
+
+    def warm(self, popularity: Popularity) -> int:
+        """See `Handle.warm`."""
+        engine, layers = self.runtime.engine, self.runtime.layers
+        num_experts = [layer.num_experts for layer in layers]
+        rates = usage_rates(popularity, num_experts, [layer.top_k or 1 for layer in layers])
+        return engine.warm(most_used(rates), rates)
+
+    def resize(self, cache: CacheSize) -> None:
+        """See `Handle.resize`."""
+        if cache == "auto":
+            raise ConfigError('A cache in use is resized to a size such as "6GiB" or "50%". Got \'auto\' instead.')
+        engine, layers = self.runtime.engine, self.runtime.layers
+        layouts = [engine.pool_of[layer.layer_idx].layout for layer in layers]
+        plans = plan_pools(cache, layouts, [layer.num_experts for layer in layers])
+        model = self._model()
+        if model is not None and (names := threads_in_forward(model, layers)):
+            raise PatchStateError(
+                f"The cache of this {self._model_name} cannot be resized while {in_words(names)}. Nothing was changed. Call "
+                "resize between two forwards, for example in a stopping criterion."
+            )
+        engine.resize([plan.spec.num_slots for plan in plans])
+
+    @contextmanager
+    def trace(self, path: str | PathLike[str] | None = None) -> Iterator[Tracer]:
+        """See `Handle.trace`."""
+        engine = self.runtime.engine
+        if engine.tracer is not None:
+            raise PatchStateError("A timeline of this model is being recorded already; end that one first.")
+        tracer = Tracer(self._model_name) if path is not None else latest_passes(self._model_name)
+        with written(tracer, path):
+            engine.tracer = tracer
+            try:
+                yield tracer
+            finally:
+                engine.tracer = None
+
+    def close(self) -> None:
+        """See `Handle.close`."""
+        self.runtime.close()
+        model = self._model()
+        if model is None or not threads_in_forward(model, self.runtime.layers):
+            for pool in self._pools:
+                pool.close()
+
+    def pass_begins(self) -> None:
+        """Begin a forward pass. If Ctrl-C tore a change of the cache, renew it first, empty, unless another pass runs."""
+        engine, model = self.runtime.engine, self._model()
+        if not engine.torn or not engine.renewable or model is None or self.runtime.visiting:
+            return
+        with self._renewing:
+            if engine.torn and not threads_in_forward(model, self.runtime.layers, but=threading.get_ident()):
+                engine.renew()
+                if not engine.torn:
+                    logger.warning(
+                        "An exception (such as Ctrl-C) had come in the midst of a change of the cache of this %s: it begins "
+                        "anew, empty.",
+                        self._model_name,
+                    )
+
+    def pass_ended(self, state: PassState, duration_s: float) -> None:
+        """End a forward pass that had no error: check that it went through us, and judge whether prefetch pays."""
+        if (model := self._model()) is not None:
+            self.runtime.check_entered(state, model)
+        if (tracer := self.runtime.engine.tracer) is not None:  # another thread may end the timeline at any time
+            end_s = state.start_s + duration_s
+            tracer.span(PASS, f"{state.phase} pass", state.start_s, end_s, phase=state.phase, tokens=state.num_tokens)
+        if (
+            self._busy_cores is not None
+            and state.phase == "decode"
+            and (told := self._busy_cores.pass_ended(duration_s))
+        ):
+            logger.warning("The cores are busy: %s", told)
+        if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
+            engine = self.runtime.engine
+            with engine.lock:
+                before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
+                before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
+                before_aborted, self._aborted = self._aborted, engine.recorder.passes_aborted("decode")
+                if self._aborted > before_aborted:  # what they fetched and waited for is not this pass's
+                    return
+                on = self._governor.pass_ended(
+                    duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
+                )
+            engine.set_prefetch(on)
+
+    def keep(self, undo: ExitStack) -> None:
+        """Take what undoes the patch; `detach` runs it."""
+        self._undo = undo
+
+    def detach(self, model: nn.Module) -> None:
+        """See `Handle.detach`."""
+        with self.runtime.passes.ending(self._check_idle):
+            self._restore()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Undo everything without giving the model its experts back: somebody else has."""
+        try:
+            self._undo.close()
+        finally:
+            self._store.close()
+
+    def _score_forecasts(self) -> None:
+        """Count the forecasts whose time has come. Not in a signal handler, which may have interrupted a change."""
+        if self.runtime.engine.times_held() == 1:
+            self.runtime.engine.scheduler.score_forecasts()
+
+    def _check_idle(self) -> None:
+        model = self._model()
+        if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
+            raise PatchStateError(
+                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
+                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
+                "experts raise EngineClosedError, and unpatch it then."
+            )
+
+
+def _since(now: float, before: float) -> float:
+    """Return what a counter has counted since; it was reset if it is less than before."""
+    return now - before if now >= before else now
