@@ -24,7 +24,7 @@ import promoe
 from promoe.errors import ConfigError, PromoeError
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import HostIds
-from promoe.model.seam import is_patched
+from promoe.model.attach import is_patched
 from promoe.runtime import checking
 from promoe.transfer.devices import open_device
 from promoe.transfer.links import EmulatedLink
@@ -337,7 +337,7 @@ def test_an_interrupted_placement_is_taken_back(device: FakeDevice, monkeypatch:
 
     model = build("qwen2_moe")
     before, reference = snapshot(model), copy.deepcopy(model)
-    monkeypatch.setattr(assembly.seam, "attach", broken)
+    monkeypatch.setattr(assembly.attach, "attach", broken)
     with pytest.raises(RuntimeError, match="injected"):
         promoe.patch(model, device="cuda")
     assert_same(before, snapshot(model))

@@ -25,8 +25,8 @@ from promoe.errors import CheckpointError, PatchStateError, UnsupportedModelErro
 from promoe.experts.adapters.base import get_tensor, owner_of, set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
 from promoe.experts.moe_layers import MoELayer
-from promoe.model.forwards import check_idle
 from promoe.model.opening import bank_specs
+from promoe.model.passes import check_idle
 from promoe.model.restoring import LOADING_THREADS, read_all_experts
 from promoe.model.spool import spool
 from promoe.scheduler import ExpertKey

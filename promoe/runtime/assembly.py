@@ -17,7 +17,7 @@ from promoe.config import PromoeConfig
 from promoe.experts.kernels.matrices import SECOND
 from promoe.experts.kernels.slot_windows import is_hopper
 from promoe.experts.moe_layers import MoELayer
-from promoe.model import seam
+from promoe.model import attach
 from promoe.model.passes import PassObserver, at_run_time
 from promoe.model.placement import place
 from promoe.model.refusals import refuse_changes
@@ -150,7 +150,7 @@ def _first_chunks(parts: Parts, layer_idx: int) -> int:
     return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
 
 
-def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> SlotHandle:
+def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> SlotHandle:
     """Build the runtime and hook it into the model; on any error everything is taken back and the model is as before.
 
     Args:
@@ -201,7 +201,7 @@ def attach(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Cal
         called = _called_model(model, layers)
         undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then
         for layer in layers:
-            undo.callback(seam.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
+            undo.callback(attach.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
         undo.callback(refuse_changes(model, layers))
         if parts.device is not None:
             undo.callback(_generate_without_graphs(called))

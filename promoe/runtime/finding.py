@@ -15,12 +15,12 @@ from torch import nn
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.experts.moe_layers import MoELayer, check_module, find_moe_layers
-from promoe.model import seam
+from promoe.model import attach
 from promoe.model.file_tensors import Progress
-from promoe.model.forwards import check_idle
 from promoe.model.offloading import Offloaded
 from promoe.model.opening import OpenedModel
 from promoe.model.packed_files import PackedChoice, open_packed
+from promoe.model.passes import check_idle
 from promoe.model.restoring import load_all_experts
 from promoe.runtime.checking import Checked
 from promoe.stores import HostStore, Store
@@ -158,7 +158,7 @@ def find_in_ram(model: nn.Module, on_disk: bool) -> Found:
 
 def check_unpatched(model: nn.Module) -> None:
     """Raise PatchStateError if the model, or a part of it, is patched."""
-    if hasattr(model, "promoe") or any(seam.is_patched(module) for module in model.modules()):
+    if hasattr(model, "promoe") or any(attach.is_patched(module) for module in model.modules()):
         raise PatchStateError(
             f"This {type(model).__name__} is patched already. Call promoe.unpatch(model) first to change its settings."
         )

@@ -21,10 +21,9 @@ from promoe.experts.adapters.base import changed_since
 from promoe.experts.layer_call import LayerCall, check_no_grad
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import DeviceIds, HostIds, IdReader
-from promoe.model import seam
+from promoe.model import attach
 from promoe.model.changed_weights import LiveWeights
-from promoe.model.forwards import stack
-from promoe.model.passes import PassObserver, PassState
+from promoe.model.passes import PassObserver, PassState, stack
 from promoe.predictors import LayerVisit
 from promoe.runtime.prediction import Forecaster
 from promoe.stats.tracing import COMPUTE
@@ -241,7 +240,7 @@ class Runtime:
         if missed := [layer for layer in left_out if layer.layer_idx in state.gated]:
             raise _went_around(missed, "The gates of MoE layers {} fired but their experts")
         block_forwards = self._block_forwards
-        if gone := [layer for layer in left_out if seam.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
+        if gone := [layer for layer in left_out if attach.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
             raise _went_around(gone, "MoE layers {}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from promoe.model.placement import Placed, place
-from promoe.runtime.assembly import Parts, attach
+from promoe.runtime.assembly import Parts, assemble
 from promoe.runtime.checking import Checked
 from promoe.runtime.finding import Found
 from promoe.runtime.resident import ResidentHandle
@@ -27,4 +27,4 @@ def serve(found: Found, plan: SlotPlan, checked: Checked) -> None:
         parts = Parts(
             layers, served.store, plan.pools, checked.config, plan.predictor, plan.predictor_name, device, freed_bytes
         )
-        attach(model, parts, checked.asked.link, served.restore)
+        assemble(model, parts, checked.asked.link, served.restore)

@@ -14,8 +14,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError
-from promoe.model.forwards import in_words, threads_in_forward
-from promoe.model.passes import PassState
+from promoe.model.passes import PassState, in_words, threads_in_forward
 from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.popularity import Popularity, most_used, usage_rates

@@ -17,7 +17,7 @@ import promoe
 from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, differs, open_tiny, opened, patch, patched
 from promoe import EmulatedLink
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.model import seam
+from promoe.model import attach
 from promoe.predictors import LayerVisit
 from promoe.runtime import assembly, prediction
 
@@ -43,12 +43,12 @@ def test_two_models_of_one_configuration(family: str) -> None:
     expected, others = ask(model), ask(other)
     assert differs(expected, others)
     with leaving_untouched(other), patched(model):
-        assert not any(map(seam.is_patched, other.modules()))
+        assert not any(map(attach.is_patched, other.modules()))
         assert_unharmed(model, expected)
         assert_unharmed(other, others)
         assert_unharmed(model, expected)
     with patched(other):
-        assert not any(map(seam.is_patched, model.modules()))
+        assert not any(map(attach.is_patched, model.modules()))
         assert_unharmed(other, others)
         assert_unharmed(model, expected)
 

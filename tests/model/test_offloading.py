@@ -26,7 +26,7 @@ from waiting import until
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.experts.guard import is_guard
-from promoe.model import offloading, seam
+from promoe.model import attach, offloading
 from promoe.model.offloading import checkpoint_folder, first_difference
 from promoe.runtime import assembly, checking, finding, serving, sizes, slot_plan
 from promoe.scheduler import ExpertKey
@@ -402,7 +402,7 @@ def test_a_cache_of_everything_leaves_the_model_as_it_is(model: PreTrainedModel)
     with leaving_untouched(model):
         with pytest.warns(UserWarning, match="has slots for all experts: they stay in RAM"):
             promoe.patch(model, store="disk", cache="100%")
-        assert not any(seam.is_patched(module) for module in model.modules())
+        assert not any(attach.is_patched(module) for module in model.modules())
         assert not any(map(is_guard, model.parameters()))
         promoe.unpatch(model)
 
@@ -445,7 +445,7 @@ def either(request: pytest.FixtureRequest, model: PreTrainedModel) -> Iterator[P
     return model
 
 
-@pytest.mark.parametrize("point", ["seam.attach", "SlotPool", "FileLink", "Engine", "refuse_changes"])
+@pytest.mark.parametrize("point", ["attach.attach", "SlotPool", "FileLink", "Engine", "refuse_changes"])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_leaves_the_model_and_the_disk_as_they_were(
     either: PreTrainedModel, place: Path, point: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
@@ -455,8 +455,8 @@ def test_a_failure_leaves_the_model_and_the_disk_as_they_were(
 
     with leaving_untouched(either):
         with monkeypatch.context() as patching:
-            if point == "seam.attach":
-                patching.setattr(seam, "attach", failing)
+            if point == "attach.attach":
+                patching.setattr(attach, "attach", failing)
             else:
                 patching.setattr(assembly, point, failing)
             with pytest.raises(error, match="injected"):

@@ -1,19 +1,26 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from served import PROMPTS, greedy, served
+from tiny_models import build
 from torch import nn
 from transformers import DynamicCache
 
+import promoe
 from promoe.errors import PatchStateError
+from promoe.model import passes
 from promoe.model.passes import PassObserver, PassState
 from promoe.scheduler.reuse import MAX_TOKENS_LEARNED
 from promoe.stats.recorder import Recorder
@@ -346,3 +353,92 @@ def test_a_served_model_counts_real_tokens_only() -> None:
         stats = model.promoe.stats()
     assert (stats.prefill.passes, stats.prefill.tokens, stats.prefill.sequences) == (1, 17, 3)
     assert (stats.decode.passes, stats.decode.tokens, stats.decode.sequences) == (2, 6, 6)
+
+
+class Thing:
+    """Something that can be referred to weakly."""
+
+
+def test_nothing_is_collected_while_stacks_are_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection may let another thread run, whose frames then end while they are walked: the process would die of it."""
+    seen = []
+
+    def look(frame: FrameType | None, modules: set[int]) -> bool:
+        seen.append(gc.isenabled())
+        return False
+
+    model = build("qwen2_moe", layers=1)
+    monkeypatch.setattr(passes, "_calls_one_of", look)
+    assert gc.isenabled()
+    assert passes.threads_in_forward(model, promoe.find_moe_layers(model)) == []
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
+
+
+def test_a_collector_that_was_off_stays_off() -> None:
+    model = build("qwen2_moe", layers=1)
+    gc.disable()
+    try:
+        passes.threads_in_forward(model, promoe.find_moe_layers(model))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_threads_know_is_let_go_at_once() -> None:
+    """Without a collection: neither the caller's model nor what is local in another thread is kept."""
+    model = build("qwen2_moe", layers=1)
+    kept, inside, leave = [], threading.Event(), threading.Event()
+
+    def other() -> None:
+        thing = Thing()
+        kept.append(weakref.ref(thing))
+        inside.set()
+        leave.wait()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    gc.collect()
+    gc.disable()
+    try:
+        passes.threads_in_forward(model, promoe.find_moe_layers(model))
+        leave.set()
+        thread.join()
+        kept.append(weakref.ref(model))
+        del model
+        assert [one() for one in kept] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_failure_leaves_the_collector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("no frames")
+
+    model = build("qwen2_moe", layers=1)
+    monkeypatch.setattr(sys, "_current_frames", fail)
+    with pytest.raises(RuntimeError, match="no frames"):
+        passes.threads_in_forward(model, promoe.find_moe_layers(model))
+    assert gc.isenabled()
+
+
+def test_who_walks_stacks_may_be_interrupted_by_one_who_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler that closes the model comes in the midst of it."""
+    model = build("qwen2_moe", layers=1)
+    layers = promoe.find_moe_layers(model)
+    look, found = passes._calls_one_of, []
+
+    def interrupted(frame: FrameType | None, modules: set[int]) -> bool:
+        monkeypatch.setattr(passes, "_calls_one_of", look)
+        found.append(passes.threads_in_forward(model, layers))
+        return look(frame, modules)
+
+    monkeypatch.setattr(passes, "_calls_one_of", interrupted)
+    walking = threading.Thread(target=passes.threads_in_forward, args=(model, layers), daemon=True)
+    walking.start()
+    walking.join(30)
+    assert not walking.is_alive()
+    assert found == [[]]
+    assert gc.isenabled()

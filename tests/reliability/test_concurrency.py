@@ -22,7 +22,7 @@ from waiting import WAIT_S
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, EngineClosedError, PatchStateError
-from promoe.model.forwards import threads_in_forward
+from promoe.model.passes import threads_in_forward
 
 from .support import FAMILY, always, assert_right, assert_told, faulty, never
 

@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 import promoe
 from promoe import EmulatedLink, PromoeConfig
 from promoe.errors import ConfigError
-from promoe.model import seam
+from promoe.model import attach
 from promoe.model.opening import OpenedModel, open_without_experts
 from promoe.predictors import KINDS
 from promoe.predictors.gate import GatePredictor
 from promoe.runtime import assembly
 from promoe.runtime.assembly import (
     Parts,
-    attach,
+    assemble,
     open_link,
     predictor_context,
     resolve_predictor,
@@ -140,7 +140,9 @@ def test_a_file_link_is_told_what_the_slots_will_take(
 
     monkeypatch.setattr(assembly, "FileLink", file_link)
     plans = plan_pools("25%", opened.store.layouts, opened.store.num_experts)
-    handle = attach(opened.model, Parts(opened.layers, opened.store, plans, config(), None, None), "auto", lambda: None)
+    handle = assemble(
+        opened.model, Parts(opened.layers, opened.store, plans, config(), None, None), "auto", lambda: None
+    )
     assert told == [sum(plan.nbytes for plan in plans)] == [handle.stats().cache_bytes]
     handle.detach(opened.model)
 
@@ -221,11 +223,11 @@ def test_restore_runs_before_anything_is_detached(model: PreTrainedModel) -> Non
     calls: list[bool] = []
 
     def restore() -> None:
-        calls.append(any(seam.is_patched(module) for module in model.modules()))
+        calls.append(any(attach.is_patched(module) for module in model.modules()))
         if len(calls) == 1:
             raise ConfigError("not yet")
 
-    handle = attach(model, parts_of(model), LINK, restore)
+    handle = assemble(model, parts_of(model), LINK, restore)
     with pytest.raises(ConfigError, match="not yet"):
         promoe.unpatch(model)
     assert model.promoe is handle

@@ -32,7 +32,7 @@ from promoe.errors import (
     UnsupportedModelError,
 )
 from promoe.experts.guard import is_guard
-from promoe.model import restoring, seam
+from promoe.model import attach, restoring
 from promoe.runtime import assembly
 
 FAMILY = "qwen2_moe"
@@ -109,7 +109,7 @@ def test_a_cache_of_everything_is_simply_loaded(folder: Path) -> None:
     ) as model:
         assert not opened_since(files)
         assert not guards(model)
-        assert not any(seam.is_patched(module) for module in model.modules())
+        assert not any(attach.is_patched(module) for module in model.modules())
         assert seen[-1] == (EXPERTS * EXPERT_BYTES, EXPERTS * EXPERT_BYTES)
         greedy(model, PROMPTS["one"]).assert_equals(wanted())
         assert model.promoe.stats().bytes_demand == 0
@@ -357,7 +357,7 @@ def test_an_unwritable_timeline(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize(
-    "point", ["open_link", "SlotPool", "Engine", "Forecaster", "Runtime", "SlotHandle", "seam.attach"]
+    "point", ["open_link", "SlotPool", "Engine", "Forecaster", "Runtime", "SlotHandle", "attach.attach"]
 )
 def test_a_failure_leaves_no_file_and_no_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: type[BaseException]
@@ -366,8 +366,8 @@ def test_a_failure_leaves_no_file_and_no_thread(
         raise error("injected")
 
     with monkeypatch.context() as patching:
-        if point == "seam.attach":
-            patching.setattr(seam, "attach", failing)
+        if point == "attach.attach":
+            patching.setattr(attach, "attach", failing)
         else:
             patching.setattr(assembly, point, failing)
         assert_refused(folder, error, "injected")

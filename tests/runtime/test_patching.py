@@ -24,7 +24,7 @@ from untouched import assert_same, leaving_untouched, snapshot
 import promoe
 from promoe import EmulatedLink
 from promoe.errors import ConfigError, EngineClosedError, PatchStateError, UnsupportedModelError
-from promoe.model import seam
+from promoe.model import attach
 from promoe.runtime import assembly
 from promoe.scheduler import ExpertKey
 
@@ -394,7 +394,7 @@ POINTS: list[tuple[Any, str, int]] = [
     (assembly, "Forecaster", 1),
     (assembly, "Runtime", 1),
     (assembly, "SlotHandle", 1),
-    *((seam, "attach", call) for call in (1, 2, 3)),
+    *((attach, "attach", call) for call in (1, 2, 3)),
     *((nn.Module, "register_forward_hook", call) for call in (1, 2, 3, 4)),  # three gates, and the model
     (nn.Module, "register_forward_pre_hook", 1),
     (assembly, "refuse_changes", 1),
@@ -444,7 +444,7 @@ def test_a_failing_undo_step_does_not_keep_the_others_from_running(model: PreTra
         with pytest.raises(Injected):
             promoe.unpatch(model)
         assert not hasattr(model, "promoe")
-        assert not any(seam.is_patched(module) for module in model.modules())
+        assert not any(attach.is_patched(module) for module in model.modules())
 
 
 # -- where nothing needs to be served ---------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_without_a_link_experts_are_used_where_they_lie(model: PreTrainedModel) 
     answer(model).assert_equals(wanted)
     assert model.promoe.stats().bytes_demand == 0
     assert "stock forward" in model.promoe.stats().link
-    assert not any(seam.is_patched(module) for module in model.modules())
+    assert not any(attach.is_patched(module) for module in model.modules())
     assert promoe.unpatch(model) is model
     assert_same(before, snapshot(model))
 
@@ -469,10 +469,10 @@ def test_without_a_link_experts_are_used_where_they_lie(model: PreTrainedModel) 
 def test_a_cache_of_everything_is_bypassed_unless_that_is_switched_off(model: PreTrainedModel) -> None:
     with patched(model, cache="100%", config=config(bypass=True)):
         assert model.promoe.stats().cache_slots == EXPERTS
-        assert not any(seam.is_patched(module) for module in model.modules())
+        assert not any(attach.is_patched(module) for module in model.modules())
     with patched(model, cache="100%", config=config(bypass=False)):
         assert model.promoe.stats().cache_slots == EXPERTS
-        assert sum(seam.is_patched(module) for module in model.modules()) == 3
+        assert sum(attach.is_patched(module) for module in model.modules()) == 3
 
 
 def test_layers_of_other_shapes_get_their_own_pool_in_proportion() -> None:

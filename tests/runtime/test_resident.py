@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import promoe
 from promoe.errors import ConfigError, PatchStateError
 from promoe.experts.guard import is_guard
-from promoe.model import seam
+from promoe.model import attach
 from promoe.runtime.resident import ResidentHandle
 from promoe.runtime.slot_handle import SlotHandle
 
@@ -47,7 +47,7 @@ def model() -> Iterator[PreTrainedModel]:
 
 def assert_stock(model: nn.Module) -> None:
     """No class, hook or thread of ours."""
-    assert not any(seam.is_patched(module) for module in model.modules())
+    assert not any(attach.is_patched(module) for module in model.modules())
     hooks = [
         hook for part in model.modules() for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
     ]

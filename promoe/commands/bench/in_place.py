@@ -14,8 +14,8 @@ from promoe.experts.kernels.formats import FORMATS, formats_of
 from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import chosen_experts
+from promoe.model.attach import attach
 from promoe.model.packed_files import DEFAULT_FORMAT
-from promoe.model.seam import attach
 from promoe.stores.slot_format import MatrixFormat
 from promoe.transfer.rows import ExpertRows, Row
 

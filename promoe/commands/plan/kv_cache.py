@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from promoe.commands.plan.sizes import CacheLayer, KvCache
 from promoe.experts.moe_layers import MoELayer
-from promoe.model.seam import attach
+from promoe.model.attach import attach
 
 # So that a meta tensor has a number of elements that are not zero: of tokens that chose an expert, all.
 _SETTINGS: Any = _config

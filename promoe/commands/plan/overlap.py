@@ -21,7 +21,7 @@ from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn, token_ids
 from promoe.commands.plan.times import ComputeTimes, LinkSpeed
 from promoe.commands.simulate.answers import simulate_answers
 from promoe.config import PromoeConfig
-from promoe.runtime.assembly import Parts, attach, scheduler_config
+from promoe.runtime.assembly import Parts, assemble, scheduler_config
 from promoe.runtime.patching import unpatch
 from promoe.runtime.sizes import plan_pools
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -57,7 +57,7 @@ def fit_overlap(
     least = most * len(set(layouts)) * nbytes // sum(counts)
     plans = plan_pools(int(max(least, min(EXPERTS_BYTES, CACHE_SHARE * nbytes))), layouts, counts)
     parts = Parts(layers, _borrowed(store), plans, config, None, None)
-    attach(stand_in.model, parts, "file", restore=lambda: None)
+    assemble(stand_in.model, parts, "file", restore=lambda: None)
     try:
         warm, tokens, token_s = _run(stand_in.model, layers)
     finally:

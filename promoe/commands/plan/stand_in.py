@@ -24,7 +24,7 @@ from promoe.experts.kernels.formats import Formats
 from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.routed_ids import chosen_experts
-from promoe.model.seam import attach
+from promoe.model.attach import attach
 from promoe.stores.layout import ExpertLayout, TensorSpec
 from promoe.transfer.memory import SlotPool
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 import promoe
 from promoe.errors import PatchStateError, PromoeError, UnsupportedModelError
-from promoe.model import seam
+from promoe.model import attach
 
 FAMILY = "qwen2_moe"
 
@@ -247,15 +247,15 @@ def test_pickling_is_refused(model: PreTrainedModel, part: str) -> None:
 def test_the_class_keeps_its_name_and_its_kind(model: PreTrainedModel) -> None:
     experts = promoe.find_moe_layers(model)[0].experts
     base = type(experts).__mro__[1]
-    assert seam.is_patched(experts)
+    assert attach.is_patched(experts)
     assert isinstance(experts, base)
-    assert seam.patched_class(base) is type(experts)
+    assert attach.patched_class(base) is type(experts)
     for attribute in ("__name__", "__qualname__", "__module__"):
         assert getattr(type(experts), attribute) == getattr(base, attribute)
     assert repr(experts) == repr(promoe.find_moe_layers(stock(FAMILY))[0].experts)
 
 
-def test_guarded_experts_of_a_file_store_are_refused_outside_the_seam(tmp_path: Path) -> None:
+def test_guarded_experts_of_a_file_store_are_refused_outside_the_model(tmp_path: Path) -> None:
     model = promoe.from_pretrained(checkpoint(FAMILY), cache=2 * 24576, config=config())
     try:
         for use in (model.state_dict, lambda: model.save_pretrained(tmp_path), lambda: copy.deepcopy(model)):
