@@ -485,7 +485,7 @@ def test_interrupted_when_all_was_done(
 
     with leaving_untouched(either):
         with monkeypatch.context() as patching_:
-            patching_.setattr(serving, "attach", attached)
+            patching_.setattr(serving, "assemble", attached)
             patching_.setattr(offloading._Expert, "hold", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 offload(either, config=config(spool_folder=place))
