@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class Handle:
-    """The handle of a patched model: counters, reports, timelines, and its end.
+    """The handle of a patched model: counters, reports, timelines, cache size.
 
     Attributes:
         config: the settings it was patched with.
-        runtime: the parts at work, for tests and benchmarks; not part of the public contract.
+        runtime: internal parts, for tests and benchmarks. They may change without notice.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Handle:
         return f"<promoe handle of {self._model_name}: {self.stats().cache_slots} slots>"
 
     def stats(self) -> Stats:
-        """Everything counted since patching or `reset_stats()`."""
+        """Return everything counted since patching or `reset_stats()`."""
         engine = self.runtime.engine
         with engine.lock:
             self._score_forecasts()
@@ -83,27 +83,26 @@ class Handle:
             )
 
     def reset_stats(self) -> None:
-        """Set all counters to zero; cache contents and what was learned stay."""
+        """Set all counters to zero. Slots and what was learned stay."""
         engine = self.runtime.engine
         with engine.lock:
             self._score_forecasts()
             engine.recorder.reset()
 
     def warm(self, popularity: Popularity) -> int:
-        """Fetch the experts that are used most into slots that are still free, best first, and wait until they are there.
+        """Fetch the most used experts into free slots, and wait until they are there. Nothing is evicted.
 
-        A new model's first prompt then finds them. Nothing that is in a slot is evicted. Until a layer has seen for itself what
-        is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
+        Until a layer has counted uses itself, eviction goes by the same numbers (with `eviction="static"`, always).
 
         Args:
-            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run; or
-                how often each expert is used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file of `promoe run --report`, the `stats()` of an earlier run, or how often each expert is
+                used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
-            How many of the experts that are used at all are in slots now.
+            The number of used experts that are in slots now.
 
         Raises:
-            ConfigError: the file cannot be read, or the numbers are not of this model.
+            ConfigError: the file cannot be read, or the numbers belong to another model.
             EngineClosedError, EngineStalledError, EngineError: nothing can be fetched any more.
         """
         engine, layers = self.runtime.engine, self.runtime.layers
@@ -112,18 +111,18 @@ class Handle:
         return engine.warm(most_used(rates), rates)
 
     def resize(self, cache: CacheSize) -> None:
-        """Give the cache more or less memory, when a KV cache grows, for example; between two forwards.
+        """Resize the cache between two forwards, for example when the KV cache grows.
 
-        The experts that are needed last leave; the others stay. On a device there is memory for the old slots and the new ones
-        at once for a moment.
+        If slots go, the experts whose next use is expected last leave. On a GPU, the old and the new slots exist together for a
+        moment.
 
         Args:
             cache: "6GiB", "50%" of the routed experts, or bytes.
 
         Raises:
-            ConfigError: it is no size, too small, or more than there is memory for.
-            PatchStateError: a forward of the model is running; nothing was changed.
-            EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
+            ConfigError: this is not a size, or it is too small, or more than the free memory.
+            PatchStateError: a forward of the model is running. Nothing has changed.
+            EngineClosedError, EngineStalledError, EngineError: the model cannot run any more.
         """
         if cache == "auto":
             raise ConfigError('A cache in use is resized to a size such as "6GiB" or "50%". Got \'auto\' instead.')
@@ -139,7 +138,7 @@ class Handle:
         engine.resize([plan.spec.num_slots for plan in plans])
 
     def report(self) -> str:
-        """The counters, what they mean, and what to do about it, as text."""
+        """Return the counters, what they mean and what to do about it, as text."""
         return text_report(self.stats())
 
     @contextmanager
@@ -147,11 +146,11 @@ class Handle:
         """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
 
         Args:
-            path: None: nothing is written, and only the latest events are kept, for `lanes_of(tracer.spans())`.
+            path: file to write; None: write nothing, and keep only the latest events, for `lanes_of(tracer.spans())`.
 
         Raises:
-            ConfigError: the path cannot be written; raised before anything runs.
-            PatchStateError: a timeline is being recorded already.
+            ConfigError: the path cannot be written. This is raised before anything runs.
+            PatchStateError: another timeline is being recorded.
         """
         if path is not None:
             check_writable(path)
@@ -167,9 +166,9 @@ class Handle:
                 tracer.write(path)
 
     def close(self) -> None:
-        """Stop all threads, and let the slots go. A forward after that raises EngineClosedError; `promoe.unpatch` still works.
+        """Stop all threads and free the slots. Later forwards raise EngineClosedError; `promoe.unpatch` still works.
 
-        While forwards run in other threads, the slots stay until the model is unpatched, or gone.
+        While other threads run forwards, the slots stay until the model is unpatched or deleted.
         """
         self.runtime.close()
         model = self._model()
