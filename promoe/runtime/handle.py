@@ -95,8 +95,8 @@ class Handle:
         Until a layer has counted uses itself, eviction goes by the same numbers (with `eviction="static"`, always).
 
         Args:
-            popularity: the JSON file of `promoe run --report`, the `stats()` of an earlier run, or how often each expert is
-                used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file that `promoe run` writes with `--report`, the `stats()` of an earlier run, or how often
+                each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
             The number of used experts that are in slots now.
