@@ -1,4 +1,4 @@
-"""docs/api.md: the public names, from their docstrings. Reads source code, imports none of it.
+"""Generate docs/api.md, the public names, from their docstrings. Read the source code without importing it.
 
 python docs/api.py > docs/api.md
 """
@@ -31,64 +31,59 @@ WIDTH = 120
 INTRODUCTION = """\
 # API reference
 
-What a program may use, made from the docstrings by `python docs/api.py > docs/api.md`. Whatever is not here may change without
-notice. `promoe.NAME` is imported when it is first asked for, so that `import promoe` is quick.
+The names that programs need, generated from the docstrings by `python docs/api.py > docs/api.md`. `promoe.NAME` is imported
+on first use, so `import promoe` is quick. Names that appear neither here nor in an example on these pages may change without
+notice.
 """
 
 
 class Entry(NamedTuple):
-    """One thing on the page.
+    """An object on the page.
 
     Args:
-        name: where it is imported from.
-        members: of a class, the public ones; None: all without an underscore.
-        made: programs make such objects, so the page says how.
+        name: where programs import it from.
+        members: the members of a class to show, separated by spaces; None: all without a leading underscore.
+        made: programs create such objects, so the page shows how.
     """
 
     name: str
-    members: tuple[str, ...] | None = None
+    members: str | None = None
     made: bool = True
 
 
-HANDLE = ("stats", "reset_stats", "report", "resize", "warm", "trace", "close")
+HANDLE = "stats reset_stats report resize warm trace close"
+STATS = (
+    "prefill decode total forecasts over_time num_experts expert_bytes cache_slots cache_bytes cache_rate "
+    "link store policy predictor ttft_s tpot_s summary to_json from_json"
+)
+PHASE = (
+    "passes tokens sequences duration_s pass_s stall_per_pass_s stall_share bytes_per_token predictor_s "
+    "prefetch_on_share failures_demand failures_prefetch expert_counts layers"
+)
+COUNTS = (
+    "layer_visits needed hits hit_rate ready ready_rate stall_s evictions bytes_total bytes_demand "
+    "bytes_prefetched bytes_prefetch_used bytes_wasted wasted_share"
+)
 SECTIONS = {
     "Opening and patching": [
         Entry("promoe.from_pretrained"),
         Entry("promoe.patch"),
         Entry("promoe.unpatch"),
         Entry("promoe.find_moe_layers"),
-        Entry("promoe.MoELayer", ("implementation",), made=False),
+        Entry("promoe.MoELayer", "implementation", made=False),
     ],
     "The handle, `model.promoe`": [Entry("promoe.runtime.handle.Handle", HANDLE, made=False)],
-    "Settings": [Entry("promoe.PromoeConfig")],
+    "Settings": [Entry("promoe.PromoeConfig", ""), Entry("promoe.EmulatedLink", "")],
     "What was counted": [
-        Entry("promoe.Stats", made=False),
-        Entry("promoe.stats.counts.Counts", made=False),
-        Entry("promoe.stats.counts.PhaseStats", made=False),
-        Entry("promoe.stats.counts.LayerStats", made=False),
-        Entry("promoe.stats.counts.ForecastStats", made=False),
-        Entry("promoe.stats.over_time.Stretch", (), made=False),
-    ],
-    "Reports": [
-        Entry("promoe.stats.text_report.Run"),
-        Entry("promoe.commands.charts.html_report.html_report"),
-        Entry("promoe.stats.text_report.text_report"),
-        Entry("promoe.stats.text_report.save_run"),
-        Entry("promoe.stats.text_report.load_run"),
-        Entry("promoe.stats.lanes.median_token"),
-    ],
-    "Links": [
-        Entry("promoe.EmulatedLink", ()),
-        Entry("promoe.transfer.links.Faults", ()),
-        Entry("promoe.transfer.links.Fault"),
-        Entry("promoe.transfer.links.faults.seeded"),
+        Entry("promoe.Stats", STATS, made=False),
+        Entry("promoe.stats.counts.PhaseStats", PHASE, made=False),
+        Entry("promoe.stats.counts.Counts", COUNTS, made=False),
     ],
     "Predictors": [
         Entry("promoe.predictors.Predictor"),
-        Entry("promoe.predictors.LayerVisit", made=False),
+        Entry("promoe.predictors.LayerVisit", "", made=False),
         Entry("promoe.predictors.Forecast"),
         Entry("promoe.predictors.ReuseForecast"),
-        Entry("promoe.predictors.PredictorContext", made=False),
     ],
     "Errors": [
         Entry("promoe.PromoeError"),
@@ -106,18 +101,17 @@ SECTIONS = {
         Entry("promoe.runtime.assembly.PredictorChoice"),
         Entry("promoe.runtime.assembly.LinkChoice"),
         Entry("promoe.runtime.patching.StoreChoice"),
+        Entry("promoe.model.packed_files.PackedChoice"),
         Entry("promoe.scheduler.config.EvictionName"),
         Entry("promoe.config.ReadMode"),
         Entry("promoe.config.Verify"),
         Entry("promoe.model.opening.Progress"),
-        Entry("promoe.transfer.links.faults.FaultKind"),
-        Entry("promoe.transfer.links.faults.Plan"),
     ],
 }
 
 
 def api_page() -> str:
-    """The whole page, Markdown."""
+    """Return the page as Markdown."""
     loader = GriffeLoader(search_paths=[ROOT], docstring_parser="google", allow_inspection=False)
     package = loader.load("promoe")
     loader.resolve_aliases()
@@ -160,9 +154,9 @@ def _dataclass(found: Class) -> Iterator[str]:
             yield f"    {field.name}: {_source(field.annotation)}{default}"
 
 
-def _members(found: Class, wanted: tuple[str, ...] | None) -> Iterator[str]:
-    """Fields and properties with a docstring as a list, then methods one by one."""
-    names = [name for name in found.members if not name.startswith("_")] if wanted is None else wanted
+def _members(found: Class, wanted: str | None) -> Iterator[str]:
+    """Yield fields and properties with a docstring as a list, then the methods."""
+    names = [name for name in found.members if not name.startswith("_")] if wanted is None else wanted.split()
     members = [_real(found.members[name]) for name in names]
     documented = [member for member in members if member.docstring is not None]
     yield ""
@@ -183,7 +177,7 @@ def _function(function: Function) -> Iterator[str]:
 
 
 def _call(start: str, parameters: Iterable[Parameter], end: str) -> str:
-    """A signature on one line, or with a parameter on each."""
+    """Return a signature on one line, or if that is too long, with one parameter per line."""
     written: list[str] = []
     for parameter in parameters:
         if parameter.kind is ParameterKind.keyword_only and "*" not in written:
@@ -196,7 +190,7 @@ def _call(start: str, parameters: Iterable[Parameter], end: str) -> str:
 
 
 def _description(found: Object) -> Iterator[str]:
-    """A docstring's text, and its sections as lists."""
+    """Yield a docstring's text, and its sections as lists."""
     for section in found.docstring.parse("google") if found.docstring is not None else ():
         yield ""
         yield from _section(section, found)
@@ -239,7 +233,7 @@ def _one_line(text: str) -> str:
 
 
 def _linked(text: str) -> str:
-    """Pages of this folder as links."""
+    """Return the text with links to the pages of this folder."""
     return re.sub(r"\bdocs/(\w+\.md)", r"[\1](\1)", text)
 
 

@@ -11,11 +11,13 @@
 # %% [markdown]
 # # Quickstart
 #
-# A Mixture-of-Experts model has many experts and uses few of them per token. promoe leaves them in the checkpoint's files,
-# keeps a fixed number of *slots* for them in memory, and fills these ahead of need. The answers stay the same, bit by bit.
+# A Mixture-of-Experts model has many experts and uses few of them per token. promoe leaves them in the checkpoint's
+# files, keeps a fixed number of *slots* for them in memory, and fills the slots before the experts are needed. The
+# answers stay the same, bit by bit.
 #
-# This notebook opens the small model of this repository, looks at what happened, checks the promise, and tries several sizes of
-# the cache. With a model that small nothing is slow, and nothing is gained: notebooks 03 and 04 put it behind a slow link.
+# This notebook opens the small model of this repository, shows what happened, compares the answers with the unmodified
+# model's, and tries several cache sizes. With a model this small nothing is slow, so nothing is gained. Notebooks 03
+# and 04 put it behind a slow link.
 
 # %%
 # %matplotlib inline
@@ -37,8 +39,9 @@ NEW_TOKENS = int(os.environ.get("PROMOE_NEW_TOKENS", "60"))
 # %% [markdown]
 # ## 1. Open a model and let it write
 #
-# In place of `AutoModelForCausalLM.from_pretrained`: the same class comes back. `cache` is the memory for experts, as a share
-# of them all or as `"6GiB"`. (The model is tiny: do not expect sense.)
+# Use `promoe.from_pretrained` instead of `AutoModelForCausalLM.from_pretrained`. You get a model of the same class.
+# `cache` is the memory for experts, as a share of all experts or as a size such as `"6GiB"`. (The model is tiny, so its
+# text makes little sense.)
 
 # %%
 model = promoe.from_pretrained(MODEL, cache="25%")
@@ -49,19 +52,19 @@ answer = model.generate(**inputs, **options)
 print(tokenizer.decode(answer[0]))
 
 # %% [markdown]
-# ## 2. What happened
+# ## 2. See what happened
 #
-# A **hit** is a needed expert that lay in a slot when the gate chose it. **Ready** counts those too that arrived before their
-# layer came to them. Time spent waiting for the others is **stall**.
+# A **hit** is a needed expert that was in a slot when the gate chose it. **Ready** also counts the experts that arrived
+# before their turn. **Stall** is the time in which the model waited for the others.
 
 # %%
 print(model.promoe.report())
 
 # %% [markdown]
-# ## 3. The same answer as without promoe
+# ## 3. Check that the answer is the same
 #
-# `load_stock` is Transformers' `from_pretrained`, with all tensors where slots would have them: the bits of a product can
-# depend on that (notebook 05).
+# `load_stock` opens the unmodified model with Transformers' `from_pretrained`, and aligns its tensors like slots. The
+# bits of a product can depend on that (notebook 05).
 
 # %%
 stock = load_stock(MODEL, model.dtype)
@@ -72,10 +75,10 @@ print("same tokens, same logits")
 model.promoe.close()
 
 # %% [markdown]
-# ## 4. How large a cache?
+# ## 4. Try other cache sizes
 #
-# The same answer with more and with less memory. What is drawn: of the experts that the answer needed, how many were there, how
-# many were fetched in time, and how many had to be waited for.
+# The model gives the same answer with more and with less memory. The picture shows how many of the needed experts were
+# there, how many arrived in time, and for how many the model waited.
 
 # %%
 decode = {}
@@ -99,7 +102,7 @@ starts = [0.0] * len(decode)
 for part in NEEDS:
     shares = [100 * part.of(phase) / phase.needed for phase in decode.values()]
     if not any(shares):
-        continue  # experts as small as these seldom arrive between the gate and their layer
+        continue  # such small experts seldom arrive between the gate and their turn
     bars = axes.barh(
         list(decode), shares, 0.62, left=starts, color=MEANING[part.css], edgecolor="white", hatch=HATCHED.get(part.css),
         label=part.label, zorder=3,
@@ -114,10 +117,10 @@ display(figure)
 # %% [markdown]
 # ## 5. Next
 #
-# On the command line: `promoe run MODEL "PROMPT" --cache 25% --report report.html` streams an answer and draws all of this;
-# `promoe demo` compares ways to serve the model behind a slow link; `promoe doctor` says what your machine can do.
+# On the command line, `promoe run MODEL "PROMPT" --cache 25% --report report.html` streams an answer and draws all of
+# this. `promoe demo` compares ways to serve the model behind a slow link. `promoe doctor` describes your machine.
 #
-# - 02 Train a predictor: know better than the gates what comes next.
-# - 03 Read a timeline: where does the time go?
-# - 04 Choose a cache size and a policy.
-# - 05 Bring your own model.
+# - 02: train a predictor that knows better than the gates what comes next.
+# - 03: read a timeline to see where the time goes.
+# - 04: choose a cache size and a policy.
+# - 05: bring your own model.

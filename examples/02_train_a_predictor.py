@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Train a predictor
 #
-# While layer *i* of a Mixture-of-Experts model computes, which experts will layer *i + k* need? The answer decides what is
-# fetched ahead of need. The later layer's own gate, applied early, is a good first guess; this notebook records what a
-# model's gates see on ShareGPT, trains something better, judges it on prompts that were kept out, and runs with it.
+# While layer *i* of a Mixture-of-Experts model computes, which experts will layer *i + k* need? promoe prefetches
+# according to the answer. The later layer's own gate, applied early, is a good first guess. This notebook records what
+# the gates of a model see on ShareGPT, trains a better predictor, evaluates it on held-out prompts, and uses it.
 #
-# Every step is also a command: `promoe-train collect`, `fit`, `evaluate`, `export`.
+# Each step is also a command: `promoe-train collect`, `fit`, `evaluate`, `export`.
 
 # %%
 # %matplotlib inline
@@ -42,19 +42,20 @@ EPOCHS = int(os.environ.get("PROMOE_EPOCHS", "5"))
 LOOKAHEAD = int(os.environ.get("PROMOE_LOOKAHEAD", "8"))
 DISTANCES = [k for k in (1, 2, 4, 8) if k <= LOOKAHEAD]
 work = Path(tempfile.mkdtemp(prefix="promoe-"))
-warnings.filterwarnings("ignore", 'install "ipywidgets"')  # a bar of text will do
+warnings.filterwarnings("ignore", 'install "ipywidgets"')  # a text bar is enough
 
 
 def step(*arguments: object) -> None:
-    """A command that must succeed."""
+    """Run a command that must succeed."""
     assert promoe_train([str(argument) for argument in arguments]) == 0
 
 
 # %% [markdown]
 # ## 1. Record
 #
-# The model answers conversations; for each token of the questions and of its own answers, hooks on the gates keep the
-# gate input, the logits and the chosen experts of every layer. An interrupted recording goes on where it stopped.
+# The model answers conversations. For each token of the questions and answers, hooks on the gates record the gate
+# input, the logits and the chosen experts of every layer. If you interrupt the recording, it continues where it
+# stopped.
 
 # %%
 step("collect", "--model", MODEL, "--data", DATA, "--out", work / "trace", "--max-tokens", TOKENS, "--dtype", "float32")
@@ -65,10 +66,10 @@ print(
 )
 
 # %% [markdown]
-# ## 2. Why the later gate works, and when it stops to
+# ## 2. See why the later gate works, and where it fails
 #
-# The hidden state changes slowly from layer to layer, so a later gate sees nearly what it will see. The farther ahead,
-# the less so.
+# The hidden state changes slowly from layer to layer, so a later gate, asked early, sees nearly what it will see later.
+# The farther ahead you ask, the less this holds.
 
 # %%
 inputs = trace.gate_inputs(np.linspace(0, trace.num_tokens - 1, min(4000, trace.num_tokens)).astype(int)).float()
@@ -86,8 +87,8 @@ display(figure)
 # %% [markdown]
 # ## 3. Fit
 #
-# One network for all layers and distances: the target layer's gate, re-normalised, plus a correction that starts at zero.
-# Four fifths of the prompts are used; the rest is kept out.
+# One network predicts for all layers and distances: the gate of the target layer, plus a learned correction that starts
+# at zero. It is trained on four fifths of the prompts.
 
 # %%
 step(
@@ -96,10 +97,10 @@ step(
 )  # fmt: skip
 
 # %% [markdown]
-# ## 4. Judge
+# ## 4. Evaluate
 #
-# Accuracy is the share of used experts among the top-k predicted. What pays is *miss recall*: the share of the experts
-# that a cache would not have held.
+# Accuracy is the share of used experts among the top-k predicted ones. The speed of the model depends on *miss recall*:
+# the predicted share of those experts that a cache does not hold.
 
 # %%
 step(
@@ -130,8 +131,8 @@ display(figure)
 # %% [markdown]
 # ## 5. Use it
 #
-# The exported folder is all that `predictor=` needs. Output is the same bits whatever is predicted; what changes is
-# how often an expert is there when its layer wants it.
+# Pass the exported folder as `predictor=`. The output has the same bits with any predictor. What changes is how often
+# an expert is there when its layer needs it.
 
 # %%
 step("export", "--run", work / "run", "--out", work / "predictor", "--evaluation", work / "evaluation.json")

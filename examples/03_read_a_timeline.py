@@ -11,13 +11,12 @@
 # %% [markdown]
 # # Read a timeline: where does the time go?
 #
-# A token of a Mixture-of-Experts model is slow for one of two reasons: the processor computes, or it waits for experts
-# that are not there. A timeline shows which. This notebook records one with prefetch and one without, and draws a single
-# token of each as lanes; then a prompt.
+# A token of a Mixture-of-Experts model takes time for two reasons: the processor computes, or it waits for experts. A
+# timeline shows which. This notebook records timelines with and without prefetch, draws one token of each as lanes, and
+# then draws a prompt.
 #
-# The model is the small one of this repository. Nothing is slow with it, so its experts come over an *emulated link*: real
-# bytes, whose arrival is delayed as if the link were slow. The picture is that of a large model; the milliseconds are of no
-# real machine.
+# The small model of this repository is never slow, so its experts come over an *emulated link*, which delays real bytes
+# as a slow link would. The picture looks like that of a large model. The milliseconds belong to no real machine.
 
 # %%
 # %matplotlib inline
@@ -43,14 +42,14 @@ TURNS = int(os.environ.get("PROMOE_TURNS", "3"))
 PROMPT_TOKENS = int(os.environ.get("PROMOE_PROMPT_TOKENS", "256"))
 PROMPTS = Path(os.environ.get("PROMOE_PROMPTS", "sharegpt_moe/heldout_prompts.json"))
 work = Path(tempfile.mkdtemp(prefix="promoe-"))
-torch.set_num_threads(1)  # another core copies what the link delivers
+torch.set_num_threads(1)  # leaves a core for the link
 
 # %% [markdown]
-# ## 1. A link that is slow for this model
+# ## 1. Make a link that is slow for this model
 #
-# First the unmodified model answers, with everything in memory: that is computing alone. Then the link is set so that it
-# needs three times as long to move all experts of a token as the processor needs to compute it. With a quarter of the
-# experts in slots many of them need not be moved; the others are enough to wait for.
+# First the unmodified model answers with everything in memory, which measures computing alone. Then we set the link so
+# that moving all experts of a token takes three times as long as computing the token. A quarter of the experts fits
+# into slots. The model waits for the others.
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -70,12 +69,12 @@ print(f"computing a token takes {format_ms(expected.tpot_s)} ms, moving all of i
 # %% [markdown]
 # ## 2. Record
 #
-# `model.promoe.trace(path)` records while its context lasts, and writes a file that <https://ui.perfetto.dev> opens. What was
-# recorded can also be read at once: `lanes_of` gives one object per forward pass.
+# `model.promoe.trace(path)` records while its context lasts, and writes a file for <https://ui.perfetto.dev>. You can
+# also read the recording directly: `lanes_of` returns one object per forward pass.
 #
-# Without prefetch, an expert is fetched once its layer's gate has chosen it. With it, the next layer's gate is asked one layer
-# early. (`governor=False` leaves prefetch on: else promoe tests now and then whether it pays.) The two take turns, so that
-# what drifts in the machine drifts for both.
+# Without prefetch, an expert is fetched after its layer's gate has chosen it. With prefetch, promoe asks the next
+# layer's gate one layer early. (`governor=False` keeps prefetch on while we measure.) The two models take turns, so
+# that changes of the machine's speed affect both.
 
 # %%
 PREDICTORS = {"without prefetch": None, "with prefetch": "gate"}
@@ -105,16 +104,16 @@ for model in models.values():
 print({name: f"{len(found)} tokens recorded" for name, found in decode.items()})
 
 # %% [markdown]
-# ## 3. One token
+# ## 3. Look at one token
 #
-# Both panels show the same token, on one scale: the one that gained the median of what tokens gained. Each MoE layer begins
-# with attention and the gate (pale), then come its experts (dark).
+# Both panels show the same token on the same scale. We picked the token whose gain is the median. Each MoE layer begins
+# with attention and the gate (pale). Its experts follow (dark).
 #
-# - Where the **computing** lane is interrupted, the processor waits: the gap is in the **waiting** lane.
-# - A **reader** fetches one chunk of an expert at a time. Two chunks are under way at once, so that the wire, which carries one
-#   after the other, is never idle.
-# - *On demand* means that the gate had chosen the expert already: nothing but waiting is left. *Ahead of need* means that it
-#   was foreseen, and travels while the layer before computes.
+# - A gap in the **computing** lane means that the processor waits. The **waiting** lane shows the same gap.
+# - A **reader** fetches one chunk of an expert at a time. Two chunks are under way at once, so that the link is never
+#   idle.
+# - *On demand* means that the gate had already chosen the expert, so the layer has to wait. *Ahead of need* means that
+#   it was predicted, and travels while the previous layer computes.
 
 # %%
 without, ahead = decode.values()
@@ -127,10 +126,10 @@ draw_lanes(
 )
 
 # %% [markdown]
-# ## 4. All tokens
+# ## 4. Look at all tokens
 #
-# A picture of one token proves nothing. These are the means over all that were recorded: the lanes added up, and the counters
-# of `model.promoe.stats()`, which are always on.
+# One token proves nothing. These are means over all recorded tokens: the sums of the lanes, and the counters of
+# `model.promoe.stats()`, which are always on.
 
 # %%
 rows = [("ms per token", *decode)]
@@ -149,13 +148,15 @@ rows.append(("there when the layer began", *(format_share(one.ready_rate) for on
 print("\n".join(aligned(rows)))
 
 # %% [markdown]
-# ## 5. A prompt
+# ## 5. Look at a prompt
 #
-# Many tokens at once use nearly all experts of a layer, so there is nothing to predict: promoe simply streams the next layer's
-# absent experts in order while this layer computes. Below is the same prompt with streaming off, and on. The link is another
-# one: it needs four times as long to move all experts of the model as the unmodified model needs to read the prompt.
+# A prompt of many tokens uses nearly all experts of a layer, so there is nothing to predict. While a layer computes,
+# promoe streams the next layer's missing experts in order. Below is the same prompt with streaming off and on. The link
+# is a different one: moving all experts of the model takes four times as long as the unmodified model takes to read the
+# prompt.
 #
-# Without streaming, the readers stand still from a layer's last expert to the next layer's gate. With it, they go on.
+# Without streaming, the readers are idle from a layer's last expert until the next layer's gate. With streaming, they
+# go on.
 
 # %%
 prompts = json.loads(PROMPTS.read_text())
@@ -201,7 +202,8 @@ draw_lanes(
 # draw_lanes({"mine": median_pass(lanes_of(tracer.spans()))}, "A token", "my model, my disk")
 # ```
 #
-# - Much **waiting**, readers busy all the time: the link is the limit. Only fewer bytes help: a larger cache (notebook 04).
-# - Much **waiting**, readers often idle: the link could do more. Predict farther ahead (`PromoeConfig(lookahead=2)`), or train
-#   a predictor (notebook 02).
-# - Hardly any **waiting**: computing is what takes time, and promoe cannot help any more.
+# - Much **waiting**, readers always busy: the link is the limit. Only fewer bytes help, so use a larger cache (notebook
+#   04).
+# - Much **waiting**, readers often idle: the link could do more. Predict farther ahead (`PromoeConfig(lookahead=2)`),
+#   or train a predictor (notebook 02).
+# - Hardly any **waiting**: computing takes the time, and promoe cannot help further.

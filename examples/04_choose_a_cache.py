@@ -11,12 +11,12 @@
 # %% [markdown]
 # # Choose a cache size and a policy
 #
-# How much memory should the experts get? Enough that waiting no longer matters, and not more. Where that is depends on how
-# the model routes, how fast it computes and how fast experts come. This notebook records the routing of a model once, tries
-# every cache size in a simulator, and checks the simulator with a few real runs.
+# How much memory should the experts get? Enough that waiting no longer matters, but not more. That depends on how the
+# model routes, how fast it computes and how fast experts arrive. This notebook records the routing of a model once,
+# tries every cache size in a simulator, and compares the simulator with a few real runs.
 #
-# The model is the small one of this repository, behind an *emulated link* (real bytes, delayed) that is slow enough
-# for waiting to matter, as it does for large models. The method is the same for any model; the numbers are not.
+# The model is the small one of this repository. It is behind an *emulated link*, which delays real bytes so much that
+# waiting matters, as it does for large models. The method works for any model. The numbers belong to this one.
 
 # %%
 # %matplotlib inline
@@ -47,13 +47,13 @@ TOKENS = int(os.environ.get("PROMOE_TOKENS", "160"))
 CACHES = [sixteenth / 16 for sixteenth in range(2, 17)]
 REAL = (0.25, 0.5, 0.75)
 work = Path(tempfile.mkdtemp(prefix="promoe-"))
-torch.set_num_threads(1)  # another core copies what the link delivers
+torch.set_num_threads(1)  # leaves a core for the link
 
 # %% [markdown]
 # ## 1. Record
 #
-# One command records which experts a model chooses while it answers prompts. For a model that does not fit in memory
-# add `--cache 25%`: it then runs with promoe itself.
+# One command records which experts a model chooses while it answers prompts. If your model does not fit in memory, add
+# `--cache 25%`: then promoe runs it.
 
 # %%
 data = work / "prompts.jsonl"
@@ -61,20 +61,20 @@ data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in json.loa
 command = f"collect --model {MODEL} --data {data} --out {work / 'trace'} --max-tokens {TOKENS} --batch-size 1"
 assert promoe_train(command.split()) == 0
 recorded = RecordedTrace(work / "trace").routing
-# Here every token is read by itself, also those of prompts, as if it were generated.
+# Treat every token as generated, because the model reads prompts token by token here.
 trace = replace(recorded, generated=None)
 print(f"{trace.num_layers} layers of {trace.num_experts} experts, {trace.top_k} per token")
 
 # %% [markdown]
-# ## 2. A link to wait for
+# ## 2. Make a slow link
 #
-# The unmodified model reads the recorded tokens, with everything in memory. The link is then set so that moving all
-# experts of a token takes six times as long as computing it. (What your disk can do, `promoe doctor` measures.)
+# The unmodified model reads the recorded tokens with everything in memory. Then we set the link so that moving all
+# experts of a token takes six times as long as computing the token. (`promoe doctor` measures your disk.)
 
 
 # %%
 def read(model, tokens):
-    """Seconds per token of a prompt and its answer, read one token at a time."""
+    """Return the seconds for each token of a prompt and its answer, read one token at a time."""
     times_s, cache = [], None
     with torch.inference_mode():
         for token in tokens.tolist():
@@ -95,10 +95,10 @@ link = promoe.EmulatedLink(bandwidth_bytes_per_s=len(layers) * trace.top_k * exp
 print(f"{format_memory(all_bytes)} of experts; {format_ms(first_s)} ms to compute a token")
 
 # %% [markdown]
-# ## 3. A few real runs
+# ## 3. Run a few sizes
 #
-# A model for each of a few sizes, without prefetch and with the default, which asks the next layer's gate early what to
-# fetch. They begin with empty slots. Everybody takes turns, text by text, so that what drifts in the machine drifts for all.
+# For each of a few sizes, we run one model without prefetch and one with the default predictor. Their slots are empty
+# at first. All models take turns, text by text, so that changes of the machine's speed affect all of them.
 
 # %%
 models = {("in memory", None): stock}
@@ -123,14 +123,16 @@ for key in tpot_s:
 print(f"{format_ms(compute_s)} ms per token with everything in memory")
 
 # %% [markdown]
-# ## 4. Every size, simulated
+# ## 4. Simulate every size
 #
-# The simulator runs the recorded routing through the scheduler that serves real models, under a virtual clock. It is told two
-# numbers: how long a token computes, and the bandwidth of the link. Three ways to decide which expert makes room:
+# The simulator runs the recorded routing through the scheduler that serves real models, under a virtual clock. It needs
+# two numbers: the time to compute a token, and the bandwidth of the link. We compare three policies, which choose the
+# expert that makes room:
 #
-# - `lru`: the one that was used longest ago; slots per layer, as published caches have them;
-# - `default`: what promoe does: the one whose next use is expected last; all layers share the slots;
-# - `belady`: knows the future. With slots per layer nothing can miss less, so it says how much a policy leaves to be won.
+# - `lru` evicts the expert that was used longest ago. Each layer has its own slots, as in published caches.
+# - `default` is what promoe does: it evicts the expert whose next use is expected last. All layers share the slots.
+# - `belady` knows the future. With slots per layer nothing can miss less, so it shows how much a policy could still
+#   gain.
 #
 # On the command line this is `promoe simulate --trace TRACE --cache 25% --policy lru`, with presets of GPUs and models.
 
@@ -139,7 +141,7 @@ machine = Machine(
     name="this processor behind the emulated link",
     bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
     latency_s=0.0,
-    # All computing is one number per layer here: experts as small as these take no time of their own.
+    # One number per layer stands for all computing: such small experts take no time of their own.
     memory_bytes_per_s=1e18,
     flops=1e24,
     layer_overhead_s=compute_s / len(layers),
@@ -159,16 +161,16 @@ for share in REAL:
 print("\n".join(aligned(rows)))
 
 # %% [markdown]
-# The misses are those of the real runs, within 2% (the cell asserts it): it is the same scheduler. The times are as good as the
-# two numbers, and too short here: they leave out what it costs to hand experts over between threads each time that a layer
-# waits. Beside layers and experts as small as these that is much. With experts of real size, and these costs measured too,
-# simulated times are within 15% of real ones ([docs/simulate.md](../docs/simulate.md)). So trust the misses and the shape of
-# the curve, and measure the size that you choose.
+# The simulated misses are within 2% of the real ones (the cell checks that), because both come from the same scheduler.
+# The simulated times are too short here. They leave out the cost of waking threads each time a layer waits, which is
+# large compared with layers and experts as small as these. With experts of real size, and this cost measured too,
+# simulated times are within 15% of real ones ([docs/simulate.md](../docs/simulate.md)). So trust the misses and the
+# shape of the curve, and measure the size that you choose.
 #
-# ## 5. Look
+# ## 5. Look at the result
 #
-# Left: what has to be fetched. Right: what that costs. The *bound* is what no schedule of these misses can beat: computing,
-# or moving the missing bytes, whichever takes longer.
+# Left: how many experts have to be fetched. Right: what that costs. The *bound* is the least time possible with these
+# misses: the time for computing or for moving the missing bytes, whichever is longer.
 
 # %%
 figure, (left, right) = new_figure(1, 2, (10.4, 4.3))
@@ -212,8 +214,8 @@ display(figure)
 # %% [markdown]
 # ## 6. Choose
 #
-# How long a token may take is for you to say. For some answers, as multiples of the time with everything in memory: the
-# smallest cache that is quick enough, as a share of the experts and in bytes.
+# You decide how long a token may take. For several limits, as multiples of the time with everything in memory, the
+# table shows the smallest cache that is fast enough, as a share of the experts and in bytes.
 
 # %%
 rows = [("at most", *POLICIES)]
@@ -226,8 +228,8 @@ for times in (1.25, 1.5, 2, 2.5, 3, 4):
 print("\n".join(aligned(rows)))
 
 # %% [markdown]
-# A policy is worth the memory that another one needs more for the same time; what is left to `belady` is what better foresight
-# could still win.
+# Compare two columns to see how much memory a better policy saves. The column `belady` shows what better predictions
+# could still save.
 #
-# For your own model: record a trace of prompts like yours, set `--hardware` and `--model`, and let `promoe simulate` find the
-# size; then measure it with `promoe bench MODEL --cache SIZE`.
+# For your own model, record a trace of prompts like yours and let `promoe simulate` find the size, with `--hardware`
+# and `--model`. Then measure it with `promoe bench MODEL --cache SIZE`.

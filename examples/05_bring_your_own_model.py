@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Bring your own model
 #
-# Three ways into promoe: open a checkpoint with `promoe.from_pretrained`, patch a model that is already in memory with
-# `promoe.patch`, and go back with `promoe.unpatch`. This notebook does all three with models that it makes on the spot, shows
-# how to check that the answers stay the same, and what happens when a model cannot be served.
+# promoe has three functions for a model: `promoe.from_pretrained` opens a checkpoint, `promoe.patch` takes a model that
+# is already in memory, and `promoe.unpatch` restores it. This notebook uses all three on models that it makes itself.
+# It also shows how to check that the answers stay the same, and what happens if promoe cannot serve a model.
 #
-# The models are tiny and random: they write nonsense, and take a second.
+# The models are tiny and random. They write nonsense, and take a second.
 
 # %%
 import copy
@@ -33,10 +33,10 @@ from promoe.units import format_memory
 work = Path(tempfile.mkdtemp(prefix="promoe-"))
 
 # %% [markdown]
-# ## 1. A checkpoint
+# ## 1. Open a checkpoint
 #
-# A Qwen3-MoE of four layers with 16 experts each, saved as any model is saved. `save_pretrained` writes the layout of the hub:
-# a tensor for each expert and projection.
+# We make a Qwen3-MoE of four layers with 16 experts each, and save it as usual. `save_pretrained` writes files as the
+# hub has them: one tensor for each expert and projection.
 
 # %%
 config = Qwen3MoeConfig(
@@ -54,19 +54,19 @@ for layer in promoe.find_moe_layers(model)[:2]:
     )
 
 # %% [markdown]
-# `find_moe_layers` says what promoe sees in a model. It changes nothing, so it is also the way to ask whether a model is
+# `find_moe_layers` shows what promoe finds in a model. It changes nothing, so you can use it to ask whether a model is
 # supported.
 #
 # ## 2. Are the answers the same?
 #
-# Not nearly: exactly. Compare the logits with `torch.equal`, not `allclose`, of a prompt and of the tokens after it, with
-# the same number of threads.
+# They are exactly the same. Compare the logits of a prompt and of the next tokens with `torch.equal`, not with
+# `allclose`, and use the same number of threads.
 
 
 # %%
 @torch.inference_mode()
 def logits_of(model, ids, steps=8):
-    """Logits `[prompt + steps, vocabulary]` of a prompt and of greedy tokens after it."""
+    """Return the logits `[prompt + steps, vocabulary]` of a prompt and of greedy tokens after it."""
     output = model(ids)
     found = [output.logits[0]]
     for _ in range(steps):
@@ -85,17 +85,18 @@ assert stats.cache_slots == 16
 assert stats.total.hits < stats.total.needed
 
 # %% [markdown]
-# The slots hold a quarter of the experts, so many that were needed had to be fetched. The logits do not show it.
+# The slots hold a quarter of the experts, so many needed experts had to be fetched. The logits are the same
+# nevertheless.
 #
 # **When they differ.** The bits of a product can depend on the number of threads, on the experts implementation
-# (`eager`, `batched_mm`, `grouped_mm`), and on where a matrix begins in memory. promoe's slots begin at multiples of 64 bytes,
-# and so do tensors that torch allocates; tensors that Transformers maps straight from a file may not. To compare with a
-# model that was opened from files, move those first:
+# (`eager`, `batched_mm`, `grouped_mm`), and on the address of a matrix. promoe's slots begin at multiples of 64 bytes,
+# and so do tensors that torch allocates. Tensors that Transformers maps from a file may begin elsewhere. To compare
+# with such a model, move its tensors first:
 
 
 # %%
 def aligned(model):
-    """The model, every tensor of it beginning at a multiple of 64 bytes, as torch allocates them."""
+    """Return the model with every tensor moved to a multiple of 64 bytes, where torch allocates them."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % SLOT_ALIGNMENT_BYTES:
             tensor.data = tensor.data.clone()
@@ -107,15 +108,15 @@ opened = aligned(AutoModelForCausalLM.from_pretrained(work / "my-model", dtype=t
 assert torch.equal(logits_of(opened, ids), expected)
 
 # %% [markdown]
-# ## 3. Your own script
+# ## 3. Use it in your own script
 #
-# Nothing else changes. The model is the Transformers class that it was, `generate` is `generate`: sampling, beams, batches with
-# padding, streaming. The same seed gives the same tokens.
+# Nothing else changes. The model has its Transformers class, and `generate` works as before: sampling, beams, batches
+# with padding, streaming. The same seed gives the same tokens.
 
 
 # %%
 def my_script(model):
-    """Anything that uses a model."""
+    """Use a model in any way."""
     torch.manual_seed(7)
     return model.generate(ids, do_sample=True, temperature=0.8, max_new_tokens=12, pad_token_id=0)
 
@@ -127,8 +128,8 @@ print(my_script(model)[0, -12:].tolist())
 # %% [markdown]
 # ## 4. Unpatch
 #
-# `promoe.unpatch` reads the experts into memory and takes away everything that promoe added. What is left is a Transformers
-# model like any other, that can be saved or trained.
+# `promoe.unpatch` reads the experts into memory and removes everything that promoe added. You get an ordinary
+# Transformers model, which you can save or train.
 
 # %%
 model = promoe.unpatch(model)
@@ -139,11 +140,11 @@ assert torch.equal(logits_of(model, ids), expected)
 print(f"{len(weights)} tensors, all as in the model that was saved")
 
 # %% [markdown]
-# ## 5. A model that is in memory already
+# ## 5. Patch a model that is already in memory
 #
-# `promoe.patch` takes a model as it is, here a Mixtral. On a GPU machine this is how experts stay in RAM while everything else
-# goes to the GPU: `promoe.patch(model, cache="6GiB", device="cuda")`. Without a GPU, slots in RAM for experts in RAM
-# gain nothing, and promoe says so. An emulated link stands in for the GPU's here.
+# `promoe.patch` takes a model as it is, here a Mixtral. With a GPU, `promoe.patch(model, cache="6GiB", device="cuda")`
+# leaves the experts in RAM and moves everything else to the GPU. Without a GPU, experts in RAM gain nothing from slots
+# in RAM, and promoe says so. Here an emulated link stands in for the GPU's link.
 
 # %%
 config = MixtralConfig(
@@ -163,13 +164,13 @@ assert all(torch.equal(tensor, state[name]) for name, tensor in mixtral.state_di
 # %% [markdown]
 # ## 6. When a model is not supported
 #
-# promoe serves every MoE family of Transformers, and refuses what it does not understand, before it changes anything. A model
-# without experts has nothing to offload:
+# promoe serves every MoE family of Transformers but two. It refuses what it does not understand, before it changes
+# anything. A model without experts has nothing to offload:
 
 
 # %%
 def refusal(model):
-    """What promoe says about it."""
+    """Return what promoe says about a model."""
     try:
         promoe.find_moe_layers(model)
     except promoe.UnsupportedModelError as error:
@@ -181,13 +182,13 @@ llama = LlamaConfig(vocab_size=100, hidden_size=64, intermediate_size=128, num_h
 print(refusal(AutoModelForCausalLM.from_config(llama)))
 
 # %% [markdown]
-# A layer that someone wrote by hand, with a list of modules, is refused as well: which of them are used is hidden in its own
-# code.
+# promoe also refuses a layer written by hand with a list of modules, because only the layer's own code knows which of
+# them it uses:
 
 
 # %%
 class Gate(nn.Module):
-    """Chooses: scores `[T, E]`, weights `[T, K]`, expert ids `[T, K]`."""
+    """A gate. It returns scores `[T, E]`, weights `[T, K]` and expert ids `[T, K]`."""
 
     def __init__(self, hidden, num_experts, top_k):
         super().__init__()
@@ -201,7 +202,7 @@ class Gate(nn.Module):
 
 
 class ListedMoE(nn.Module):
-    """Experts as a list of modules, called one by one."""
+    """A layer whose experts are a list of modules, called one by one."""
 
     def __init__(self, hidden=64, num_experts=8, top_k=2):
         super().__init__()
@@ -221,7 +222,7 @@ class ListedMoE(nn.Module):
 
 
 class MyModel(nn.Module):
-    """Embedding, MoE layers, head."""
+    """A model of an embedding, MoE layers and a head."""
 
     def __init__(self, layer, num_layers=3, hidden=64):
         super().__init__()
@@ -239,18 +240,18 @@ class MyModel(nn.Module):
 print(refusal(MyModel(ListedMoE)))
 
 # %% [markdown]
-# The way out is the contract that Transformers' own families follow. Keep the experts in a module of their own with
+# To make it work, follow the contract of Transformers' own families. Keep the experts in a module of their own that has
 #
-# - `num_experts`, and every weight stacked in one parameter `[num_experts, ., .]`;
-# - `forward(hidden_states, top_k_index, top_k_weights)`, which touches only the rows of the experts that are chosen;
-# - beside it, called `gate` or `router`, a module that returns the chosen ids.
+# - `num_experts`, and each weight stacked in one parameter `[num_experts, ., .]`;
+# - `forward(hidden_states, top_k_index, top_k_weights)`, which reads only the rows of the chosen experts;
+# - beside it, a module called `gate` or `router` that returns the chosen ids.
 #
-# Then promoe recognises it by what it has, whatever its name.
+# promoe recognises such a module by its structure, whatever its name is.
 
 
 # %%
 class StackedExperts(nn.Module):
-    """The same experts, their weights stacked."""
+    """The same experts with stacked weights."""
 
     def __init__(self, hidden, num_experts):
         super().__init__()
@@ -269,7 +270,7 @@ class StackedExperts(nn.Module):
 
 
 class StackedMoE(nn.Module):
-    """The same layer around them."""
+    """The same layer with these experts."""
 
     def __init__(self, hidden=64, num_experts=8, top_k=2):
         super().__init__()
@@ -291,5 +292,5 @@ print(mine.promoe)
 mine.promoe.close()
 
 # %% [markdown]
-# A family of Transformers that is refused is a bug: `docs/support.md` lists them all, each with the tests it passed. Please
-# report the message, which names the module and what was found, with the output of `promoe doctor`.
+# If promoe refuses a family that `docs/support.md` lists, please report it. Add the message, which names the module and
+# what promoe found, and the output of `promoe doctor`.

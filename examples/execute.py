@@ -1,8 +1,8 @@
-"""Executes the notebooks: each percent source beside this file, `NN_name.py`, into `NN_name.ipynb` with its outputs.
+"""Execute the notebooks: each source `NN_name.py` beside this file becomes `NN_name.ipynb` with outputs.
 
     python examples/execute.py [01 03 ...]
 
-What goes to stderr (progress, warnings) is shown here and not kept; names of temporary folders are left out.
+What goes to stderr (progress, warnings) is printed here and not kept. Names of temporary folders are removed from outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEMPORARY = re.compile(re.escape(tempfile.gettempdir()) + r"/promoe-\w+/?")
 
 
 def execute(source: Path) -> Path:
-    """Run a notebook in a fresh kernel, its folder the current one, and write it; returns the file."""
+    """Run a notebook in a fresh kernel in its own folder, write it, and return the file."""
     notebook = jupytext.read(source)
     client = nbclient.NotebookClient(
         notebook, timeout=SECONDS_PER_CELL, coalesce_streams=True, record_timing=False,
@@ -32,7 +32,7 @@ def execute(source: Path) -> Path:
     )  # fmt: skip
     client.execute()
     for number, cell in enumerate(notebook.cells):
-        cell.id = f"cell-{number}"  # not a new random one each time
+        cell.id = f"cell-{number}"  # a random id would change each time
         if cell.cell_type == "code":
             cell.outputs = [_cleaned(output) for output in cell.outputs if not _is_noise(output)]
     path = source.with_suffix(".ipynb")
@@ -59,7 +59,7 @@ def _cleaned(output: Any) -> Any:
 
 
 def main(numbers: list[str]) -> None:
-    """Execute those whose names begin with one of `numbers`; all if there are none."""
+    """Execute the notebooks whose names begin with one of `numbers`, or all if there are none."""
     for source in sorted(FOLDER.glob("[0-9]*.py")):
         if not numbers or source.name.startswith(tuple(numbers)):
             begin_s = time.perf_counter()

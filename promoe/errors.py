@@ -32,7 +32,7 @@ class PromoeError(Exception):
 
 
 class ConfigError(PromoeError, ValueError):
-    """An argument has a value that cannot work; the message names it, the value and what is allowed."""
+    """An argument has a wrong value. The message names the argument, the value and what is allowed."""
 
 
 def check_at_least(least: float, **options: float | None) -> None:
@@ -43,32 +43,31 @@ def check_at_least(least: float, **options: float | None) -> None:
 
 
 class UnsupportedModelError(PromoeError):
-    """The model (or its present state: meta tensors, sharding, quantisation) cannot be patched. Nothing was changed."""
+    """The model cannot be served, or not in its present state (meta tensors, sharding, quantisation). It is unchanged."""
 
 
 class PatchStateError(PromoeError):
-    """An operation does not fit the model's patch state, for example patching twice."""
+    """The model is in the wrong state for this call, for example already patched."""
 
 
 class CheckpointError(PromoeError):
-    """A checkpoint's files are missing, truncated, unreadable or do not describe the model's experts."""
+    """A checkpoint's files are missing, truncated, unreadable, or do not hold the model's experts."""
 
 
 class ExpertLoadError(PromoeError):
-    """An expert needed by a forward could not be fetched.
+    """An expert that a forward needed could not be fetched.
 
-    The engine stays usable: a later forward tries the fetch again. The KV cache of the interrupted call is incomplete
-    and must be discarded.
+    The model stays usable: the next forward tries again. Discard the KV cache of the interrupted call, which is incomplete.
     """
 
 
 class EngineError(PromoeError):
-    """The transfer engine cannot serve requests."""
+    """The transfer engine cannot serve requests any more. The message says whether to open the model again."""
 
 
 class EngineClosedError(EngineError):
-    """The engine was closed (unpatch, `model.promoe.close()`) while or before an expert was needed."""
+    """The model was closed (`unpatch` or `model.promoe.close()`) before or while an expert was needed."""
 
 
 class EngineStalledError(EngineError):
-    """No chunk completed for `stall_timeout_s` while a forward waited; the message holds a state dump."""
+    """Nothing arrived for `stall_timeout_s` while a forward waited. The message holds the engine's state."""

@@ -62,7 +62,7 @@ def is_heldout(conversation: Conversation) -> bool:
 
 
 def is_english_prose(text: str) -> bool:
-    """Whether `text` passes the filter of the module's docstring."""
+    """Return whether `text` passes the filter of the module's docstring."""
     if len(text) < 80 or "```" in text:
         return False
     if sum(map(len, re.findall(r"[^\x00-\x7f]+", text))) > 0.01 * len(text):
@@ -74,7 +74,7 @@ def is_english_prose(text: str) -> bool:
 
 
 def kept_turns(conversation: Conversation) -> tuple[Turn, ...]:
-    """The turns to train on, in order; empty if the filter drops the conversation."""
+    """Return the turns to train on, in order; none if the filter drops the conversation."""
     turns = tuple(turn for turn in conversation.turns if turn.text.strip())
     # A later part of a conversation starts with the answer that ended the part before: seen there already.
     turns = tuple(dropwhile(lambda turn: _ROLES.get(turn.speaker) != HUMAN, turns))
@@ -84,12 +84,12 @@ def kept_turns(conversation: Conversation) -> tuple[Turn, ...]:
 
 
 def render(turns: Iterable[Turn]) -> str:
-    """Text of a conversation with the special tokens, as the chat template writes it."""
+    """Return the text of a conversation with special tokens, as the chat template writes it."""
     return BEGIN + "".join(_ROLES[turn.speaker] + turn.text.strip() + END for turn in turns)
 
 
 def split_conversations(path: str | PathLike[str] | None, limit: int | None = None) -> tuple[list[str], list[str]]:
-    """Rendered (train, held-out) conversations of a ShareGPT file, read up to `limit` records."""
+    """Return rendered (train, held-out) conversations of the first `limit` records of a ShareGPT file."""
     sides: tuple[list[str], list[str]] = ([], [])
     for conversation in islice(read_conversations(path), limit):
         if turns := kept_turns(conversation):
@@ -98,7 +98,7 @@ def split_conversations(path: str | PathLike[str] | None, limit: int | None = No
 
 
 def heldout_prompts(path: str | PathLike[str] | None = None, count: int = 24) -> list[str]:
-    """First human turns of held-out conversations, in file order: one line of 40 to 220 characters, naming nobody."""
+    """Return first human turns of held-out conversations, in file order: one line of 40 to 220 characters, naming nobody."""
 
     def candidates() -> Iterator[str]:
         for conversation in read_conversations(path):

@@ -1,4 +1,4 @@
-"""Measure a trained demo model's routing, let it speak, and write its model card."""
+"""Measure a trained demo model's routing, let it write a sample, and write its model card."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LayerRouting:
 def routing_of(
     model: Any, tokens: NDArray[np.uint16], context: int, num_windows: int = ROUTING_WINDOWS
 ) -> list[LayerRouting]:
-    """Routing of each layer over the first `num_windows` windows of a token stream `[num_tokens]`."""
+    """Return the routing of each layer over the first `num_windows` windows of a token stream `[num_tokens]`."""
     count = min(num_windows, len(tokens) // context)
     batch = torch.from_numpy(tokens[: count * context].astype(np.int64)).view(count, context)
     rows = []
@@ -117,7 +117,7 @@ def routing_of(
 
 @torch.no_grad()
 def sample(model: Any, tokenizer: PreTrainedTokenizerFast, prompt: str = PROMPT, max_new_tokens: int = 120) -> str:
-    """The prompt and what the model answers to it, special tokens left out."""
+    """Return the prompt and the model's answer, without special tokens."""
     messages = [{"role": "user", "content": prompt}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(

@@ -49,7 +49,7 @@ SMOKE = Recipe(
 
 
 def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2MoeForCausalLM:
-    """A randomly initialised model; output projections start at zero, so that every block starts as the identity."""
+    """Return a randomly initialised model. Output projections start at zero, so every block starts as the identity."""
     torch.manual_seed(recipe.seed)
     heads = max(1, recipe.hidden // 48)
     config = Qwen2MoeConfig(
@@ -136,7 +136,7 @@ def losses(model: Any, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def heldout_loss(model: Any, tokens: NDArray[np.uint16], recipe: Recipe, num_windows: int) -> float:
-    """Mean cross entropy in nats per token over the first `num_windows` windows of the held-out stream."""
+    """Return the mean cross entropy in nats per token over the first `num_windows` windows of the held-out stream."""
     count = min(num_windows, (len(tokens) - 1) // recipe.context)
     inputs = torch.from_numpy(tokens[: count * recipe.context].astype(np.int64)).view(count, recipe.context)
     targets = torch.from_numpy(tokens[1 : count * recipe.context + 1].astype(np.int64)).view(count, recipe.context)

@@ -48,7 +48,7 @@ _EXPERT = re.compile(
 
 
 class WidenError(PromoeError):
-    """The source cannot be widened, or the destination cannot be written; the message says what to change."""
+    """The source cannot be widened, or the destination cannot be written. The message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def widen(
 
 
 def _read_headers(source: Path) -> dict[str, _Source]:
-    """Name to place and shape of every tensor of the small checkpoint."""
+    """Return place and shape of every tensor of the small checkpoint, by name."""
     if not (source / "config.json").is_file():
         raise WidenError(f"{source} has no config.json. Pass a checkpoint folder, for example one that train.py wrote.")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -144,7 +144,7 @@ def _read_headers(source: Path) -> dict[str, _Source]:
 
 
 def _digest(source: Path) -> str:
-    """SHA-256 over names and contents of the files that the result depends on."""
+    """Return the SHA-256 of names and contents of the files that the result depends on."""
     digest = hashlib.sha256()
     for file in sorted(path for path in source.iterdir() if path.suffix in {".json", ".safetensors", ".jinja"}):
         digest.update(file.name.encode())
@@ -187,7 +187,7 @@ def _layout_order(name: str) -> tuple[int, int, str]:
 
 
 def _plan_shards(tensors: dict[str, _Source], repeat: int, dtype: torch.dtype, shard_bytes: int) -> list[list[str]]:
-    """Names per shard: first everything but the experts, then the experts, whole experts only if one fits."""
+    """Return the names per shard: first everything but the experts, then the experts, whole ones if one fits into a shard."""
     shards: list[list[str]] = []
     used, was_expert = 0, False
     for (layer, _, _), group in groupby(sorted(tensors, key=_layout_order), key=_unit):
@@ -203,7 +203,7 @@ def _plan_shards(tensors: dict[str, _Source], repeat: int, dtype: torch.dtype, s
 
 
 def _unit(name: str) -> tuple[int, int, str]:
-    """What must not be torn apart: an expert's three tensors; any other tensor is its own unit."""
+    """Return the unit that must stay in one file: an expert with its three tensors, or any other tensor by itself."""
     layer, expert, _ = _layout_order(name)
     return layer, expert, "" if layer >= 0 else name
 

@@ -32,45 +32,44 @@ class Handle(ABC):
 
     @abstractmethod
     def reset_stats(self) -> None:
-        """Set all counters to zero; cache contents and what was learned stay."""
+        """Set all counters to zero. Slots and what was learned stay."""
 
     @abstractmethod
     def warm(self, popularity: Popularity) -> int:
-        """Fetch the experts that are used most into slots that are still free, best first, and wait until they are there.
+        """Fetch the most used experts into free slots, and wait until they are there. Nothing is evicted.
 
-        A new model's first prompt then finds them. Nothing that is in a slot is evicted. Until a layer has seen for itself
-        what is used, eviction goes by the same numbers (with `eviction="static"`: from now on).
+        Until a layer has counted uses itself, eviction goes by the same numbers (with `eviction="static"`, always).
 
         Args:
-            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier run;
-                or how often each expert is used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file that `promoe run` writes with `--report`, the `stats()` of an earlier run, or how often
+                each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
-            How many of the experts that are used at all are in fast memory now.
+            The number of used experts that are in slots now.
 
         Raises:
-            ConfigError: the file cannot be read, or the numbers are not of this model.
+            ConfigError: the file cannot be read, or the numbers belong to another model.
             EngineClosedError, EngineStalledError, EngineError: nothing can be fetched any more.
         """
 
     @abstractmethod
     def resize(self, cache: CacheSize) -> None:
-        """Give the cache more or less memory between two forwards, for example because a KV cache grows.
+        """Resize the cache between two forwards, for example when the KV cache grows.
 
-        The experts that are needed last leave; the others stay. On a device there is memory for the old slots and the new
-        ones at once for a moment.
+        If slots go, the experts whose next use is expected last leave. On a GPU, the old and the new slots exist together for a
+        moment.
 
         Args:
             cache: "6GiB", "50%" of the routed experts, or bytes.
 
         Raises:
-            ConfigError: it is no size, too small, or more than there is memory for.
-            PatchStateError: a forward of the model is running, or it has no slots; nothing was changed.
-            EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
+            ConfigError: this is not a size, or it is too small, or more than the free memory.
+            PatchStateError: a forward of the model is running, or it has no slots. Nothing has changed.
+            EngineClosedError, EngineStalledError, EngineError: the model cannot run any more.
         """
 
     def report(self) -> str:
-        """Return the counters, what they mean, and what to do about it, as text."""
+        """Return the counters, what they mean and what to do about it, as text."""
         return text_report(self.stats())
 
     @abstractmethod
@@ -78,18 +77,18 @@ class Handle(ABC):
         """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
 
         Args:
-            path: None: nothing is written, and only the latest events are kept, for `lanes_of(tracer.spans())`.
+            path: file to write; None: write nothing, and keep only the latest events, for `lanes_of(tracer.spans())`.
 
         Raises:
-            ConfigError: the path cannot be written; raised before anything runs.
-            PatchStateError: a timeline is being recorded already.
+            ConfigError: the path cannot be written. This is raised before anything runs.
+            PatchStateError: another timeline is being recorded.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Stop all threads, and let the slots go. A forward after that raises EngineClosedError; `promoe.unpatch` still works.
+        """Stop all threads and free the slots. Later forwards raise EngineClosedError; `promoe.unpatch` still works.
 
-        While forwards run in other threads, the slots stay until the model is unpatched, or gone.
+        While other threads run forwards, the slots stay until the model is unpatched or deleted.
         """
 
     @abstractmethod

@@ -39,35 +39,34 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Open a safetensors checkpoint whose experts need not fit in memory.
 
-    Everything but the routed experts is loaded. Expert weights are read from the checkpoint's own files, chunk by
-    chunk, when they are needed or foreseen: no conversion step, no second copy. Output is identical to that of the
-    model that Transformers' `from_pretrained` gives; in fp32, where bits depend on where weights begin in memory, to that of
-    one whose weights begin at multiples of 64 bytes, as clones do.
+    It loads everything but the routed experts. It reads experts from the checkpoint's own files when they are needed or
+    predicted, without a conversion step or a second copy. The output is identical to that of the model that Transformers'
+    `from_pretrained` returns. (In fp32, bits depend on memory addresses: compare with a model whose weights start at
+    multiples of 64 bytes, as clones do.)
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id. Of an adapter alone (PEFT), the base model that it names is opened with
-            it.
-        cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (what
-            is free, less 2 GiB).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
-            None for no prefetch.
-        dtype: of the weights; None: the checkpoint's. Experts of another dtype are converted on arrival.
-        device: "cuda" puts the slots and everything but the routed experts on the GPU; experts come from the files, and stay in
-            pinned RAM as far as it reaches (`PromoeConfig.pinned_bytes`).
+        path_or_id: folder of a checkpoint, or a hub id. For a LoRA adapter (PEFT), the base model that it names is opened too.
+        cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (the
+            free memory minus 2 GiB).
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a `Predictor`
+            object, or None for no prefetch.
+        dtype: dtype of the weights; None: the checkpoint's. Experts of another dtype are converted when they arrive.
+        device: "cuda" puts the slots and everything but the routed experts on the GPU. Experts come from the files. What was
+            read stays in pinned RAM, up to `PromoeConfig.pinned_bytes`.
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
-        config: everything else, see `PromoeConfig`.
-        packed: folder of experts that `promoe pack` packed; "auto": that beside the checkpoint's files, if it is there and
-            fits; None: read the checkpoint's own files. On a CPU only.
-        progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
-        auto_class: an Auto class or model class of Transformers to open it as: `AutoModelForCausalLM` for the text model alone
-            of a model of text and images, for example. None: the class that config.json names (`architectures`).
+        config: all other settings.
+        packed: folder of experts that `promoe pack` wrote; "auto": the one beside the checkpoint's files, if it exists and fits
+            this machine; None: read the checkpoint's own files. Only on a CPU.
+        progress: function called as `progress(done_bytes, total_bytes)` while weights are loaded.
+        auto_class: Auto class or model class of Transformers to open the checkpoint as, for example `AutoModelForCausalLM`
+            for the text model of a model of text and images. None: the class that config.json names (`architectures`).
         from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
 
     Returns:
         The model, in eval mode; `model.promoe` is its handle.
 
     Raises:
-        ConfigError: an argument cannot work.
+        ConfigError: an argument has a wrong value.
         CheckpointError: files are missing, truncated or do not hold the model's experts.
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """

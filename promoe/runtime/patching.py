@@ -31,34 +31,33 @@ def patch(
     device: str | torch.device = "cpu",
     config: PromoeConfig | None = None,
 ) -> Model:
-    """Serve a model's routed experts from a fixed pool of slots, filled ahead of need. Output stays identical.
+    """Serve a model's routed experts from a fixed pool of slots, and prefetch them. The output stays identical.
 
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
-        cache: fast memory, the GPU's where it has the slots, for experts: "6GiB", "50%" of the routed experts, bytes, or "auto"
-            (what is free, less 2 GiB).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, a `Predictor`, or
-            None for no prefetch.
-        store: where experts always are: "host" (the model's own tensors), "disk", or "auto" ("host"). With "disk" they leave
-            RAM: they are read from the checkpoint that the model was loaded from, if every expert there is the same, and else
-            from files that are written now (`PromoeConfig.spool_folder`). `unpatch` reads them back. A checkpoint that is
-            written to meanwhile is not read any more. With room for all experts in the cache they stay in RAM.
-        link: "auto", "host" ("file" if they are on disk), or an `EmulatedLink`. Without a GPU, "auto" uses experts in RAM where
-            they lie: they gain nothing from slots in RAM.
-        device: "cuda" puts the slots and everything but the routed experts on the GPU; the experts stay in RAM, which is
-            pinned where they lie. They are never all on the GPU.
-        config: everything else, see `PromoeConfig`.
+        cache: fast memory (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto"
+            (the free memory minus 2 GiB).
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a `Predictor`
+            object, or None for no prefetch.
+        store: where all experts are kept: "host" (the model's own tensors), "disk", or "auto" ("host"). "disk" frees their RAM.
+            If the checkpoint that the model was loaded from holds the same experts, they are read from there; otherwise they
+            are written to files first (`PromoeConfig.spool_folder`). `unpatch` reads them back. Do not write to that
+            checkpoint meanwhile. If the cache has room for all experts, they stay in RAM.
+        link: "auto", "host" (with experts on disk, "file"), or an `EmulatedLink`. Without a GPU, "auto" uses experts in RAM
+            where they are, since they gain nothing from slots in RAM.
+        device: "cuda" puts the slots and everything but the routed experts on the GPU. The experts stay in pinned RAM.
+        config: all other settings.
 
     Returns:
         The same object; `model.promoe` is its handle.
 
     Raises:
-        ConfigError: an argument cannot work.
-        UnsupportedModelError: the model has no MoE layers that promoe can serve, or is not in a state to.
-        PatchStateError: it is patched already, a forward of it is running, or its experts change meanwhile.
-        CheckpointError: with `store="disk"`: a file is replaced meanwhile.
+        ConfigError: an argument has a wrong value.
+        UnsupportedModelError: promoe cannot serve this model, or not in its present state.
+        PatchStateError: the model is already patched, a forward of it is running, or its experts change meanwhile.
+        CheckpointError: with `store="disk"`, a file was replaced meanwhile.
 
-    Nothing is changed when an error is raised.
+    After an error, the model is unchanged.
     """
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto", "host" or "disk". Got {store!r} instead.')
@@ -88,13 +87,13 @@ def _why_in_place(checked: Checked, on_disk: bool) -> str | None:
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: classes, hooks, attributes and threads are as before.
+    """Undo `patch`: restore classes, hooks and attributes, and end all threads.
 
-    A model whose experts are on disk, opened by `from_pretrained` or patched with `store="disk"`, gets all of them into RAM.
+    A model whose experts are on disk, from `from_pretrained` or `store="disk"`, gets all of them into RAM.
 
     Raises:
-        PatchStateError: the model is not patched, or a forward of it is running; then nothing was changed.
-        CheckpointError: experts could not be read from their files; the model stays patched.
+        PatchStateError: the model is not patched, or a forward of it is running. The model is unchanged.
+        CheckpointError: experts could not be read from their files. The model stays patched.
     """
     handle = getattr(model, "promoe", None)
     if not isinstance(handle, Handle):

@@ -1,4 +1,4 @@
-"""What is written on the pages that people read: fenced blocks, code in sentences, links, headings."""
+"""Read the pages of the documentation: fenced blocks, code in sentences, links, headings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Block:
     """A fenced block.
 
     Attributes:
-        page: its file, as seen from the root of the repository.
-        line: number of its first line of code in that file, from 1.
-        language: what stands behind the fence.
+        page: its file, relative to the root of the repository.
+        line: line number of its first line of code in that file, from 1.
+        language: the word after the fence.
         text: the code.
     """
 
@@ -34,17 +34,17 @@ class Block:
 
     @property
     def where(self) -> str:
-        """As editors and terminals link to it."""
+        """Return file and line in the form that editors and terminals turn into a link."""
         return f"{self.page}:{self.line}"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, of a block or in a sentence.
+    """A command line in a block or in a sentence.
 
     Attributes:
         where: file and line.
-        words: program and arguments, without variables set before it and without where its output goes.
+        words: program and arguments, without environment variables before it and without a redirection after it.
     """
 
     where: str
@@ -56,12 +56,12 @@ class Command:
 
 
 def name_of(page: Path) -> str:
-    """As the repository has it: there is a README.md twice."""
+    """Return the page's path in the repository, since there are two files README.md."""
     return page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
 
 
 def tokens(page: Path) -> Iterator[Token]:
-    """All of a page's tokens, those in lines too, each with its place in the file."""
+    """Yield all tokens of a page, inline ones included, each with its position in the file."""
     for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
         yield token
         for child in token.children or ():
@@ -70,7 +70,7 @@ def tokens(page: Path) -> Iterator[Token]:
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks, from top to bottom."""
+    """Return the fenced blocks, from top to bottom."""
     return [
         Block(name_of(page), token.map[0] + 2, token.info.strip(), token.content)
         for token in tokens(page)
@@ -79,7 +79,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands_in(block: Block) -> list[Command]:
-    """The command lines of a block of shell, continued lines joined, comments left out."""
+    """Return the command lines of a shell block. Continued lines are joined, comments left out."""
     found, line = [], block.line
     for text in re.split(r"(?<!\\)\n", block.text):
         if words := _words(text.replace("\\\n", " ")):
@@ -89,7 +89,7 @@ def commands_in(block: Block) -> list[Command]:
 
 
 def commands_in_sentences(page: Path, programs: tuple[str, ...]) -> list[Command]:
-    """The code within lines that begins with one of these programs."""
+    """Return the inline code that begins with one of these programs."""
     return [
         Command(f"{name_of(page)}:{token.map[0] + 1}", words)
         for token in tokens(page)
@@ -107,7 +107,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def links(page: Path) -> list[tuple[int, str]]:
-    """Line and target of every link and picture."""
+    """Return line and target of every link and picture."""
     found = []
     for token in tokens(page):
         target = {"link_open": "href", "image": "src"}.get(token.type)
@@ -117,7 +117,7 @@ def links(page: Path) -> list[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `#...` may name: headings as GitHub writes them."""
+    """Return the anchors of a page: its headings in the form that GitHub gives them."""
     stream = list(tokens(page))
     headings = [after.content for token, after in pairwise(stream) if token.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

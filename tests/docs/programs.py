@@ -1,4 +1,4 @@
-"""Command lines of the documentation: whether they are what they say, and running ours in this process."""
+"""Check the command lines of the documentation, and run ours in this process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _check_python(program: str, arguments: list[str]) -> None:
 
 
 def _nothing_to_check(program: str, arguments: list[str]) -> None:
-    """Not ours, and without anything of ours in its arguments."""
+    """Accept a command that is not ours and has nothing of ours in its arguments."""
 
 
 PROGRAMS: dict[str, Callable[[str, list[str]], None]] = {

@@ -1,4 +1,4 @@
-"""docs/api.md says what the docstrings say."""
+"""docs/api.md is what its generator makes of the docstrings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOCUMENT = ROOT / "docs" / "api.md"
 
 
 def test_the_document_is_current() -> None:
-    """Write it anew with `python docs/api.py > docs/api.md`."""
+    """If this fails, run `python docs/api.py > docs/api.md`."""
     assert runpy.run_path(str(ROOT / "docs" / "api.py"))["api_page"]() == DOCUMENT.read_text(encoding="utf-8")
 
 

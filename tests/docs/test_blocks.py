@@ -1,7 +1,8 @@
 """Every fenced block and every command of the documentation runs, is checked, or is listed here with a reason.
 
-A page is followed as a reader would: its blocks from top to bottom, in one folder, each on what those before it left. Python
-runs as written. Commands of ours are parsed by their own parsers, all of them; those in blocks also run, on less work.
+A test follows a page as a reader would: it runs the blocks from top to bottom in one folder, so each finds what earlier ones
+left. Python runs as written. Every command of ours is parsed by its own parser; those in blocks also run, with options that
+make them small.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from .programs import OURS, PROGRAMS, check, run
 
 LANGUAGES = ("python", "bash", "text")
 
-# What stands for something of the reader's: another word in its place.
+# Words that stand for something of the reader's, and what the tests use instead.
 PLACEHOLDERS = {"MODEL": "model"}
 
-# Commands by how they begin, and the options that make them small.
+# Commands by their first words, and the options that make them small.
 SMALLER = {
     "promoe run": "--max-new-tokens 4",
     "promoe report": "",
@@ -39,23 +40,23 @@ SMALLER = {
     "mkdir": "",
 }
 
-# Commands that are checked but not run, by how they begin, and why.
+# Commands that are checked but not run, by their first words, and why.
 NOT_RUN = {
-    "promoe demo": "takes minutes and 4 GB; tests/demo runs it on a tiny model",
-    "promoe bench": "takes minutes and 4 GB; tests/bench runs it on a tiny model",
-    "promoe simulate": "its trace is the reader's; tests/simulation runs it",
-    "promoe plan": "measures the machine for half a minute; tests/planning runs it",
-    "promoe doctor": "measures the disk for seconds; tests/doctor runs it",
-    "promoe serve": "ends when it is interrupted; tests/serving runs it on a tiny model",
+    "promoe demo": "takes minutes and 4 GB; tests/commands/demo runs it on a tiny model",
+    "promoe bench": "takes minutes and 4 GB; tests/commands/bench runs it on a tiny model",
+    "promoe simulate": "its trace is the reader's; tests/commands/simulate runs it",
+    "promoe plan": "measures the machine for half a minute; tests/commands/plan runs it",
+    "promoe doctor": "measures the disk for seconds; tests/commands/doctor runs it",
+    "promoe serve": "ends when it is interrupted; tests/commands/serve runs it on a tiny model",
     "make": "sets up an environment of its own, over the network",
     "pip install": "needs the network",
     "git clone": "needs the network",
-    "cd": "pages are followed where they would lead",
+    "cd": "the test is in that folder already",
     "python -m venv": "the suite has an environment",
     ". .venv/bin/activate": "the suite has an environment",
     "python docs/api.py": "tests/docs/test_api.py compares what it prints",
     "hf download": "needs the network",
-    "curl": "asks a server; tests/serving does",
+    "curl": "asks a server; tests/commands/serve does",
 }
 
 # Blocks of Python that are not run, by page and first line, and why.
@@ -64,7 +65,7 @@ PYTHON_NOT_RUN = {
         "docs/howto.md",
         'model = promoe.from_pretrained(path, cache="25%", device="cuda")',
     ): "needs a GPU; tests/cuda runs it",
-    ("docs/serving.md", "from openai import OpenAI"): "asks a server; tests/serving does",
+    ("docs/serving.md", "from openai import OpenAI"): "asks a server; tests/commands/serve does",
 }
 # Pages whose Python is signatures, not programs.
 SIGNATURES = {"docs/api.md": "tests/docs/test_api.py compares them with the source"}
@@ -84,7 +85,7 @@ def all_commands() -> list[Command]:
 
 
 def entry_for(command: Command, table: dict[str, str]) -> str | None:
-    """What a table by beginnings has for a command."""
+    """Return the name in a table, keyed by first words, that a command begins with; None if there is none."""
     return next((name for name in table if f"{command.text} ".startswith(f"{name} ")), None)
 
 
@@ -146,7 +147,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a reader stands: a checkout, a model, prompts, and a hub cache that has `org/name`."""
+    """Make the folder that a reader has: a checkout, a model, prompts, and a hub cache with `org/name`."""
     here = tmp_path / "here"
     here.mkdir()
     examples = here / "examples" / "sharegpt_moe"
@@ -171,7 +172,7 @@ def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def follow(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Do what the page says, and see whether what it shows is what was printed."""
+    """Run the blocks of a page, and compare what it shows with what they print."""
     names: dict[str, Any] = {"__name__": "__main__"}
     printed, sentences = "", False
     try:
@@ -203,8 +204,11 @@ def run_small(command: Command) -> int:
 
 
 def assert_shown(block: Block, printed: str, sentences: bool) -> None:
-    """What the page shows was printed: the names of lines that go on in columns, and, numbers aside, `sentences` from the
-    beginning of a line on. Lists are left out: what they advise depends on what was measured."""
+    """Raise AssertionError unless the block's lines were printed.
+
+    Of lines in columns, only the name is compared. With `sentences`, other lines that are not indented are compared without
+    their numbers. Indented lists are skipped, because advice depends on measurements.
+    """
     found, wanted = printed.splitlines(), [line for line in block.text.splitlines() if line != "..."]
     labels = {label(line) for line in found}
     missing = [line for line in wanted if label(line) is not None and label(line) not in labels]
@@ -217,7 +221,7 @@ def assert_shown(block: Block, printed: str, sentences: bool) -> None:
 
 
 def label(line: str) -> str | None:
-    """The name at the beginning of a line that goes on in columns."""
+    """Return the name at the beginning of a line in columns; None for other lines."""
     match = re.match(r"\s*([A-Za-z][^:]*?):?\s{2,}\S", line)
     return match[1] if match is not None else None
 

@@ -1,4 +1,4 @@
-"""Links lead somewhere, the index knows every page, and the structure every package."""
+"""Links have targets, the index names every page, and structure.md names every package."""
 
 from __future__ import annotations
 

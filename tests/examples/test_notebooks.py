@@ -1,4 +1,4 @@
-"""The notebooks run, on settings of seconds, and are what their sources say."""
+"""The notebooks run with small settings, and hold what their sources say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tiny_checkpoint import write_checkpoint
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SOURCES = sorted(EXAMPLES.glob("[0-9]*.py"))
 MAX_BYTES = 400_000
-# Absolute paths of files, as they would tell of the machine; addresses of the web have another slash before.
+# Absolute paths, which would describe the machine. URLs do not match, because a slash precedes theirs.
 PATH = re.compile(r"(?<![\w/.])/(?:tmp|home|root|usr|opt|mnt|var|Users|private)/")
 
 
@@ -51,7 +51,7 @@ def test_what_it_shows_is_of_the_project_alone(source: Path) -> None:
 
 @pytest.fixture
 def own_threads() -> Iterator[None]:
-    """Notebooks choose how many threads compute."""
+    """Restore the number of threads, which notebooks set."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -59,7 +59,7 @@ def own_threads() -> Iterator[None]:
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of every notebook: a tiny model, few prompts, few tokens."""
+    """Set what every notebook reads: a tiny model, few prompts, few tokens."""
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([f"Question {number}: what is {'very ' * number}good?" for number in range(6)]))
     values = {"MODEL": str(write_checkpoint(tmp_path / "model")), "PROMPTS": str(prompts), "NEW_TOKENS": "6"}
@@ -70,10 +70,10 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def run(name: str) -> dict[str, Any]:
-    """A notebook's code, cell by cell, in this process, where libraries are loaded already; warnings are errors here.
+    """Run a notebook's code cell by cell in this process, where libraries are already loaded and warnings are errors.
 
     Returns:
-        What it left behind.
+        The notebook's variables.
     """
     (source,) = (path for path in SOURCES if path.stem == name)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -30,7 +30,7 @@ def load(name: str) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen2-MoE checkpoint in bf16, with more than ten experts so that names do not sort by number."""
+    """Write a small Qwen2-MoE checkpoint in bf16, with more than ten experts, so that names do not sort by number."""
     torch.manual_seed(0)
     config = Qwen2MoeConfig(
         vocab_size=64, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=2,

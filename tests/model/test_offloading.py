@@ -473,7 +473,7 @@ def test_interrupted_when_all_was_done(
     wanted, files, hold, held = answer(either), open_files(), offloading._Expert.hold, []
 
     def attached(*args: Any, **kwargs: Any) -> None:
-        assembly.attach(*args, **kwargs)
+        assembly.assemble(*args, **kwargs)
         if moment == "patched":
             raise KeyboardInterrupt
 

@@ -115,7 +115,7 @@ _LINEAR_THEN_FULL = ["linear_attention", "linear_attention", "linear_attention",
 FAMILIES: dict[str, Family] = {
     "aria": Family(since="5.18", note="from Transformers 5.18 on"),
     "dbrx": Family(
-        note="the matrices lie one below the other in flat parameters",
+        note="flat parameters hold the matrices one below the other",
         fields={
             "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {
@@ -159,12 +159,11 @@ FAMILIES: dict[str, Family] = {
     "inkling2": Family(runs_in_bf16=False, note="the unmodified model does not run in bf16 as a whole"),
     "jetmoe": Family(
         forecasts=False,
-        note="four projections per decoder layer are served, two of the attention; two share a gate, so that both are "
-        "announced before either could be foreseen",
+        note="promoe serves four projections per decoder layer, two of them in the attention; two share a gate",
     ),
-    "llama4": Family(note="experts without a token are skipped; the stock layer multiplies zeros by them"),
+    "llama4": Family(note="promoe skips experts without a token; the unmodified layer multiplies zeros by them"),
     "longcat_flash": Family(note="identity experts need no weights"),
-    "nllb_moe": Family(note="one module per expert; Transformers uses two of a layer's experts only"),
+    "nllb_moe": Family(note="one module per expert; Transformers uses only two experts of a layer"),
     "jamba": Family(fields={"attn_layer_period": 2, "attn_layer_offset": 1}),
     "kimi_linear": Family(fields={"layer_types": _LINEAR_THEN_FULL}),
     "lfm2_moe": Family(fields={"layer_types": ["conv", "full_attention", "conv", "full_attention"]}),

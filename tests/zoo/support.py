@@ -1,4 +1,4 @@
-"""docs/support.md: what is served, family by family, from the tiny models themselves.
+"""Generate docs/support.md, the table of families, from the tiny models that the tests serve.
 
 python tests/zoo/support.py > docs/support.md
 """
@@ -23,54 +23,50 @@ from zoo.families import build, family_of, names
 
 HEAD = """# Supported families
 
-Every Mixture-of-Experts family of Transformers but two, which the last table names. Nobody keeps the list: whatever has a
-class of routed experts in the installed package gets a row, and a row has been checked. For each, a tiny random model with
-the family's own configuration is served from a few slots and compared with itself unpatched, bit by bit (`tests/zoo`):
+All Mixture-of-Experts families of Transformers work, except the two that the last table names. A family gets a row
+here as soon as the installed Transformers has it, and every row is tested (`tests/zoo`). The test serves a tiny
+random model of the family from a few slots, and compares it with the unmodified model, bit by bit:
 
-- a prompt and a token after it, in fp32 and bf16, with every kernel that its experts have;
-- the gate announces exactly the experts that are then used, and unpatching leaves no trace;
-- a checkpoint in the layout that hub checkpoints have opens with its experts left in the files; the model answers and
-  generates as the one that Transformers' `from_pretrained` gives, with its weights at multiples of 64 bytes.
+- for a prompt and the next token, in fp32 and bf16, with each of its kernels;
+- from a checkpoint as the hub has it, with the experts left in the files;
+- and after unpatching, which must leave no trace.
 
-*Kernels*: "all" are {implementations}, whichever the model is set to; "own" is the family's own loop.
-*Foresight*: later gates can be asked early what they will choose (`predictor="gate"`). *Checkpoint*: "per expert" is one
-tensor per expert and projection, "stacked" is as the model holds them. Both are read in place; where a conversion of
-Transformers is named, it puts experts side by side, or is applied to each when it arrives. "whole" is a model that takes
-images or sounds, with the family's language model inside.
+Unless the note says otherwise, you can choose {implementations} as the kernel, and promoe can ask the gates of later
+layers early (`predictor="gate"`). *Checkpoint* is the layout of the files: one tensor per expert and projection ("per
+expert"), or as the model holds them ("stacked"), with the conversion that Transformers applies to each expert.
+*Whole* is a model for images or sound with the family's language model inside.
 
-| family | tested as | experts | gate | kernels | foresight | checkpoint | note |
-|---|---|---|---|---|---|---|---|
+| family | tested as | checkpoint | note |
+|---|---|---|---|
 """
 TAIL = """
 ## Quantised checkpoints
 
-FP8 with scales per block (as DeepSeek-V3 on the hub) and MXFP4 (as gpt-oss): `promoe.from_pretrained` leaves the experts
-quantised in the files and moves them so; each is dequantised by Transformers' own code when it arrives, to the dtype that
-the model has. The model is the one that Transformers gives with `dequantize=True`. Bytes in reports are those in slots.
+`promoe.from_pretrained` opens FP8 with a scale per block (like DeepSeek-V3) and MXFP4 (like gpt-oss). The experts
+stay quantised in the files and while they are moved. When an expert arrives, Transformers' own code dequantises it to
+the model's dtype. The model is the one that Transformers gives with `dequantize=True`. Reports count the bytes in
+slots.
 
-## FP8 in memory
+If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU), `promoe.patch` serves it with
+`eager`. Tests cover this with torch's arithmetic in place of those kernels.
 
-Models that Transformers loads with FP8 kernels (`FP8Experts`, which need a GPU) are served with their weights and scales as
-they are, FP4 and static scales too, when set to `eager`, which computes one expert at a time. Tested: what is moved, and
-that the loop sees it, with the kernels' arithmetic replaced by torch's. Not tested: those kernels themselves.
+## Refused with an error
 
-## Refused, with an error that says why
-
-| what | instead |
+| what | what to do |
 |---|---|
-| checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, compressed-tensors, ...) | open one in FP8, MXFP4 or unquantised |
-| experts quantised in memory otherwise: swizzled MXFP4, megamoe, torchao | `promoe.from_pretrained`; or dequantise |
-| experts split over processes: expert parallelism, `tp_plan`, DTensor | load the model in one process |
-| accelerate's hooks (`device_map`, `cpu_offload`, ...) on experts | load the model without; or remove the hooks |
-| other experts kernels (`deepgemm`, `sonicmoe`, ...) | `model.set_experts_implementation("grouped_mm")` |
-| checkpoints with code of their own (`trust_remote_code`) | load it with Transformers and patch it |
-| `VitPoseBackbone`: its experts are chosen by a data set's number, not by a gate | use the model as it is |
+| other quantised checkpoints (AWQ, GPTQ, bitsandbytes, compressed-tensors) | open one in FP8, MXFP4 or unquantised |
+| experts quantised in memory as swizzled MXFP4, megamoe or torchao | use `promoe.from_pretrained`, or dequantise |
+| experts split over processes (expert parallelism, `tp_plan`, DTensor) | load the model in one process |
+| accelerate's hooks on experts (`device_map`, `cpu_offload`) | load the model without them, or remove them |
+| other kernels (`deepgemm`, `sonicmoe`) | `model.set_experts_implementation("grouped_mm")` |
+| a checkpoint with code of its own (`trust_remote_code`) | load it with Transformers, then `promoe.patch` |
+| `VitPoseBackbone`: a data set's number chooses its experts, not a gate | use the model as it is |
 | `doge`: its experts are rows of an embedding | use the model as it is |
 """
 
 
 def support() -> str:
-    """The whole document."""
+    """Return the page as Markdown."""
     rows = [_row(name) for name in sorted(names())]
     return (
         HEAD.format(implementations=", ".join(f"`{name}`" for name in Adapter.implementations))
@@ -83,21 +79,17 @@ def support() -> str:
 def _row(name: str) -> str:
     model, family = build(name, torch.float32), family_of(name)
     layer = find_moe_layers(model)[0]
-    cells = [
-        name,
-        f"`{type(model).__name__}`",
-        f"`{type(layer.experts).__name__}`",
-        f"`{type(layer.gate).__name__}`",
-        "all" if is_decorated(layer.experts) else "own",
-        "yes" if family.forecasts else "no",
-        _checkpoint(model, layer),
-        family.note,
-    ]
+    notes = [family.note] if family.note else []
+    if not family.forecasts:
+        notes.insert(0, "no early gates")
+    if not is_decorated(layer.experts):
+        notes.insert(0, "the family's own kernel")
+    cells = [name, f"`{type(model).__name__}`", _checkpoint(model, layer), "; ".join(notes)]
     return f"| {' | '.join(cells)} |"
 
 
 def _checkpoint(model: PreTrainedModel, layer: MoELayer) -> str:
-    """How the files have the first tensor of a layer's experts, by the conversions that saving would undo."""
+    """Return how files hold the first tensor of a layer's experts, judged by the conversions that saving would undo."""
     target = f"{layer.name}.{layer.paths[0]}"
     for conversion in get_model_conversion_mapping(model):
         if isinstance(conversion, WeightConverter) and any(
