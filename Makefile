@@ -63,8 +63,8 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The figures that people ask for first; docs/benchmarks.md has all, each with its command.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/memory.py --equal-cache 256MiB
 	$(BIN)/python benchmarks/decode.py

@@ -1,39 +1,78 @@
-"""What several benchmarks need: the demo model with experts of real size, and where their figures go."""
+"""What the benchmarks share: their options, the demo model with experts of real size, and where results go."""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import transformers
+from transformers import PreTrainedModel
 
-# Experts of 10.6 MB each.
+import promoe
+from promoe.commands.demo.example import find_example
+from promoe.model.tokenizer import load_tokenizer, prompt_inputs
+from promoe.units import aligned
+
+DTYPE = torch.bfloat16
+# The demo model's experts are made so many times as wide: 10.6 MB each, 4.1 GB in all.
 WIDTH = 128
-# Hidden and intermediate size.
-SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}
+OUT = Path("promoe-out")
 
 
-def widened_demo(out: Path, count: int) -> tuple[Path, list[torch.Tensor]]:
-    """The widened checkpoint in `out`, made unless it is there, and `count` held-out prompts, `[1, num_tokens]` ids each."""
-    import torch
-    from transformers import AutoTokenizer
+def make_parser(description: str | None, script: str) -> argparse.ArgumentParser:
+    """Return a parser for a script that has one option, the JSON file that its results go to.
 
-    from promoe.commands.demo.example import find_example
+    Args:
+        description: the script's docstring.
+        script: path of the script, whose name the JSON file gets by default.
+    """
+    transformers.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = OUT / "benchmarks" / f"{Path(script).stem}.json"
+    parser.add_argument("--json", type=Path, default=default, help=f"where results go (default: {default})")
+    return parser
 
+
+def widened_demo(width: int = WIDTH, out: Path = OUT) -> Path:
+    """Return the folder of the demo model with experts `width` times as wide; write it if it is not in `out` yet."""
+    return find_example().widened(out, width, DTYPE)
+
+
+def heldout_prompts(count: int) -> list[torch.Tensor]:
+    """Return the token ids `[1, num_tokens]` of the first `count` prompts that the demo model was not trained on.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
     example = find_example()
-    checkpoint = example.widened(out, WIDTH, torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    return checkpoint, [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(count)]
+    tokenizer = load_tokenizer(str(example.checkpoint))
+    return [prompt_inputs(tokenizer, text)["input_ids"] for text in example.prompts(count)]
 
 
-def on_the_way(misses: float, lru: float, belady: float) -> str:
-    """A cell: misses per token, and per cent of the way from LRU's to Belady's."""
-    return f"{misses:.2f} ({100 * (lru - misses) / (lru - belady):.0f}%)"
+def open_slots(checkpoint: Path, cache: str, predictor: str | None = None, **fields: Any) -> PreTrainedModel:
+    """Open a model whose experts run from slots in any case, read past the page cache, with prefetch always on.
+
+    Args:
+        checkpoint: folder of the model.
+        cache: see `promoe.from_pretrained`.
+        predictor: name or folder; None switches prefetch off.
+        fields: of `PromoeConfig`, in place of these.
+    """
+    settings = {"governor": False, "bypass": False, "read_mode": "direct", **fields}
+    return promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor, config=promoe.PromoeConfig(**settings))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows of equal length in columns, the first row as the head."""
+    print("\n".join(aligned(rows)), flush=True)
 
 
 def save(path: Path, results: Any) -> None:
-    """As JSON."""
+    """Write results as JSON, and say where they are."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=2))
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten to {path}")

@@ -1,29 +1,30 @@
-"""RAM to GPU: the tests that need one, then systems beside each other at several cache sizes. At most 8 minutes, on one GPU.
+"""RAM to GPU: the tests that need a GPU, then systems beside each other at several cache sizes. Takes at most 8 minutes.
 
-    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75% 100%] [--real-cache 25% 50%] [--pairs 3] [--new-tokens 32]
-        [--repeat 208] [--minutes 8] [--no-tests] [--implementation grouped_mm] [--folder promoe-out] [--json FILE]
+    python benchmarks/gpu.py [--cache 12.5% 25% 50% 75% 100%] [--pairs 3] [--new-tokens 32] [--repeat 208] [--minutes 8]
+        [--no-tests] [--implementation grouped_mm] [--folder promoe-out] [--json FILE]
 
-Two models: the demo model with its experts widened to real size (208: 17 MB each), and one with the geometry of
-Qwen1.5-MoE-A2.7B (24 layers of 60 experts of 17 MB, 28.6 GB in all) and random weights, whose routing is random too, so that
-its hit rates say nothing. Experts are in RAM, pinned and shared by all systems; everything else of each system is on the GPU.
-Systems take turns prompt by prompt; medians. `bound` is max(C, B / W): C the TPOT with everything on the GPU, B the bytes that
-the same policy misses on demand, W what a pinned copy of 64 MiB reaches. Tokens that are not those of the model on the GPU are
-counted. What no time or no memory is left for is left out, and said.
+Prints the bandwidth of pinned copies, how long ids take to the host, and a table per cache size: milliseconds for a
+prompt of 512 tokens and per token, relative to everything on the GPU and to the bound, hits, bytes, and how many
+answers have the same tokens.
 
-`accelerate cpu_offload` brings every layer's weights when it runs; `streamed layers` is the same idea at its best: the next
-layer's experts copied while this one computes. Both bring all experts whatever the cache, and are measured once, over
-`WHOLE_TOKENS` tokens; accelerate copies from pinned memory, too.
+The model is the demo model with experts of real size (208 times as wide: 17 MB each, 6.6 GB in all). They are in RAM,
+pinned and shared by all systems; everything else of each system is on the GPU. Systems take turns prompt by prompt;
+figures are medians. `bound` is max(C, B / W): C is the time per token with everything on the GPU, B the bytes that the
+same policy misses on demand, W what a pinned copy of 64 MiB reaches. Whatever there is no time left for is left out,
+and the script says so.
+
+`accelerate cpu_offload` brings every layer's weights when it runs. `streamed layers` is the same idea at its best: the
+next layer's experts are copied while this one computes. Both bring all experts whatever the cache, and are measured
+once, over `WHOLE_TOKENS` tokens; accelerate copies from pinned memory, too.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -33,8 +34,8 @@ from typing import Any
 
 import torch
 import transformers
+from common import DTYPE, OUT, heldout_prompts, make_parser, print_table, save, widened_demo
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import promoe
 from promoe.commands.demo.example import find_example
@@ -43,38 +44,21 @@ from promoe.commands.lower_bound import RoutedPass, RoutingRecorder, bytes_per_t
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
 from promoe.experts.adapters.base import set_tensor
 from promoe.model.placement import place
-from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.transfer.devices import Device, Event, open_device
-from promoe.transfer.links.free_ram import free_ram_bytes
-from promoe.units import aligned, format_megabytes, format_memory, format_ms, format_percent, format_times, ratio
+from promoe.units import format_megabytes, format_ms, format_percent, format_times, ratio
 
-DTYPE, MIB = torch.bfloat16, 2**20
+MIB = 2**20
 LONG_TOKENS = 512
 RESIDENT, OFFLOAD, STREAMED = "all on the GPU", "accelerate cpu_offload", "streamed layers"
 BYPASS, IN_SLOTS = "promoe, defaults", "promoe, slots for all"
 PROBE_BYTES, PROBES, ID_PROBES = 64 * MIB, 20, 200
 WHOLE_TOKENS = 8
-TESTS_S, REAL_S = 150.0, 120.0  # at most for the tests; what the second model needs
-REAL = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "decoder_sparse_step": 1,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+TESTS_S = 150.0  # at most
 Run = Callable[[Any, Any], Generation]
 
 
 def pinned_bandwidth(device: Device, nbytes: int = PROBE_BYTES) -> float:
-    """Bytes per second of copies from pinned memory to the device."""
+    """Return the bytes per second of copies from pinned memory to the device."""
     source, target, queue = device.allocate_pinned(nbytes), device.allocate(nbytes), device.new_queue()
     times_s = []
     for _ in range(PROBES):
@@ -86,7 +70,7 @@ def pinned_bandwidth(device: Device, nbytes: int = PROBE_BYTES) -> float:
 
 
 def id_latency_s(device: Device) -> float:
-    """Seconds until a layer's ids are on the host, where nothing is computed before them: what each layer visit pays."""
+    """Return the seconds until a layer's ids are on the host if nothing is computed before them."""
     ids, queue, times_s = device.allocate(64), device.current(), []
     for _ in range(ID_PROBES):
         start_s = time.perf_counter()
@@ -96,27 +80,14 @@ def id_latency_s(device: Device) -> float:
     return median(times_s)
 
 
-def spinning_latency_s() -> float:
-    """The same where the host's core spins instead of sleeping until the device is there."""
-    ids, times_s = torch.zeros(64, dtype=torch.uint8, device="cuda"), []
-    for _ in range(ID_PROBES):
-        event, target = torch.cuda.Event(), torch.empty(64, dtype=torch.uint8, pin_memory=True)
-        start_s = time.perf_counter()
-        target.copy_(ids, non_blocking=True)
-        event.record()
-        event.synchronize()
-        times_s.append(time.perf_counter() - start_s)
-    return median(times_s)
-
-
 def sharing_experts(model: Any) -> Any:
-    """A copy of a model that has the very same expert tensors."""
+    """Return a copy of a model that has the very same expert tensors."""
     layers = promoe.find_moe_layers(model)
     return copy.deepcopy(model, {id(tensor): tensor for layer in layers for tensor in layer.parameters()})
 
 
 class StreamedLayers:
-    """Serves a model's experts from pinned memory, a whole layer at a time, the next one copied while this one computes.
+    """A model's experts in pinned memory, a whole layer at a time, the next one copied while this one computes.
 
     Args:
         model: with experts in RAM and everything else on the device; all MoE layers alike.
@@ -138,7 +109,7 @@ class StreamedLayers:
             self._hooks.callback(layer.experts.register_forward_hook(self._after(idx)).remove)
 
     def close(self) -> None:
-        """The experts are used where they lie again."""
+        """Use the experts where they lie again."""
         self._hooks.close()
         self._queue.mark().wait_on_host()
         self._pinned.undo()
@@ -178,23 +149,19 @@ class StreamedLayers:
 
 
 def with_own_experts(model: Any) -> Any:
-    """The same with parameters of its own over the very same memory, so that they can be pointed elsewhere."""
+    """Give a model parameters of its own over the very same memory, so that they can be pointed elsewhere."""
     for layer in promoe.find_moe_layers(model):
         for path, tensor in zip(layer.paths, layer.parameters(), strict=True):
             set_tensor(layer.experts, path, nn.Parameter(tensor.data, requires_grad=False))
     return model
 
 
-def move_the_rest(model: Any, device: Device) -> Any:
-    place(model, promoe.find_moe_layers(model), device)
-    return model
-
-
 @contextmanager
 def whole_models(base: Any, device: Device, with_offload: bool) -> Iterator[dict[str, Any]]:
-    """Systems that bring every layer's experts whenever it runs."""
+    """Open the systems that bring every layer's experts whenever it runs."""
     found: dict[str, Any] = {}
-    streamed = found[STREAMED] = move_the_rest(with_own_experts(sharing_experts(base)), device)
+    streamed = found[STREAMED] = with_own_experts(sharing_experts(base))
+    place(streamed, promoe.find_moe_layers(streamed), device)
     if with_offload and find_spec("accelerate") is not None:
         from accelerate import cpu_offload
 
@@ -206,7 +173,7 @@ def whole_models(base: Any, device: Device, with_offload: bool) -> Iterator[dict
 
 @contextmanager
 def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[dict[str, Any]]:
-    """Of promoe, over one set of experts; with a cache for all of them, the defaults, and slots all the same."""
+    """Patch models over one set of experts; with a cache for all of them, once by default and once with slots."""
     systems = list(to_compare(True, predictor))
     if cache == "100%":
         systems = [System(BYPASS, promoe.PromoeConfig()), System(IN_SLOTS, SYSTEMS[-2].config)]
@@ -219,49 +186,12 @@ def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[di
         yield found
 
 
-def on_device(prompts: Sequence[Mapping[str, torch.Tensor]], device: Device) -> list[dict[str, torch.Tensor]]:
-    return [{name: tensor.to(device.torch_device) for name, tensor in one.items()} for one in prompts]
-
-
-def demo_prompts(checkpoint: Path, count: int) -> tuple[list[dict[str, torch.Tensor]], Any]:
-    """`count` ordinary prompts and one of 512 tokens."""
-    tokenizer: Any = load_tokenizer(str(checkpoint))
-    inputs = [dict(prompt_inputs(tokenizer, text)) for text in find_example().prompts(max(count, 8))]
-    ids = torch.cat([one["input_ids"][0] for one in inputs]).repeat(8)[:LONG_TOKENS][None]
-    return [*inputs[:count], {"input_ids": ids, "attention_mask": torch.ones_like(ids)}], tokenizer
-
-
-def random_prompts(count: int, vocab_size: int, long_tokens: int = LONG_TOKENS) -> list[dict[str, torch.Tensor]]:
-    draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(2, vocab_size, (1, length), generator=draw) for length in (*[32] * count, long_tokens)]
+def demo_prompts(count: int, device: Device) -> list[dict[str, torch.Tensor]]:
+    """Return `count` ordinary prompts and one of 512 tokens, on the device."""
+    ids = heldout_prompts(max(count, 8))
+    ids = [*ids[:count], torch.cat([one[0] for one in ids]).repeat(8)[:LONG_TOKENS][None]]
+    ids = [one.to(device.torch_device) for one in ids]
     return [{"input_ids": one, "attention_mask": torch.ones_like(one)} for one in ids]
-
-
-def random_model(device: Device, implementation: str, **fields: Any) -> Any:
-    """A qwen2_moe of some geometry in RAM, its weights drawn on the device, where that takes seconds."""
-    config = AutoConfig.for_model("qwen2_moe", **fields)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
-    draw = torch.Generator(device.torch_device).manual_seed(0)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(_drawn(parameter, draw), requires_grad=False)
-    rotary = model.model.rotary_emb  # its buffers are computed, not loaded
-    model.model.rotary_emb = type(rotary)(config)
-    model.set_experts_implementation(implementation)
-    return model.eval()
-
-
-def _drawn(like: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    if like.ndim == 1:
-        return torch.ones(like.shape, dtype=like.dtype)
-    found = torch.empty(like.shape, dtype=like.dtype)
-    rows = found if like.ndim == 3 else found.unsqueeze(0)
-    for row in rows:  # a row at a time, as a layer's experts are gigabytes
-        values = torch.randn(row.shape, generator=draw, device=draw.device, dtype=row.dtype)
-        row.copy_(values * like.shape[-1] ** -0.5)
-    return found
 
 
 @dataclass(frozen=True)
@@ -308,7 +238,7 @@ class Bench:
             return self._compare(f"cache {cache}", {RESIDENT: self.resident, **systems}, self.run, self.prompts)
 
     def whole(self, run: Run, with_offload: bool) -> list[dict[str, Any]]:
-        """Measure what brings all experts, on a short prompt and the long one."""
+        """Measure the systems that bring all experts, on a short prompt and the long one."""
         prompts = [self.prompts[0], self.prompts[-1]]
         with whole_models(self.base, self.device, with_offload) as systems:
             return self._compare("no cache", {RESIDENT: self.resident, **systems}, run, prompts)
@@ -321,7 +251,8 @@ class Bench:
         systems = {name: (lambda prompt, model=model: run(model, prompt)) for name, model in models.items()}
         answers = interleaved(systems, prompts)
         rows = [self._row(title, name, model, answers) for name, model in models.items()]
-        print(f"\n{title}\n" + "\n".join(aligned([_HEAD, *map(_cells, rows)])), flush=True)
+        print(f"\n{title}")
+        print_table([_HEAD, *map(_cells, rows)])
         return rows
 
     def _row(self, title: str, name: str, model: Any, answers: dict[str, list[Generation]]) -> dict[str, Any]:
@@ -369,31 +300,29 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 class Clock:
-    """What is left of the time that the whole script may take."""
+    """A clock that knows how much time is left to the whole script."""
 
     def __init__(self, minutes: float) -> None:
         self._end_s = time.perf_counter() + 60 * minutes
 
     def left_s(self) -> float:
-        """Seconds."""
+        """Return the seconds that are left."""
         return self._end_s - time.perf_counter()
 
     def allows(self, what: str, needed_s: float) -> bool:
-        """Whether there is so much; says so if there is not."""
+        """Return whether there is so much time; print that something is left out if not."""
         if self.left_s() < needed_s:
             print(f"{what}: left out, {self.left_s():.0f} s are left and it takes about {needed_s:.0f}")
             return False
         return True
 
 
-def sweep(
-    bench: Bench, caches: Sequence[str], predictor: Path | None, clock: Clock, keep_s: float
-) -> list[dict[str, Any]]:
-    """All cache sizes that there is time for, beside `keep_s` for something else."""
+def sweep(bench: Bench, caches: Sequence[str], predictor: Path | None, clock: Clock) -> list[dict[str, Any]]:
+    """Measure all cache sizes that there is time for."""
     tables: list[dict[str, Any]] = []
     longest_s = 20.0
     for cache in caches:
-        if not clock.allows(f"cache {cache}", longest_s + keep_s):
+        if not clock.allows(f"cache {cache}", longest_s):
             continue
         start_s = time.perf_counter()
         tables += bench.at(cache, predictor)
@@ -401,7 +330,7 @@ def sweep(
     return tables
 
 
-def answering(new_tokens: int, pad_token_id: int | None) -> Run:
+def answering(new_tokens: int) -> Run:
     def run(model: Any, prompt: Any) -> Generation:
         return generate(
             model,
@@ -409,7 +338,7 @@ def answering(new_tokens: int, pad_token_id: int | None) -> Run:
             new_tokens,
             min_new_tokens=new_tokens,
             repetition_penalty=REPETITION_PENALTY,
-            pad_token_id=pad_token_id,
+            pad_token_id=0,
         )
 
     return run
@@ -424,74 +353,44 @@ def run_tests() -> int:
         return 1
 
 
-def real_model_fits(device: Device) -> bool:
-    """In RAM the experts once and the rest per system; on the GPU once whole, and per system the rest and slots."""
-    experts_bytes = 24 * 60 * 3 * 2048 * 1408 * DTYPE.itemsize
-    needed_ram_bytes, needed_bytes = int(2.0 * experts_bytes), int(2.6 * experts_bytes)
-    fits = free_ram_bytes() >= needed_ram_bytes and device.free_bytes() >= needed_bytes
-    if not fits:
-        print(
-            f"the second model: left out, it needs {format_memory(needed_ram_bytes)} of RAM and {format_memory(needed_bytes)} "
-            f"of GPU memory; {format_memory(free_ram_bytes())} and {format_memory(device.free_bytes())} are free"
-        )
-    return fits
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, __file__)
     parser.add_argument("--cache", nargs="*", default=["25%", "50%", "100%", "12.5%", "75%"])
-    parser.add_argument("--real-cache", nargs="*", default=["25%", "50%"])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=208)
     parser.add_argument("--implementation", default="grouped_mm")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--no-tests", action="store_true")
-    parser.add_argument("--folder", type=Path, default=Path("promoe-out"), help="for the widened model, 6.6 GB")
-    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/gpu.json"))
+    parser.add_argument("--folder", type=Path, default=OUT, help="for the model, 6.6 GB")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("No GPU that this build of torch can use: nothing was measured.")
         return 1
     clock, device = Clock(options.minutes), open_device("cuda")
     assert device is not None
-    print(f"{device.name}, capability {torch.cuda.get_device_capability()}, CUDA {torch.version.cuda}", end="")
-    print(f", torch {torch.__version__}", end="")
-    print(f", transformers {transformers.__version__}; {options.implementation}, {torch.get_num_threads()} threads")
+    print(
+        f"{device.name}, capability {torch.cuda.get_device_capability()}, CUDA {torch.version.cuda}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}; {options.implementation}, "
+        f"{torch.get_num_threads()} threads"
+    )
     failed = 0 if options.no_tests else run_tests()
-    bandwidth, latency_s, spinning_s = pinned_bandwidth(device), id_latency_s(device), spinning_latency_s()
-    print(f"pinned copies reach {bandwidth / 1e9:.1f} GB/s; ids are on the host after {latency_s * 1e6:.0f} us", end="")
-    print(f" ({spinning_s * 1e6:.0f} if it spun)")
-    about = {"device": device.name, "torch": torch.__version__, "bandwidth_bytes_per_s": bandwidth}
-    found: dict[str, Any] = about | {"id_latency_s": latency_s, "spinning_latency_s": spinning_s}
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-
-    example = find_example()
-    checkpoint = example.widened(options.folder, options.repeat, DTYPE)
-    prompts, tokenizer = demo_prompts(checkpoint, options.pairs)
+    bandwidth, latency_s = pinned_bandwidth(device), id_latency_s(device)
+    print(f"pinned copies reach {bandwidth / 1e9:.1f} GB/s; ids are on the host after {latency_s * 1e6:.0f} us")
+    checkpoint = widened_demo(options.repeat, options.folder)
+    prompts = demo_prompts(options.pairs, device)
     base = load_stock(checkpoint, DTYPE)
     base.set_experts_implementation(options.implementation)
-    run = answering(options.new_tokens, tokenizer.pad_token_id)
-    with Bench.of(base, on_device(prompts, device), run, bandwidth, device) as bench:
-        found["demo"] = []
+    run = answering(options.new_tokens)
+    rows: list[dict[str, Any]] = []
+    with Bench.of(base, prompts, run, bandwidth, device) as bench:
         try:  # others' code: what it cannot do must not lose the rest
-            found["demo"] += bench.whole(answering(WHOLE_TOKENS, tokenizer.pad_token_id), with_offload=True)
+            rows += bench.whole(answering(WHOLE_TOKENS), with_offload=True)
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             print(f"no cache: left out, {error!r}")
-        found["demo"] += sweep(bench, options.cache, example.predictor, clock, REAL_S)
-        options.json.write_text(json.dumps(found, indent=1))
-    del bench, base
-    torch.cuda.empty_cache()
-
-    if clock.allows("the second model", REAL_S) and real_model_fits(device):
-        print("\ngeometry of Qwen1.5-MoE-A2.7B, random weights, random routing")
-        base = random_model(device, options.implementation, **REAL)
-        prompts = random_prompts(1, REAL["vocab_size"])
-        run = answering(options.new_tokens, 0)
-        with Bench.of(base, on_device(prompts, device), run, bandwidth, device) as bench:
-            found["qwen1.5-moe-a2.7b"] = sweep(bench, options.real_cache, None, clock, 0.0)
-            options.json.write_text(json.dumps(found, indent=1))
-    print(f"\nwritten to {options.json}")
+        rows += sweep(bench, options.cache, find_example().predictor, clock)
+    about = {"device": device.name, "torch": torch.__version__, "bandwidth_bytes_per_s": bandwidth}
+    save(options.json, about | {"id_latency_s": latency_s, "demo": rows})
     return failed
 
 

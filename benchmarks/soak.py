@@ -1,22 +1,25 @@
-"""Mixed requests on a small cache, for half an hour, with faults injected: is every answer right, and does anything grow?
+"""Answer mixed requests on a small cache for half an hour, with faults injected, and check every answer.
 
-    python benchmarks/soak.py [--minutes 30] [--cache 12.5%] [--failed 2e-5] [--model FOLDER] [--seed 0] [--json FILE]
+    python benchmarks/soak.py [--minutes 30] [--cache 12.5%] [--failed 2e-5] [--slow 0.01] [--model FOLDER]
+        [--seed 0] [--json FILE]
 
-The demo model, widened (4.1 GB of experts), answers requests drawn at random: greedy, sampled, beams, padded batches, a long
-prompt, two threads at once, and an answer that is given up half way. Tokens and logits are compared bit by bit with those of
-the unmodified model, which answered each request once before. Transfers fail, are torn, or take longer, at random; a request
-that fails is asked again until it is answered. Printed: requests, faults and what became of them, percentiles of TPOT, and
-what memory, threads and open files did after the warm-up: the first tenth of the time, and until every request was answered
-twice, as the libraries below keep memory for each shape that they have computed.
+Prints the requests, the faults and what became of them, percentiles of the time per token, and how memory, threads and
+open files changed after the warm-up. The warm-up is the first tenth of the time, and lasts until every request was
+answered twice, because the libraries below keep memory for each shape that they have computed. Takes --minutes, and
+some more to open the model.
 
-Ends with status 1 if an answer was wrong, a fault was not survived, or anything grew: anonymous memory in use by more than 1%,
-threads or open files at all. Memory that was freed, and that the C library keeps for later, is not in use: how much that is
-depends on the last request, so it is returned before each look, and printed apart.
+The demo model with experts of real size answers requests drawn at random: greedy, sampled, beams, padded batches, a
+long prompt, two threads at once, and an answer that is given up half way. Tokens and logits are compared bit by bit
+with those of the unmodified model, which answered each request once before. Transfers fail, are torn, or take longer,
+at random; a request that fails is asked again until it is answered.
+
+Ends with status 1 if an answer was wrong, a fault was not survived, or anything grew: anonymous memory in use by more
+than 1%, threads or open files at all. The C library keeps memory that was freed for later use. How much that is depends
+on the last request, so it is returned before each look, and printed apart.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import dataclasses
 import gc
@@ -35,17 +38,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from common import save
+from common import DTYPE, heldout_prompts, make_parser, save, widened_demo
 from memory import anonymous_bytes
 from transformers.generation.streamers import BaseStreamer
 
 import promoe
-from promoe.commands.demo.command import DTYPE
-from promoe.commands.demo.example import Example, find_example
-from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import load_stock
-from promoe.config import PromoeConfig
-from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.transfer.links.faults import FaultKind, Faults, seeded
 from promoe.units import format_memory, format_ms
 
@@ -56,29 +54,29 @@ WARM_UP_SHARE = 0.1
 
 
 class GivenUpError(Exception):
-    """What the client of a request raises that it does not want any more."""
+    """The client of a request does not want the answer any more."""
 
 
 class Client(BaseStreamer):  # type: ignore[misc]
-    """Takes times of tokens; gives up after `patience` of them."""
+    """A streamer that notes when tokens come, and gives up after `patience` of them."""
 
     def __init__(self, patience: int | None = None) -> None:
         self.times_s: list[float] = []
         self._patience = patience
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt, then each token."""
+        """Note the time of the prompt, then of each token."""
         self.times_s.append(time.perf_counter())
         if self._patience is not None and len(self.times_s) > self._patience:
             raise GivenUpError
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """Something to ask: inputs of `generate`; whether it is streamed, and when its client gives up."""
+    """Something to ask: the inputs of `generate`, whether it is streamed, and when its client gives up."""
 
     kind: str
     inputs: dict[str, Any]
@@ -87,7 +85,7 @@ class Request:
     patience: int | None = None
 
     def answer(self, model: Any) -> tuple[list[torch.Tensor], list[float]]:
-        """Everything that must be the same bit by bit, and seconds between tokens (if streamed)."""
+        """Return what must be the same bit by bit, and the seconds between tokens (if streamed)."""
         client = Client(self.patience) if self.streamed else None
         if self.inputs.get("do_sample"):
             torch.manual_seed(self.seed)
@@ -103,11 +101,9 @@ class Request:
         return [out.sequences, *out.logits], times_s
 
 
-def make_requests(example: Example, rng: random.Random) -> list[Request]:
-    """Of each kind some."""
-    tokenizer = load_tokenizer(str(example.checkpoint))
-    prompts = [prompt_inputs(tokenizer, text)["input_ids"][0].tolist() for text in example.prompts(PROMPTS)]
-    everything = [token for prompt in prompts for token in prompt]
+def make_requests(rng: random.Random) -> list[Request]:
+    """Return some requests of each kind."""
+    everything = [token for prompt in heldout_prompts(PROMPTS) for token in prompt[0].tolist()]
 
     def batch(*rows: list[int]) -> dict[str, Any]:
         longest = max(map(len, rows))
@@ -139,7 +135,7 @@ def make_requests(example: Example, rng: random.Random) -> list[Request]:
 
 
 class Soak:
-    """One run."""
+    """One run: what was asked, answered, and went wrong."""
 
     def __init__(self, model: Any, requests: list[Request], expected: list[list[torch.Tensor]], seed: int) -> None:
         self.model = model
@@ -154,7 +150,7 @@ class Soak:
         self._lock = threading.Lock()
 
     def ask(self, number: int) -> None:
-        """One request, until it is answered."""
+        """Ask a request until it is answered."""
         request = self.requests[number]
         for _ in range(MOST_TRIES):
             try:
@@ -176,11 +172,11 @@ class Soak:
 
     @property
     def warm(self) -> bool:
-        """Whether everything there is to ask was answered twice."""
+        """Whether every request was answered twice."""
         return all(self.times_answered[number] >= 2 for number in range(len(self.requests) + 1))
 
     def ask_two_at_once(self) -> None:
-        """Two greedy ones in a thread each."""
+        """Ask two greedy requests, in a thread each."""
         numbers = [number for number, request in enumerate(self.requests) if request.kind == "greedy"]
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(self.ask, self.rng.sample(numbers, 2)))
@@ -188,19 +184,19 @@ class Soak:
         self.times_answered[len(self.requests)] += 1
 
     def step(self) -> None:
-        """Something drawn at random."""
+        """Ask something drawn at random."""
         number = self.rng.randrange(len(self.requests) + 1)
         self.ask_two_at_once() if number == len(self.requests) else self.ask(number)
 
 
 def give_back_free_memory() -> None:
-    """Have the C library return what it keeps for later allocations, so that what is left is in use."""
+    """Have the C library return what it keeps for later allocations, so that the rest is in use."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def look() -> dict[str, int]:
-    """What this process holds: as it is, and without what the C library keeps of freed memory."""
+    """Return what this process holds, and the freed memory that the C library kept."""
     gc.collect()
     kept = anonymous_bytes()
     give_back_free_memory()
@@ -213,7 +209,7 @@ def look() -> dict[str, int]:
 
 
 def report(soak: Soak, injected: Counter[FaultKind], looks: list[dict[str, int]], transfers: int) -> dict[str, Any]:
-    """Print it, and return it for the JSON."""
+    """Print the run, and return it for the JSON."""
     after, last = looks[: max(1, len(looks) // 10)], looks[-max(1, len(looks) // 10) :]
     grown = {
         name: median(look[name] for look in last) / median(look[name] for look in after) - 1
@@ -223,7 +219,7 @@ def report(soak: Soak, injected: Counter[FaultKind], looks: list[dict[str, int]]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(soak.answered.items()))
     print(f"requests answered: {soak.answered.total()} ({kinds}), {len(soak.wrong)} wrong or never")
     print(
-        f"faults injected into {transfers} transfers: {dict(injected)}; errors, after which was asked again: "
+        f"faults injected into {transfers} transfers: {dict(injected)}; errors, after which the request was asked again: "
         f"{dict(soak.errors)}"
     )
     print(
@@ -251,7 +247,7 @@ def report(soak: Soak, injected: Counter[FaultKind], looks: list[dict[str, int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, __file__)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--cache", default="12.5%")
     parser.add_argument(
@@ -263,13 +259,11 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=0.01, help="share of transfers that take up to 20 ms more")
     parser.add_argument("--model", type=Path, help="a checkpoint in place of the widened demo model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/soak.json"))
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    logging.getLogger("promoe").setLevel(logging.ERROR)  # not a warning for each prediction whose transfer failed
-    example = find_example()
-    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, DTYPE)
-    requests = make_requests(example, random.Random(options.seed))
+    logging.getLogger("promoe").setLevel(logging.ERROR)  # it warns of each prediction whose transfer failed
+    checkpoint = options.model or widened_demo()
+    requests = make_requests(random.Random(options.seed))
     stock = load_stock(checkpoint, DTYPE)
     expected = [request.answer(stock)[0] for request in requests]
     del stock
@@ -278,13 +272,8 @@ def main() -> None:
         "slow": options.slow,
         **dict.fromkeys(("failed", "torn", "short", "no_memory"), options.failed),
     }
-    model: Any = promoe.from_pretrained(
-        checkpoint,
-        cache=options.cache,
-        dtype=DTYPE,
-        link=Faults(seeded(options.seed, shares, 0.02)),
-        config=PromoeConfig(),
-    )
+    faults = Faults(seeded(options.seed, shares, 0.02))
+    model: Any = promoe.from_pretrained(checkpoint, cache=options.cache, dtype=DTYPE, link=faults)
     soak = Soak(model, requests, expected, options.seed)
     link: Any = model.promoe.runtime.engine.link
     looks: list[dict[str, int]] = []
@@ -300,7 +289,6 @@ def main() -> None:
     found = report(soak, link.injected, looks, link._started)
     model.promoe.close()
     save(options.json, found)
-    print(f"written to {options.json}")
     grown = found["growth"]
     if soak.wrong or grown["anonymous_bytes"] > GROWTH or grown["threads"] > 0 or grown["files"] > 0:
         sys.exit(1)

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 HALF_LIVES_TOKENS = (1.0, 8.0, 64.0)
 # To start from, of the log odds of the frequencies, and the constant: a logistic regression of use within HORIZON_VISITS
-# over the routing of DeepSeek-V2-Lite and gpt-oss-20b together (`benchmarks/reuse_prior.py` prints it).
+# over the routing of DeepSeek-V2-Lite and gpt-oss-20b together (benchmarks/NOTES.md).
 START_WEIGHTS = (0.099, 0.164, 0.575, 0.996)
 # What the start is worth, in outcomes (one per expert and visit), and the memory of the weights, in visits.
 START_OUTCOMES, MEMORY_VISITS = 500.0, 20_000.0

@@ -57,7 +57,7 @@ class Habit:
 
 
 DECAY = 0.8
-# Fitted to hits of an LRU cache; `benchmarks/planned_routing.py` prints both beside each other.
+# Fitted to hits of an LRU cache; benchmarks/NOTES.md has both beside each other.
 SELDOM = Habit("repeats little", "DeepSeek-V2-Lite reading prompts", 0.5, 2.0)
 OFTEN = Habit("repeats much", "gpt-oss-20b answering", 1.2, 1.5)
 
