@@ -17,7 +17,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from promoe.scheduler.accuracy import Accuracy
+from promoe.scheduler.forecast_accuracy import ForecastAccuracy
 from promoe.stats.recorder import Recorder
 from promoe.stats.tracing import COMPUTE, latest_passes
 
@@ -45,7 +45,7 @@ def begin_pass_us(layers: int, experts: int, top_k: int, passes: int) -> list[fl
 def measure(layers: int, experts: int, top_k: int, passes: int) -> dict[str, float]:
     tracer = latest_passes("cost")
     recorder = Recorder([experts] * layers, [1] * layers)
-    accuracy = Accuracy(recorder)
+    accuracy = ForecastAccuracy(recorder)
     probabilities = np.random.default_rng(0).random(experts)
     ids = list(range(top_k))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, PAGE_BYTES, ExpertLayout
 
 

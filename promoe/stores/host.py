@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from promoe.errors import UnsupportedModelError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, split_at_pages
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts

@@ -36,7 +36,7 @@ import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.guard import is_guard
 from promoe.model.opening import OpenedModel, _Opening, open_without_experts
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 
 
 @pytest.fixture

@@ -225,10 +225,10 @@ class Driven:
         scheduler, tally = self.scheduler, self.tally
         scheduler.check_integrity()
         assert tally.moved["prefetch"] == (
-            tally.used + tally.wasted_bytes["prefetch"] + scheduler._ledger.pending_bytes()
+            tally.used + tally.wasted_bytes["prefetch"] + scheduler._fetched.pending_bytes()
         ), (tally.moved, tally.used, tally.wasted_bytes)
         assert tally.wasted_bytes["demand"] <= tally.moved["demand"]
-        for code in scheduler._ledger._unasked:  # pending bytes are somewhere, and nobody asked for them
+        for code in scheduler._fetched._unasked:  # pending bytes are somewhere, and nobody asked for them
             cache = scheduler.cache_of(code // scheduler.max_experts)
             assert cache.state[code] in (LOADING, RESIDENT), (code, cache.state[code])
             assert not cache.pins[code], code

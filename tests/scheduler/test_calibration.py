@@ -7,10 +7,10 @@ import pytest
 
 from promoe.scheduler.calibration import (
     BATCH_VISITS,
-    CORRELATED_STEPS,
     LAYER_BATCH_VISITS,
     MAX_COEFFICIENT,
     START_COEFFICIENTS,
+    TABLE_STEPS,
     Calibration,
 )
 
@@ -134,7 +134,7 @@ def taught_to_follow(steps_ahead: int) -> Calibration:
     return calibration
 
 
-@pytest.mark.parametrize("steps_ahead", [1, CORRELATED_STEPS])
+@pytest.mark.parametrize("steps_ahead", [1, TABLE_STEPS])
 def test_what_followed_what_is_learned_beside_a_worthless_forecast(steps_ahead: int) -> None:
     calibration, chosen, even = taught_to_follow(steps_ahead), [3, 14], np.full(NUM_EXPERTS, 0.2)
     p = calibration.calibrate(2, steps_ahead, even, even, chosen)
@@ -143,7 +143,7 @@ def test_what_followed_what_is_learned_beside_a_worthless_forecast(steps_ahead: 
     assert np.delete(p, following(chosen)).max() < 0.2
 
 
-@pytest.mark.parametrize(("steps_ahead", "chosen"), [(CORRELATED_STEPS + 1, [3, 14]), (1, [])])
+@pytest.mark.parametrize(("steps_ahead", "chosen"), [(TABLE_STEPS + 1, [3, 14]), (1, [])])
 def test_too_far_ahead_or_without_a_choice_nothing_is_correlated(steps_ahead: int, chosen: list[int]) -> None:
     even = np.full(NUM_EXPERTS, 0.2)
     p = taught_to_follow(steps_ahead).calibrate(2, steps_ahead, even, even, chosen)

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from promoe.scheduler import PoolSpec, SchedulerConfig
-from promoe.scheduler.scheduler import LEAST_SPAN_EXPERTS
+from promoe.scheduler.fetch_queue import LEAST_SPAN_EXPERTS
 
 from .replay import (
     Forecaster,
@@ -173,7 +173,7 @@ def test_with_prefetch_off_nothing_is_moved_for_a_forecast() -> None:
 
 def test_every_prefetched_byte_is_used_wasted_or_pending() -> None:
     run = with_forecasts("markov", 0.25, good(routing("markov"), 3))
-    pending = run.scheduler._ledger.pending_bytes()
+    pending = run.scheduler._fetched.pending_bytes()
     assert run.tally.used + run.tally.wasted_bytes["prefetch"] + pending == run.tally.moved["prefetch"]
     assert run.tally.used > run.tally.wasted_bytes["prefetch"] > 0
 

@@ -128,7 +128,7 @@ def test_each_sequence_of_a_batch_is_followed_by_its_own() -> None:
     for _ in range(300):
         prior.observe(0, [[0], [1]])
         prior.probability(0, 2)
-    weights = prior._associations[0]._weights
+    weights = prior._same_layer[0]._weights
     assert weights[0, 0] > 0 > weights[0, 1]
     assert weights[1, 1] > 0 > weights[1, 0]
     # Of the visit: by either sequence.
@@ -144,14 +144,14 @@ def test_other_sequences_are_not_taken_for_what_follows(other: list[list[int]]) 
         prior.probability(0)
         prior.observe(0, other)
         prior.probability(0)
-    assert not prior._associations[0]._weights.any()
+    assert not prior._same_layer[0]._weights.any()
 
 
 def test_visits_without_experts_are_nothing_to_learn_from() -> None:
     prior = ReusePrior(1, 3)
     for _ in range(50):
         prior.observe(0, [[]])
-    assert not prior._associations[0]._weights.any()
+    assert not prior._same_layer[0]._weights.any()
 
 
 def test_what_waits_to_be_learned_is_bounded() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build
 from transformers import AutoModelForCausalLM
 
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import Store, read_expert
 
 

@@ -15,7 +15,7 @@ from zoo.families import names
 
 from promoe.errors import CheckpointError
 from promoe.model.opening import OpenedModel, open_without_experts
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.expert_conversion import ExpertConversion
 from stores.checkpoints import expert_tensors, rewrite, shards

@@ -8,7 +8,7 @@ from tiny_models import build
 
 from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore, Store
 from stores.checkpoints import expert_tensors
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.transfer.links.alignment import PAGE_BYTES
 from promoe.transfer.links.direct import Descriptor, DirectFiles

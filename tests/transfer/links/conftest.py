@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.layout import ExpertLayout
 from promoe.transfer.links.alignment import WHOLE_PAGES

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.transfer.links import FileLink, FileStore, Link, drop_page_cache
 from promoe.transfer.links.direct import DirectFiles
