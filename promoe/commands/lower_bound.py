@@ -20,7 +20,7 @@ from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.replay import Replay
 from promoe.stats.counts import PhaseStats
 from promoe.stores import Store
-from promoe.transfer.links import BoundEmulatedLink, FileLink, FileStore, Link
+from promoe.transfer.links import BoundEmulatedLink, FileLink, Link
 from promoe.transfer.links.probe import BandwidthProbe, best_bandwidth
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.units import is_number, ratio
@@ -139,10 +139,10 @@ def link_bandwidth(link: Link, store: Store) -> float:
     if isinstance(link, BoundEmulatedLink):
         return link.spec.bandwidth_bytes_per_s
     assert isinstance(link, FileLink), f"no probe for a {type(link).__name__}"
-    assert isinstance(store, FileStore), f"a file link over a {type(store).__name__}"
+    assert store.files, f"a file link over a {type(store).__name__}"
     return probe(store, link).best.bytes_per_s
 
 
-def probe(store: FileStore, link: FileLink) -> BandwidthProbe:
+def probe(store: Store, link: FileLink) -> BandwidthProbe:
     """Raw reads of the store's files in the link's mode, over request sizes and depths."""
     return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS, rounds=2)

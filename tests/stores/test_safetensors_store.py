@@ -48,6 +48,10 @@ def test_every_expert_is_what_a_plain_load_makes_of_it(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     store = open_store(tmp_path, model, chunk_bytes=4096)
     assert isinstance(store, Store)
+    assert [file.path.parent for file in store.files] == [tmp_path] * len(shards(tmp_path))
+    assert store.tensors == ()
+    with pytest.raises(OSError, match=r"Not in RAM: tensor .*, file model.*safetensors, offset \d+"):
+        store.tensor(store.chunks(ExpertKey(0, 0))[0])
     assert_equal_experts(store, model)
     assert store.expert_bytes == sum(
         getattr(layer.experts, name).nbytes for layer in find_moe_layers(model) for name in layer.paths
