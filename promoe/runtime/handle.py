@@ -14,6 +14,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError
+from promoe.files import check_writable
 from promoe.model.forwards import in_words, threads_in_forward
 from promoe.model.passes import PassState
 from promoe.runtime.hot_path import Runtime
@@ -22,7 +23,7 @@ from promoe.runtime.sizes import CacheSize, plan_pools
 from promoe.scheduler.governor import Governor
 from promoe.stats.text_report import text_report
 from promoe.stats.totals import Stats
-from promoe.stats.tracing import PASS, Tracer, check_writable, latest_passes
+from promoe.stats.tracing import PASS, Tracer, latest_passes
 from promoe.stores import Store
 from promoe.transfer.cpu_contention import BusyCores
 from promoe.transfer.memory import Pool

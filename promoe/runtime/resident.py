@@ -11,13 +11,14 @@ from torch import nn
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError
 from promoe.experts.moe_layers import MoELayer
+from promoe.files import check_writable
 from promoe.model.placement import Placed
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
 from promoe.runtime.sizes import CacheSize
 from promoe.stats.recorder import Recorder
 from promoe.stats.text_report import text_report
 from promoe.stats.totals import Stats
-from promoe.stats.tracing import Tracer, check_writable
+from promoe.stats.tracing import Tracer
 
 
 class ResidentHandle:

@@ -37,7 +37,7 @@ from promoe.commands.measure import (
 from promoe.errors import PromoeError
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.stats.recorder import Recorder
-from promoe.stats.text_report import Run
+from promoe.stats.run import Run
 from promoe.stats.totals import Stats
 from promoe.units import is_number
 
