@@ -1,4 +1,4 @@
-"""Wraps the text of reports. (Progress bars are in `promoe.commands.terminal`, which `import promoe` does not need.)"""
+"""Wraps the text of reports. Progress bars are in `promoe.commands.terminal`, which `import promoe` does not need."""
 
 from __future__ import annotations
 

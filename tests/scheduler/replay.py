@@ -223,12 +223,12 @@ def global_pool(routing: Routing, cache_rate: float, num_chunks: int = 3, **swit
 
 
 def oracle(routing: Routing) -> Forecaster:
-    """Always right."""
+    """Return forecasts that are always right."""
     return routing.used
 
 
 def exact(routing: Routing) -> Forecaster:
-    """The true probabilities, given the topic."""
+    """Return the true probabilities, given the topic."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
     return lambda token, layer_idx: probabilities[token, layer_idx]

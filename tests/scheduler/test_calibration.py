@@ -26,7 +26,7 @@ def outcomes(rng: np.random.Generator, p: np.ndarray) -> list[int]:
 
 
 def taught(kind: str, num_visits: int = 400, steps_ahead: int = 1) -> tuple[Calibration, np.ndarray, np.ndarray]:
-    """Returns the calibration, and a forecast with its prior, after visits that used experts with known odds."""
+    """Return the calibration, and a forecast with its prior, after visits that used experts with known odds."""
     rng = np.random.default_rng(0)
     calibration = calibration_of()
     prior = rng.uniform(0.05, 0.6, NUM_EXPERTS)
@@ -119,7 +119,7 @@ def test_a_layer_seen_for_the_first_time_starts_from_what_the_others_taught() ->
 
 
 def following(chosen: list[int]) -> list[int]:
-    """A layer that uses what follows the experts chosen before it."""
+    """Let a layer use the experts that follow those chosen before it."""
     return [(expert_idx + 5) % NUM_EXPERTS for expert_idx in chosen]
 
 

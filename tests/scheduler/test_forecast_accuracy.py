@@ -10,7 +10,7 @@ from .replay import Tally
 
 
 def scored(*forecasts: tuple[int, list[float]], used: list[int] | None) -> list[tuple[int, int, int, float]]:
-    """What forecasts (steps ahead, probabilities) of a visit that used these experts are told to be worth."""
+    """Return the scores of forecasts (steps ahead, probabilities) of a visit that used these experts."""
     tally = Tally()
     accuracy = ForecastAccuracy(tally)
     for steps_ahead, probabilities in forecasts:

@@ -35,7 +35,7 @@ def drive(
     duration_s: Callable[[bool, int], float],
     fetched_bytes: Callable[[int], float] = lambda number: 1e8,
 ) -> list[bool]:
-    """The setting under which each of the next passes ran; `duration_s(setting, number of the pass)`."""
+    """Return the setting of each of the next passes, which take `duration_s(setting, number of the pass)`."""
     settings = []
     for number in range(passes):
         settings.append(governor.on)
@@ -72,7 +72,7 @@ def test_a_tie_is_no_reason_to_move_bytes() -> None:
 
 
 def noisy(difference: float, seed: int) -> Callable[[bool, int], float]:
-    """Passes of 10 ms, give or take 1.5 ms; with prefetch so much shorter."""
+    """Return durations of about 10 ms (1.5 ms more or less), so much shorter with prefetch."""
     draw = random.Random(seed)
     return lambda on, number: 0.010 + draw.gauss(0.0, 0.0015) - (difference if on else 0.0)
 

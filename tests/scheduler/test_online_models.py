@@ -26,7 +26,7 @@ def expected(model: SameLayerModel, own: LogOdds, chosen: list[int]) -> LogOdds:
 
 
 def teach(model: SameLayerModel, own: LogOdds, chosen: list[int], came: list[int]) -> LogOdds:
-    """Returns the error that was corrected."""
+    """Return the error that was corrected."""
     error = -expected(model, own, chosen)
     error[came] += 1.0
     model.correct(error[None], [chosen])

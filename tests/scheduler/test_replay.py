@@ -55,7 +55,7 @@ SEEDS = (1, 2, 3)
 
 @cache
 def moved_by_token(seed: int, wrong: str | None, cache_rate: float) -> tuple[Replay, list[int]]:
-    """A long run, and the bytes moved up to each of its tokens."""
+    """Return a long run, and the bytes moved up to each of its tokens."""
     long = markov_routing(seed, 600, num_layers=4)
     forecaster = {
         None: None,

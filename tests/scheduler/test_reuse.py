@@ -228,7 +228,7 @@ def test_a_layer_with_fewer_experts_is_told_of_those_that_it_has() -> None:
 
 
 def foreseeing(num_layers: int, num_experts: int, weight: float, typical: float = 0.0) -> ReusePrior:
-    """A prior that a predictor's word is a feature of, of this weight to begin with."""
+    """Return a prior in which a predictor's forecast is a feature with this starting weight."""
     shape = (num_layers, num_experts)
     return ReusePrior(*shape, learned=LearnedReuse.foreseeing(np.full(shape, typical, dtype=np.float32), weight))
 

@@ -45,7 +45,7 @@ def expert_tensors(store: Store, key: ExpertKey) -> dict[str, torch.Tensor]:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The safetensors files, by name."""
+    """Return the safetensors files, by name."""
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -57,7 +57,7 @@ def rewrite(path: Path, edit: Any) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file."""
+    """Return the JSON header of a safetensors file."""
     content = path.read_bytes()
     header: dict[str, Any] = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
     return header

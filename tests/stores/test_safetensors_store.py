@@ -19,7 +19,7 @@ from stores.checkpoints import expert_tensors, plain_tensors, read_header, rewri
 
 
 def open_store(folder: Path, model: PreTrainedModel | None = None, **kwargs: Any) -> SafetensorsStore:
-    """The store of a checkpoint for a model that was loaded from it in full."""
+    """Return the store of a checkpoint for a model that was loaded from it in full."""
     model = AutoModelForCausalLM.from_pretrained(folder) if model is None else model
     return SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in find_moe_layers(model)], **kwargs)
 
