@@ -45,6 +45,36 @@ class BankSpec:
         return f"{self.full_name} {list(self.stack_shape)} {self.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class BankSources:
+    """The tensors of a checkpoint that a bank comes from."""
+
+    bank: BankSpec
+    patterns: list[str]
+    """The source patterns of the conversion; empty for a plain rename."""
+    tensors: list[list[TensorRange]]
+    """The tensors of each pattern, in the order of experts."""
+    operations: list[Any]
+    """Transformers' operations that make the bank out of them; empty for a plain rename."""
+
+    @property
+    def are_per_expert(self) -> bool | None:
+        """Whether each expert has tensors of its own, or all are stacked; None: it has to be computed from them."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        first, rest = self.tensors[0], list(self.operations)
+        if rest and type(rest[0]) is Transpose and rest[0].check_dims and first[0].shape == self.bank.stack_shape:
+            rest.pop(0)  # it transposes only if shapes differ
+        per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
+        if per_expert:
+            rest.pop(0)
+        if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
+            rest.pop(0)
+        elif not rest and (len(self.tensors) > 1 or (not per_expert and len(first) > 1)):
+            return None
+        return None if rest else per_expert
+
+
 class CheckpointNames:
     """Finds which tensors become which parameter, by which operations, as Transformers does when it loads a model."""
 
@@ -88,12 +118,12 @@ class CheckpointNames:
             for tensors in self._by_parameter[self._source_of(parameter)[0]].values():
                 yield from (tensor.name for tensor in tensors)
 
-    def of(self, bank: BankSpec, parameter: str | None = None) -> tuple[list[list[TensorRange]], list[Any]]:
-        """Return the tensors of each source pattern, in order, and the operations on them ([] for a plain rename).
+    def sources(self, bank: BankSpec, parameter: str | None = None) -> BankSources:
+        """Return the tensors that a bank, or one of its parameters, comes from.
 
         Args:
-            bank: whose tensors.
-            parameter: one of the bank's `full_names`; the first if None.
+            bank: the bank.
+            parameter: one of its `full_names`; the first if None.
 
         Raises:
             CheckpointError: tensors are missing, or there are two sets of them.
@@ -110,22 +140,19 @@ class CheckpointNames:
                 "them from the folder."
             )
         if converter is None:
-            return [by_pattern[None][:1]], []
-        lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
-        for pattern, tensors in zip(converter.source_patterns, lists, strict=True):
+            return BankSources(bank, [], [by_pattern[None][:1]], [])
+        patterns = list(converter.source_patterns)
+        lists = [by_pattern.get(pattern, []) for pattern in patterns]
+        for pattern, tensors in zip(patterns, lists, strict=True):
             if not tensors and not _is_optional(pattern, converter.operations):
                 raise CheckpointError(
                     f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. A file is "
                     "missing: compare the files with the original checkpoint."
                 )
         if num_shares > 1:
-            return [_share(tensors, share, num_shares) for tensors in lists], _stacking(lists)
-        return lists, list(converter.operations)
-
-    def patterns(self, bank: BankSpec) -> list[str]:
-        """Return the source patterns of the conversion that makes `bank`, in the order of `of`."""
-        by_pattern = self._by_parameter[self._source_of(bank.full_name)[0]]
-        return list(self._converters[next(iter(by_pattern)) or ""].source_patterns)
+            lists = [_share(tensors, share, num_shares) for tensors in lists]
+            return BankSources(bank, patterns, lists, _stacking(len(lists)))
+        return BankSources(bank, patterns, lists, list(converter.operations))
 
     def _source_of(self, parameter: str) -> tuple[str, int, int]:
         """Return under which name the parameter's tensors were collected, and which share of how many it has of them."""
@@ -160,25 +187,8 @@ def _share(tensors: list[TensorRange], share: int, num_shares: int) -> list[Tens
     return tensors[share * size : (share + 1) * size]
 
 
-def _stacking(lists: Sequence[Any]) -> list[Any]:
+def _stacking(num_parts: int) -> list[Any]:
     """Return the operations on one share of the tensors: stack them, and put the parts side by side."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    return [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(lists) > 1 else [])]
-
-
-def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: list[Any]) -> bool | None:
-    """Return whether each expert has tensors of its own, or all are stacked; None: it has to be computed from them."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
-
-    rest = list(operations)
-    if rest and type(rest[0]) is Transpose and rest[0].check_dims and lists[0][0].shape == bank.stack_shape:
-        rest.pop(0)  # it transposes only if shapes differ
-    per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
-    if per_expert:
-        rest.pop(0)
-    if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
-        rest.pop(0)
-    elif not rest and (len(lists) > 1 or (not per_expert and len(lists[0]) > 1)):
-        return None
-    return None if rest else per_expert
+    return [MergeModulelist(dim=0), *([Concatenate(dim=1)] if num_parts > 1 else [])]

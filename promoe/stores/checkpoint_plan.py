@@ -9,13 +9,13 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from promoe.errors import CheckpointError
 from promoe.stores.base import ChunkPart
-from promoe.stores.checkpoint_names import BankSpec, CheckpointNames, is_per_expert
+from promoe.stores.checkpoint_names import BankSources, BankSpec, CheckpointNames
 from promoe.stores.expert_conversion import ExpertConversion
 from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
@@ -84,12 +84,12 @@ def _bank_pieces(
     if len(bank.full_names) > 1:
         sources = tuple(_own_tensor(bank, parameter, found) for parameter in bank.full_names)
         return [Piece(slot_offset_bytes, math.prod(bank.row_shape) * bank.dtype.itemsize, bank.dtype, sources)]
-    lists, operations = found.of(bank)
-    per_expert = is_per_expert(bank, lists, operations)
+    origin = found.sources(bank)
+    per_expert = origin.are_per_expert
     if per_expert is None:
-        return [_computed(bank, found.patterns(bank), lists, operations, slot_offset_bytes)]
+        return [_computed(origin, slot_offset_bytes)]
     pieces: list[Piece] = []
-    for tensors, part_shape in zip(lists, _part_shapes(bank, lists, per_expert), strict=True):
+    for tensors, part_shape in zip(origin.tensors, _part_shapes(origin, per_expert), strict=True):
         # A stack may have rows, and the files may have tensors, that belong to no expert: they come last.
         if per_expert and len(tensors) not in (bank.num_experts, bank.stack_shape[0]):
             raise CheckpointError(_wrong_count(bank, tensors))
@@ -111,18 +111,13 @@ def _bank_pieces(
     return pieces
 
 
-def _computed(
-    bank: BankSpec,
-    patterns: Sequence[str],
-    lists: Sequence[Sequence[TensorRange]],
-    operations: Sequence[Any],
-    slot_offset_bytes: int,
-) -> ComputedPiece:
+def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
     """Return the piece of a tensor that has to be computed.
 
     A source has a tensor per expert if its pattern says so (`*`), or all experts stacked.
     """
-    present = [(pattern, tensors) for pattern, tensors in zip(patterns, lists, strict=True) if tensors]
+    bank = origin.bank
+    present = [(pattern, tensors) for pattern, tensors in zip(origin.patterns, origin.tensors, strict=True) if tensors]
     stacked = ["*" not in pattern for pattern, _ in present]
     for is_stacked, (_, tensors) in zip(stacked, present, strict=True):
         if not is_stacked and len(tensors) != bank.num_experts:
@@ -131,7 +126,7 @@ def _computed(
             _check_numbers(bank, tensors)
         if is_stacked and (len(tensors) > 1 or tensors[0].shape[:1] != (bank.num_experts,)):
             raise CheckpointError(_wrong_shape(bank, tensors[0], (bank.num_experts, *tensors[0].shape[1:])))
-    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, operations)
+    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, origin.operations)
     sources = tuple(
         _parts(bank, [tensors for _, tensors in present], stacked, expert_idx) for expert_idx in range(bank.num_experts)
     )
@@ -163,11 +158,12 @@ def _parts(
 
 def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
     """Return where an expert's tensor lies that is a parameter of its own."""
-    lists, operations = found.of(bank, parameter)
-    if operations or len(lists) > 1 or len(lists[0]) > 1:
+    origin = found.sources(bank, parameter)
+    lists = origin.tensors
+    if origin.operations or len(lists) > 1 or len(lists[0]) > 1:
         raise CheckpointError(
-            f"The checkpoint's {lists[0][0].name!r} would have to be converted to become {parameter!r}, by {operations!r}, "
-            "which is not supported for experts that are modules of their own. Save the model with "
+            f"The checkpoint's {lists[0][0].name!r} would have to be converted to become {parameter!r}, by "
+            f"{origin.operations!r}, which is not supported for experts that are modules of their own. Save the model with "
             "model.save_pretrained(folder, save_original_format=False), and open that folder."
         )
     (tensor,) = lists[0]
@@ -182,8 +178,9 @@ def _stacked_shape(bank: BankSpec, part_shape: tuple[int, ...]) -> tuple[int, ..
     return bank.stack_shape if part_shape == bank.row_shape else (bank.stack_shape[0], *part_shape)
 
 
-def _part_shapes(bank: BankSpec, lists: list[list[TensorRange]], per_expert: bool) -> list[tuple[int, ...]]:
+def _part_shapes(origin: BankSources, per_expert: bool) -> list[tuple[int, ...]]:
     """Return the shape that each source must have for one expert. They follow one another along the first dimension."""
+    bank, lists = origin.bank, origin.tensors
     if len(lists) == 1:
         return [bank.row_shape]
     axis = 0 if per_expert else 1
