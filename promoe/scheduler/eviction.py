@@ -148,7 +148,7 @@ class NextUse(Eviction):
             self._outdated.update(range(self._num_layers))
 
     def announced(self, layer_idx: int) -> None:
-        """Compute the layer's scores anew: what follows the announced experts is more probable from now on."""
+        """Compute the layer's scores again: what follows the announced experts is more probable from now on."""
         self._outdated.add(layer_idx)
 
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:

@@ -153,7 +153,7 @@ class FetchQueue:
         return hinted is not None
 
     def _invalidate(self) -> None:
-        """Compute scores of residents anew before the next one is evicted."""
+        """Make scores of residents be computed again before the next one is evicted."""
         for reclaimer in self._asked_reclaimers:
             reclaimer.invalidate()
         self._asked_reclaimers.clear()

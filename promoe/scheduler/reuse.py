@@ -232,7 +232,7 @@ class ReusePrior:
         return True
 
     def _judge(self, layer_idx: int) -> None:
-        """Compute the own log odds of a layer's experts, from its frequencies and what is foreseen."""
+        """Compute the log odds that each expert of a layer has by itself, from its frequencies and what is foreseen."""
         foreseen = None if self._foreseen is None else self._foreseen[layer_idx]
         self._weigh(layer_idx, self._visits[layer_idx].write_features(self._frequency[layer_idx], foreseen))
 

@@ -1,4 +1,4 @@
-"""The scheduler: what is expected, and so what is wanted and what makes room.
+"""Decides what layers need and will need, so what is fetched and which residents make room for it.
 
 Every method is one atomic operation of a pure state machine; the caller holds one lock around it. Times do not occur:
 a *step* is one layer visit. See docs/structure.md for the life of a token.

@@ -47,7 +47,7 @@ class SlotReclaimer:
         self._fresh = False
 
     def invalidate(self) -> None:
-        """Compute scores anew before the next eviction: a layer was visited or forecast."""
+        """Compute scores again before the next eviction, because a layer was visited or forecast."""
         self._fresh = False
 
     def free_a_slot(self, code: int, level: int, current_layer: int) -> bool:

@@ -157,7 +157,7 @@ def _parts(
 
 
 def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
-    """Return where an expert's tensor lies that is a parameter of its own."""
+    """Return where the tensor of an expert lies, if each expert has a parameter."""
     origin = found.sources(bank, parameter)
     lists = origin.tensors
     if origin.operations or len(lists) > 1 or len(lists[0]) > 1:

@@ -11,7 +11,7 @@ import torch
 from promoe.errors import ConfigError
 
 PAGE_BYTES = 4096
-DEFAULT_CHUNK_BYTES = 4 * 2**20  # the longest transfer
+DEFAULT_CHUNK_BYTES = 4 * 2**20  # of a transfer, at most
 CACHE_LINE_BYTES = 64
 # A tensor of at least this size starts at a page, so that O_DIRECT can read it straight into the slot.
 PAGE_ALIGNED_FROM_BYTES = 64 * 1024
@@ -24,7 +24,7 @@ def round_up(nbytes: int, alignment_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of an expert in a slot: `shape` (one expert's row) at `offset_bytes`."""
+    """One tensor of an expert inside a slot: `shape` (one expert's row) at `offset_bytes`."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensor, contiguous, in bytes."""
+        """Bytes of the tensor, contiguous."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
