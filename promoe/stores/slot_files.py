@@ -55,13 +55,13 @@ def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
 
 
 class SlotFilesStore(SafetensorsStore):
-    """A store over such files. It takes over `files` and closes them.
+    """Store over such files. Takes over `files`.
 
     Args:
-        files: one file per MoE layer, in order.
-        layouts: the layout of each layer.
-        num_experts: the number of experts of each layer.
-        chunk_bytes: longest chunk, a multiple of 4096.
+        files: in the order of the layers.
+        layouts: of the layers.
+        num_experts: of the layers.
+        chunk_bytes: longest chunk.
     """
 
     def __init__(
