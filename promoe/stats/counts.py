@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import add
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from promoe.stats.records import combined, from_plain, to_plain
 from promoe.units import ratio
@@ -16,14 +16,13 @@ from promoe.units import ratio
 Phase = Literal["prefill", "decode"]
 Cause = Literal["demand", "prefetch"]
 
-_DERIVED = ("hit_rate", "ready_rate", "bytes_total", "bytes_pending", "wasted_share")
-_DERIVED_BY_PHASE = ("pass_s", "stall_share", "bytes_per_token", "mb_per_token", "prefetch_on_share")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Counters that exist per layer and, summed, per phase. All start at zero."""
 
+    _derived: ClassVar[tuple[str, ...]] = ("hit_rate", "ready_rate", "bytes_total", "bytes_pending", "wasted_share")
+    """Properties that stand beside the fields in JSON."""
     layer_visits: int = 0
     """How many times an MoE layer computed; all experts of one layer in one pass are one visit."""
     needed: int = 0
@@ -99,6 +98,11 @@ class LayerStats(Counts):
 class PhaseStats(Counts):
     """One phase (prefill, decode) or their total: the sums over layers, and counters of whole passes."""
 
+    _derived: ClassVar[tuple[str, ...]] = (
+        *Counts._derived,
+        *("pass_s", "stall_share", "bytes_per_token", "mb_per_token", "prefetch_on_share"),
+    )
+    """Properties that stand beside the fields in JSON."""
     passes: int = 0
     """Forward passes of the model that ended normally."""
     passes_aborted: int = 0
@@ -167,9 +171,8 @@ class PhaseStats(Counts):
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields, and the derived rates beside them (null if they have no value)."""
-        layers = [to_plain(layer, _DERIVED) for layer in self.layers]
-        result: dict[str, Any] = to_plain(self, _DERIVED + _DERIVED_BY_PHASE) | {"layers": layers}
-        return result
+        values: dict[str, Any] = to_plain(self)
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PhaseStats:

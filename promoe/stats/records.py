@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import cache
 from itertools import starmap
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -23,6 +24,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 _T = TypeVar("_T")
+_hints = cache(get_type_hints)
 
 
 class RecordError(ValueError):
@@ -45,19 +47,22 @@ def combined(operation: Callable[[Any, Any], Any], a: _T, b: _T) -> _T:
     return result  # type: ignore[no-any-return]
 
 
-def to_plain(value: Any, derived: Iterable[str] = ()) -> Any:
+def to_plain(value: Any) -> Any:
     """Return records as dicts, tuples as lists, and NaN as None.
+
+    Properties that a record's class names in `_derived` stand beside its fields.
 
     Args:
         value: a record, a sequence of records or of numbers, a number, a text or None.
-        derived: properties of the record that are written beside its fields.
     """
-    if (names := _names(value)) is not None:
-        return {name: to_plain(getattr(value, name)) for name in (*names, *derived)}
-    if isinstance(value, (list, tuple)):
-        # The items of a sequence have one type; those of numbers may have 100,000.
-        return [to_plain(item) for item in value] if value and _names(value[0]) is not None else list(value)
-    return None if isinstance(value, float) and math.isnan(value) else value
+    if value is None or isinstance(value, (int, str)):
+        return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if (names := _names(value.__class__)) is not None:
+        return {name: to_plain(getattr(value, name)) for name in (*names, *getattr(value, "_derived", ()))}
+    # The items of a sequence have one type; a sequence of numbers may have 100,000.
+    return [to_plain(item) for item in value] if value and _names(value[0].__class__) is not None else list(value)
 
 
 def from_plain(kind: Any, value: Any, where: str) -> Any:
@@ -80,19 +85,22 @@ def from_plain(kind: Any, value: Any, where: str) -> Any:
         return _sequence(get_args(kind), value, where)
     if not isinstance(value, dict):
         raise RecordError(f"{where} is {shown(value)}")
-    kinds = get_type_hints(kind)
-    required = {field.name for field in fields(kind) if field.init} if is_dataclass(kind) else set(kind._fields)
-    missing = [name for name in kinds if name not in value and name in required]
+    hints = _hints(kind)
+    names = _names(kind) or ()
+    required = {field.name for field in fields(kind) if field.init} if is_dataclass(kind) else set(names)
+    missing = [name for name in names if name not in value and name in required]
     if missing:
         raise RecordError(f"{where} has no {missing[0]!r}")
-    found = {name: one for name, one in kinds.items() if name in value}
-    return kind(**{name: from_plain(one, value[name], f"{where}.{name}") for name, one in found.items()})
+    found = [name for name in names if name in value]
+    return kind(**{name: from_plain(hints[name], value[name], f"{where}.{name}") for name in found})
 
 
-def _names(value: Any) -> tuple[str, ...] | None:
-    if is_dataclass(value):
-        return tuple(field.name for field in fields(value))
-    names: tuple[str, ...] | None = getattr(value, "_fields", None)
+@cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """Return the fields of records of that class; None if it is not a record's."""
+    if is_dataclass(kind):
+        return tuple(field.name for field in fields(kind))
+    names: tuple[str, ...] | None = getattr(kind, "_fields", None)
     return names
 
 
@@ -111,6 +119,8 @@ def _sequence(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]
     if not isinstance(value, list):
         raise RecordError(f"{where} is {shown(value)}")
     if len(kinds) == 1 or kinds[-1] is Ellipsis:
+        if kinds[0] is int and set(map(type, value)) == {int} and 0 <= min(value) <= max(value) <= MAX_NUMBER:
+            return tuple(value)  # 100,000 counts at once
         return tuple(from_plain(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if len(value) != len(kinds):
         raise RecordError(f"{where} has {len(value)} values")

@@ -44,8 +44,7 @@ def save_run(run: Run, path: PathLike, conditions: Mapping[str, str] | None = No
     Raises:
         ConfigError: the file cannot be written.
     """
-    values = {"format": FORMAT, "version": VERSION, "conditions": dict(conditions or {})}
-    values |= to_plain(run) | {"stats": run.stats.to_json()}
+    values = {"format": FORMAT, "version": VERSION, "conditions": dict(conditions or {}), **to_plain(run)}
     return write_atomically(path, [json.dumps(values, separators=(",", ":"), allow_nan=False), "\n"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from promoe.stats.counts import ForecastStats, PhaseStats
 from promoe.stats.over_time import Stretch
@@ -31,6 +31,8 @@ class Stats:
     (`stats.decode.hit_rate`), and `phase.layers` has them per layer.
     """
 
+    _derived: ClassVar[tuple[str, ...]] = ("cache_rate", "total")
+    """Properties that stand beside the fields in JSON."""
     num_experts: tuple[int, ...]
     """Routed experts of each MoE layer."""
     expert_bytes: tuple[int, ...]
@@ -157,8 +159,8 @@ class Stats:
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of plain values for `json.dump`; `Stats.from_json` restores an equal object."""
-        values: dict[str, Any] = to_plain(self, ("cache_rate",))
-        return values | {name: getattr(self, name).to_json() for name in ("prefill", "decode", "total")}
+        values: dict[str, Any] = to_plain(self)
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Stats:
