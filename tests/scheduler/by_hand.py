@@ -1,4 +1,4 @@
-"""What the cases worked by hand share: a driven scheduler of two small layers, and short ways to ask it for things."""
+"""Helpers for the cases worked by hand: a driven scheduler of two small layers, and short calls on it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def names(leases: list[Lease]) -> list[tuple[int, int, int]]:
 
 
 def fetch(run: Driven, *keys: tuple[int, int]) -> None:
-    """Bring experts in, by a visit each, and let go of them."""
+    """Make experts resident by visiting each of them."""
     for layer_idx, expert_idx in keys:
         opened = run.begin(layer_idx, [expert_idx])
         run.admit(opened)

@@ -1,4 +1,4 @@
-"""What a forecast is worth, learned from outcomes."""
+"""How forecasts are calibrated by their outcomes."""
 
 from __future__ import annotations
 

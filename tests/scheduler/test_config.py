@@ -1,4 +1,4 @@
-"""What sizes a scheduler accepts, and the names of experts."""
+"""The sizes that a scheduler accepts, and the names of experts."""
 
 from __future__ import annotations
 

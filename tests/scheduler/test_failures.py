@@ -1,4 +1,4 @@
-"""Cases worked by hand: what becomes of a failed fetch, and of a lease that is no longer valid."""
+"""Cases worked by hand: failed fetches, and leases that are no longer valid."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_all_demand_at_once_is_what_has_slots() -> None:
 
 
 def test_behind_one_that_waits_for_its_slot_chunks_go_one_by_one() -> None:
-    """Of two slots one is an unfinished hint's, the other in flight to an expert that nobody will use."""
+    """Of two slots, one has an unfinished hint, and the other is being loaded with an expert that nobody will use."""
     scheduler = Scheduler(config(num_slots=2, num_layers=3, num_chunks=3))
     scheduler.hint(2, [3])
     scheduler.next_chunks(1)

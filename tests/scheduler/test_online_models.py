@@ -74,7 +74,7 @@ def test_two_that_say_the_same_are_not_believed_twice() -> None:
 
 
 def test_several_visits_at_once_are_answered_and_corrected_each_by_itself() -> None:
-    """Of different numbers of experts."""
+    """The visits have different numbers of experts."""
     together, apart = SameLayerModel(4), SameLayerModel(4)
     chosen = [[0, 2], [1]]
     errors = np.array([[0.5, -0.1, 0.2, 0.0], [-0.3, 0.1, 0.0, 0.4]], dtype=np.float32)

@@ -1,4 +1,4 @@
-"""The reuse prior: decayed frequencies per token, and what follows what."""
+"""The reuse prior: decayed frequencies per token, and which expert follows which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from promoe.scheduler.reuse import (
 
 
 def by_frequency(*frequencies: float) -> float:
-    """Probability of use at one visit, of an expert with these frequencies, where nothing was learned yet."""
+    """Return the probability of use at one visit of an expert with these frequencies, before anything was learned."""
     f = np.clip(frequencies, P_MIN, P_MAX)
     within = 1 / (1 + np.exp(-(START_WEIGHTS[:3] @ np.log(f / (1 - f)) + START_WEIGHTS[3])))
     return float(1 - (1 - within) ** (1 / HORIZON_VISITS))
@@ -162,7 +162,7 @@ def test_what_waits_to_be_learned_is_bounded() -> None:
 
 
 def test_how_much_lately_counts_is_learned() -> None:
-    """Whoever was used just now is used again, or any expert is as probable."""
+    """The expert that was just used is used again, or all experts are equally probable."""
     rng, found = np.random.default_rng(0), {}
     for repeats in (True, False):
         prior, latest = ReusePrior(4, 40), [0] * 4

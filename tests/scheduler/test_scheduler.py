@@ -1,4 +1,4 @@
-"""Cases worked by hand: what hints and forecasts make the scheduler want, and another number of slots."""
+"""Cases worked by hand: hints, forecasts, and resizing a pool."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_nan_is_no_forecast() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_is_foreseen_not_to_be_used_again_makes_room(begun: bool) -> None:
-    """Whatever was used last: the others stay."""
+    """The others stay, whatever was used last."""
     for victim in (1, 2, 3):
         three_slots = config(num_slots=3, num_chunks=1)
         scheduler = Scheduler(three_slots, reuse=foreseeing_reuse(three_slots))

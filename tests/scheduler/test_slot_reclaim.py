@@ -1,4 +1,4 @@
-"""Who makes room, by what stands behind the one that comes and the one that goes."""
+"""Whose slot is freed, depending on who asks for it and who wants the expert that has it."""
 
 from __future__ import annotations
 

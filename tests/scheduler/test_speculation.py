@@ -1,4 +1,4 @@
-"""The wishes of forecasts, by deadline."""
+"""The experts that forecasts want, by deadline."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_what_was_moved_before_is_no_credit() -> None:
 
 
 def test_at_most_the_span_is_owed() -> None:
-    """So that a prompt's worth of waste does not switch prefetch off for long."""
+    """Otherwise the waste of one prompt would switch prefetch off for long."""
     budget = WasteBudget(0.5, 0.1, SPAN)
     budget.wasted(10**9)
     assert budget.threshold == 1.0
@@ -54,7 +54,7 @@ def test_a_share_of_one_sets_no_limit() -> None:
 def test_who_keeps_to_it_wastes_no_more_than_the_share_and_the_span(
     least: float, share: float, events: list[tuple[int, float]]
 ) -> None:
-    """Everything that is moved is speculation here, of the probability given, and all of it is wasted."""
+    """Here, all moved bytes were prefetched, with the given probability, and all are wasted."""
     budget = WasteBudget(least, share, SPAN)
     moved = wasted = 0
     for nbytes, probability in events:

@@ -1,4 +1,4 @@
-"""Records become plain values and come back; what does not fit its type is named."""
+"""Records become plain values and come back; errors name the value that does not fit its type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the tests of stores and opening, and the tensors that a plain load makes of them."""
+"""Tiny checkpoints for the tests of stores and opening, and the tensors that a plain load gives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def save(
 
 
 def plain_tensors(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, tied ones under each name, of a plain load."""
+    """Return every parameter and buffer of a plain load, tied ones under each name."""
     model = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -34,7 +34,7 @@ def plain_tensors(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 def expert_tensors(store: Store, key: ExpertKey) -> dict[str, torch.Tensor]:
-    """One expert, read chunk by chunk into a slot that holds garbage before."""
+    """Return the tensors of one expert, read chunk by chunk into a slot that holds garbage before."""
     layout = store.layouts[key.layer_idx]
     slot = torch.full((layout.slot_bytes,), 0xA5, dtype=torch.uint8)
     read_expert(store, key, slot.numpy().data)

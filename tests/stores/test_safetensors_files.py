@@ -254,7 +254,7 @@ class TestLocateFiles:
 
 
 class TestRemedies:
-    """What is said to help does."""
+    """The remedy that the error names works."""
 
     def test_a_file_of_somebody_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Any) -> int:
