@@ -40,10 +40,11 @@ from torch import nn
 import promoe
 from promoe.commands.demo.example import find_example
 from promoe.commands.demo.systems import SYSTEMS, System, load_stock, to_compare
-from promoe.commands.lower_bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
+from promoe.commands.lower_bound import bytes_per_token, token_bound_s
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
 from promoe.experts.adapters.base import set_tensor
 from promoe.model.placement import place
+from promoe.stats.routing import RoutedPass, RoutingRecorder
 from promoe.transfer.devices import Device, Event, open_device
 from promoe.units import format_megabytes, format_ms, format_percent, format_times, ratio
 
@@ -224,7 +225,7 @@ class Bench:
         try:
             resident = with_own_experts(sharing_experts(base)).to(device.torch_device)
             routing = []
-            with RoutingRecorder(resident) as recorder:
+            with RoutingRecorder(resident, promoe.find_moe_layers(resident)) as recorder:
                 for prompt in [prompts[0], *prompts]:
                     run(resident, prompt)
                     routing.append(recorder.take())

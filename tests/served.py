@@ -28,7 +28,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.assembly import predictor_context
 from promoe.runtime.hot_path import MAX_PREDICTED_TOKENS
 from promoe.stores import Store
-from promoe.transfer.links import EmulatedLink, FaultyLink, FileLink, FileStore, HostLink, Link
+from promoe.transfer.links import EmulatedLink, FaultyLink, FileLink, HostLink, Link
 from promoe.transfer.links.faults import seeded
 
 IN_MEMORY = ("host", "offloaded", "spooled")  # stores of a model that was in memory before
@@ -64,7 +64,7 @@ def plain_link(store: Store, workers: int = 2) -> Link:
 
 def copying_link(store: Store, workers: int = 2) -> Link:
     """The fastest link that fits the store; forwards copy the short chunks themselves."""
-    return FileLink(store, "page_cache", workers) if isinstance(store, FileStore) else HostLink(store, workers)
+    return FileLink(store, "page_cache", workers) if store.files else HostLink(store, workers)
 
 
 def delayed(seed: int, max_delay_s: float = 5e-4, workers: int = 2) -> LinkOver:

@@ -17,7 +17,7 @@ from promoe import cli
 from promoe.commands import run as running
 from promoe.commands.report import SAME
 from promoe.errors import CheckpointError, ExpertLoadError
-from promoe.stats.text_report import load_run
+from promoe.stats.saved_run import load_run
 from promoe.transfer.cpu_contention import Taken
 
 PROMPT = "What is a lighthouse?"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-from promoe.scheduler.association import LogOdds
+from promoe.scheduler.online_models import LogOdds
 from promoe.scheduler.reuse import LearnedReuse, ReusePrior
 from promoe.training.routing_traces import RoutingTrace
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from promoe.transfer.links import FileStore
+from promoe.stores import Store
 from promoe.transfer.links.probe import ProbeMode, ReadBandwidth, probe_read_bandwidth
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Contention:
 def measure_contention(
     model: PreTrainedModel,
     ids: Sequence[int],
-    store: FileStore,
+    store: Store,
     mode: ProbeMode,
     workers: int,
     seconds: float = SECONDS,

@@ -7,20 +7,14 @@ W: best bandwidth of the link that a raw probe reaches in the same run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal
+from collections.abc import Sequence
 
-import torch
-from torch import nn
-
-from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.replay import Replay
 from promoe.stats.counts import PhaseStats
+from promoe.stats.routing import RoutedPass
 from promoe.stores import Store
-from promoe.transfer.links import BoundEmulatedLink, FileLink, FileStore, Link
+from promoe.transfer.links import BoundEmulatedLink, FileLink, Link
 from promoe.transfer.links.probe import BandwidthProbe, best_bandwidth
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.units import is_number, ratio
@@ -28,61 +22,6 @@ from promoe.units import is_number, ratio
 MIB = 1024 * 1024
 PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
 PROBE_SECONDS = 0.3  # per setting
-
-
-@dataclass(frozen=True)
-class RoutedPass:
-    """One forward pass of a model as its gates saw it."""
-
-    phase: Literal["prefill", "decode"]
-    visits: list[tuple[int, list[list[int]]]] = field(default_factory=list)
-    """(MoE layer, experts of each token `[num_tokens][top_k]`), in the order of execution."""
-
-
-class RoutingRecorder:
-    """Records the routing of a model's passes while its context lasts: one unpadded sequence at a time.
-
-    The model may be patched or not; routing is the same. Costs a few microseconds per layer and pass, so record in a
-    run that is not timed.
-    """
-
-    def __init__(self, model: nn.Module, layers: Sequence[MoELayer] | None = None) -> None:
-        self._model = model
-        self._layers = find_moe_layers(model) if layers is None else layers
-        self._raw: list[list[tuple[int, torch.Tensor]]] = []
-        self._undo: list[Callable[[], None]] = []
-
-    def __enter__(self) -> RoutingRecorder:
-        self._undo = [self._model.register_forward_pre_hook(self._begin).remove]
-        self._undo += [layer.gate.register_forward_hook(self._on_gate(layer)).remove for layer in self._layers]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for undo in self._undo:
-            undo()
-
-    def take(self) -> list[RoutedPass]:
-        """The passes since the start or the last `take`, in order."""
-        raw, self._raw = self._raw, []
-        passes = []
-        for visits in raw:
-            tokens = [(layer_idx, index.tolist()) for layer_idx, index in visits]
-            decode = all(len(rows) == 1 for _, rows in tokens)
-            passes.append(RoutedPass("decode" if decode else "prefill", tokens))
-        return passes
-
-    def _begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
-        self._raw.append([])
-
-    def _on_gate(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        def on_gate(gate: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            index = layer.chosen(output)
-            if index is not None:
-                self._raw[-1].append((layer.layer_idx, index))
-
-        return on_gate
 
 
 def missed_bytes(config: SchedulerConfig, passes: Sequence[RoutedPass]) -> list[int]:
@@ -139,10 +78,10 @@ def link_bandwidth(link: Link, store: Store) -> float:
     if isinstance(link, BoundEmulatedLink):
         return link.spec.bandwidth_bytes_per_s
     assert isinstance(link, FileLink), f"no probe for a {type(link).__name__}"
-    assert isinstance(store, FileStore), f"a file link over a {type(store).__name__}"
+    assert store.files, f"a file link over a {type(store).__name__}"
     return probe(store, link).best.bytes_per_s
 
 
-def probe(store: FileStore, link: FileLink) -> BandwidthProbe:
+def probe(store: Store, link: FileLink) -> BandwidthProbe:
     """Raw reads of the store's files in the link's mode, over request sizes and depths."""
     return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS, rounds=2)

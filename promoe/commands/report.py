@@ -11,8 +11,10 @@ from typing import TextIO
 from promoe.commands.charts.html_report import html_report
 from promoe.errors import ConfigError
 from promoe.files import check_writable
+from promoe.stats.run import Run
+from promoe.stats.saved_run import SavedRun, load_run
 from promoe.stats.text_columns import bullets
-from promoe.stats.text_report import Run, Saved, load_run, text_comparison, text_report
+from promoe.stats.text_report import text_comparison, text_report
 
 # Conditions under which runs have to be alike, or their times say little about their settings.
 SAME = ("model", "prompt", "tokens", "threads", "processor", "versions")
@@ -80,12 +82,12 @@ def _sizes(run: Run) -> str:
     return f"{len(layers)} MoE layers with {sum(layers):,} experts"
 
 
-def _differing(found: Mapping[str, Saved]) -> list[str]:
+def _differing(found: Mapping[str, SavedRun]) -> list[str]:
     """What should be the same in runs that are compared, and is not."""
     return [key for key in SAME if len({saved.conditions.get(key) for saved in found.values()}) > 1]
 
 
-def _conditions(found: Mapping[str, Saved]) -> dict[str, str]:
+def _conditions(found: Mapping[str, SavedRun]) -> dict[str, str]:
     """What holds for all once; what differs with the runs' names."""
     keys = dict.fromkeys(key for saved in found.values() for key in saved.conditions)
     result = {}

@@ -26,7 +26,9 @@ from promoe.model.tokenizer import check_known, load_tokenizer, prompt_inputs
 from promoe.runtime.loading import from_pretrained
 from promoe.runtime.sizes import CacheSize
 from promoe.stats.lanes import Lanes, median_token
-from promoe.stats.text_report import Run, save_run, text_report
+from promoe.stats.run import Run
+from promoe.stats.saved_run import save_run
+from promoe.stats.text_report import text_report
 from promoe.transfer.cpu_contention import CoreWatch, Taken
 from promoe.transfer.processor import num_cores, processor_name
 from promoe.units import format_number, format_seconds

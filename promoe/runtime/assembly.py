@@ -30,12 +30,12 @@ from promoe.runtime.sizes import PoolPlan
 from promoe.runtime.slot_handle import SlotHandle
 from promoe.scheduler import Scheduler, SchedulerConfig
 from promoe.stats.recorder import Recorder
-from promoe.stores import HostStore, Store, first_chunks
+from promoe.stores import Store, first_chunks
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 from promoe.transfer.lifetimes import if_alive, when_gone
-from promoe.transfer.links import FileLink, FileStore, HostLink, Link
+from promoe.transfer.links import FileLink, HostLink, Link
 from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.transfer.links.device import DeviceLink, Source
 from promoe.transfer.links.device_sources import PinnedSource, StagedSource
@@ -94,7 +94,7 @@ def open_link(choice: LinkChoice, parts: Parts) -> Link:
     if (device := parts.device) is None:
         planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
         return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
-    if isinstance(parts.store, HostStore):
+    if parts.store.tensors:
         return DeviceLink(PinnedSource(parts.store, device), device)
     return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)
 
@@ -116,7 +116,7 @@ def _source_in_files(parts: Parts, device: Device) -> Source:
 def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, planned_bytes: int) -> Link:
     link: Link = (
         FileLink(store, config.read_mode, config.workers, planned_bytes=planned_bytes)
-        if isinstance(store, FileStore)
+        if store.files
         else HostLink(store, config.workers)
     )
     if not isinstance(choice, str):
@@ -192,7 +192,7 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
             config.min_group_bytes,
             config.stream,
             parts.device,
-            live=isinstance(parts.store, HostStore),
+            live=bool(parts.store.tensors),
         )
         handle = SlotHandle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
         passes.on_begin = if_alive(handle, lambda handle: handle.pass_begins())

@@ -10,11 +10,12 @@ from os import PathLike
 from torch import nn
 
 from promoe.config import PromoeConfig
+from promoe.files import check_writable
 from promoe.runtime.popularity import Popularity
 from promoe.runtime.sizes import CacheSize
 from promoe.stats.text_report import text_report
 from promoe.stats.totals import Stats
-from promoe.stats.tracing import Tracer, check_writable
+from promoe.stats.tracing import Tracer
 
 
 class Handle(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 
 from promoe.errors import ConfigError, shown
 from promoe.scheduler import ExpertKey
-from promoe.stats import saved
+from promoe.stats.saved_run import load_run
 from promoe.stats.totals import Stats
 
 Popularity = str | PathLike[str] | Stats | Iterable[Iterable[float]]
@@ -40,7 +40,7 @@ def most_used(rates: Rates) -> list[ExpertKey]:
 
 def _counts(popularity: Popularity, num_experts: Sequence[int]) -> Rates:
     if isinstance(popularity, str | PathLike):
-        return _of_run(saved.read(popularity).run.stats, num_experts, f"The run in '{popularity}'")
+        return _of_run(load_run(popularity).run.stats, num_experts, f"The run in '{popularity}'")
     if isinstance(popularity, Stats):
         return _of_run(popularity, num_experts, "The run")
     found = _plain(popularity)

@@ -1,18 +1,28 @@
-"""The sizes and switches of a scheduler."""
+"""What a scheduler is told: the names of experts, its sizes and switches, and who is told what happens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 EvictionName = Literal["lru", "lfru", "static", "next_use"]
 Cause = Literal["demand", "prefetch"]
 
 
+class ExpertKey(NamedTuple):
+    """The name of one routed expert.
+
+    `layer_idx` counts the model's MoE layers in model order, 0..L-1; `expert_idx` counts the experts of that layer.
+    """
+
+    layer_idx: int
+    expert_idx: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """One pool of equal slots and the MoE layers whose experts it holds."""
+    """A pool of slots of equal size, and the MoE layers whose experts it holds."""
 
     num_slots: int
     layers: tuple[int, ...]
@@ -24,23 +34,25 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Sizes of the model and switches of the policy.
+    """The sizes of the model and the switches of the policy.
 
     Args:
         num_experts: routed experts of each MoE layer.
         chunk_bytes: per MoE layer, the bytes of each chunk of one of its experts, in transfer order.
-        pools: every layer belongs to exactly one.
-        eviction: which resident expert makes room.
+        pools: every layer belongs to exactly one of them.
+        eviction: the policy that chooses which resident expert is evicted.
         reorder: run (and fetch) resident experts first, then those in flight, then the rest (ProMoE's "reordered
-            inference"). Off: ascending ids, each missing expert fetched when its turn comes, as offloading caches do.
+            inference"). Off: experts run in order of id, and each missing one is fetched when its turn comes, as
+            offloading caches do.
         hints: act on the gate's ids before the experts' forward asks (ProMoE's "early preemption").
         prefetch: act on forecasts.
-        min_probability: speculation below this calibrated probability is not sent.
-        waste_share: of all bytes moved, what speculation may waste; the nearer it is to that, the surer it has to be.
-        first_chunks: per MoE layer, how many of an expert's chunks, from the first on, are enough to begin computing it; 0, as
-            everywhere if empty: it takes all of them.
-        calibrate: correct forecasts by what they were worth so far (see `calibration`); off: take them at their word.
-        strict: a completion with an outdated lease is an error (tests) instead of a counted event.
+        min_probability: experts below this calibrated probability are not prefetched.
+        waste_share: the share of all moved bytes that prefetch may waste. The closer the waste comes to it, the more
+            probable an expert must be to be prefetched.
+        first_chunks: per MoE layer, how many of an expert's first chunks are enough to start computing it. 0, or an
+            empty sequence, means that all chunks are needed.
+        calibrate: correct forecasts by how good they were so far (see `calibration`). Off: use them as they are.
+        strict: raise on a completion with an outdated lease (for tests) instead of counting it.
     """
 
     num_experts: Sequence[int]
@@ -70,55 +82,44 @@ class SchedulerConfig:
 
     @property
     def num_layers(self) -> int:
-        """MoE layers of the model."""
+        """The number of MoE layers of the model."""
         return len(self.num_experts)
 
 
 class Observer(Protocol):
-    """Is told what happened; counts it. Calls come from inside scheduler operations and must not call back."""
+    """Counts what happens. Calls come from inside scheduler operations and must not call back.
+
+    The methods do nothing by default.
+    """
 
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
-        """A chunk arrived, whether or not its slot still wanted it. `cause` is what it was sent for."""
+        """Count a chunk that arrived, whether or not its slot still wanted it. `cause` says why it was sent."""
+        return
 
     def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
-        """Bytes that speculation had sent are in their slot and a visit asked for their expert."""
+        """Count prefetched bytes that are in their slot and whose expert a visit asked for."""
+        return
 
     def wasted(self, layer_idx: int, nbytes: int, cause: Cause) -> None:
-        """Bytes sent for `cause` were dropped before any visit asked for their expert."""
+        """Count bytes that were sent for `cause` and dropped before any visit asked for their expert."""
+        return
 
     def evicted(self, layer_idx: int) -> None:
-        """A complete expert gave up its slot."""
+        """Count a complete expert that lost its slot."""
+        return
 
     def failed(self, cause: Cause) -> None:
-        """A chunk could not be fetched."""
+        """Count a chunk that could not be fetched."""
+        return
 
     def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
-        """A visit showed what a forecast that came `steps_ahead` visits before it was worth (see `accuracy`)."""
+        """Count what a forecast was worth that came `steps_ahead` layer visits early (see `ForecastAccuracy`)."""
+        return
 
     def stale_completion(self) -> None:
-        """A completion came with an outdated lease and was ignored."""
+        """Count a completion that came with an outdated lease and was ignored."""
+        return
 
 
-class NullObserver:
-    """Counts nothing."""
-
-    def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
-        """Ignored."""
-
-    def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
-        """Ignored."""
-
-    def wasted(self, layer_idx: int, nbytes: int, cause: Cause) -> None:
-        """Ignored."""
-
-    def evicted(self, layer_idx: int) -> None:
-        """Ignored."""
-
-    def failed(self, cause: Cause) -> None:
-        """Ignored."""
-
-    def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
-        """Ignored."""
-
-    def stale_completion(self) -> None:
-        """Ignored."""
+class NullObserver(Observer):
+    """An observer that counts nothing."""

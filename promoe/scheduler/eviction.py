@@ -1,7 +1,7 @@
-"""Which resident expert makes room: the one with the largest score.
+"""Eviction policies: they score experts, and the resident with the largest score is evicted.
 
-A policy sees layer visits and loads, in order, and answers with scores for all experts at once (numpy), because it is
-asked at most once per layer event; it never sees slots or pins.
+A policy is told of layer visits and loads, in order. It is asked at most once per layer event, so it returns the scores
+of all experts at once. It never sees slots or pins.
 """
 
 from __future__ import annotations
@@ -16,32 +16,37 @@ from .reuse import P_MAX, P_MIN, Floats, ReusePrior
 
 
 class Eviction(Protocol):
-    """A policy over experts `[num_layers, num_experts]`."""
+    """A policy that scores experts `[num_layers, num_experts]`. What it is told of is ignored by default."""
 
     comparable: bool
     """Whether scores of absent and resident experts may be compared, so that a prefetch can be refused its victim."""
 
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
-        """A layer is being visited with these experts; its next visit is expected to have `num_next` tokens."""
+        """Note that a layer is visited with these experts; its next visit is expected to have `num_next` tokens."""
 
     def announced(self, layer_idx: int) -> None:
-        """The layer's gate has chosen; the reuse prior knows what."""
+        """Note that the reuse prior has learned something of a layer, for example what its gate has chosen."""
+        return
 
     def loading(self, layer_idx: int, expert_idx: int) -> None:
-        """An expert is given a slot."""
+        """Note that an expert is assigned a slot."""
+        return
 
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
-        """Calibrated probabilities of use `[num_experts]` at the layer's next visit, or None to forget them."""
+        """Take calibrated probabilities of use `[num_experts]` at the layer's next visit; None: forget them."""
+        return
 
     def popular(self, rates: Sequence[Sequence[float]]) -> None:
-        """How often experts were used before, `[num_layers][num_experts]`; the reuse prior knows it already."""
+        """Take how often experts were used before, `[num_layers][num_experts]`; the reuse prior knows it already."""
+        return
 
     def scores(self, current_layer: int) -> Floats:
-        """Scores `[num_layers, num_experts]`; the largest is evicted first."""
+        """Return scores `[num_layers, num_experts]`; the largest is evicted first."""
+        ...
 
 
-class Lru:
-    """Least recently used; a load counts as a use, so that a prefetched expert is not the next victim."""
+class Lru(Eviction):
+    """Least recently used. A load counts as a use, so that a prefetched expert is not the next victim."""
 
     comparable = False
 
@@ -50,33 +55,24 @@ class Lru:
         self._clock = 0
 
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
-        """Stamp the used experts in id order."""
+        """Give the used experts a new time, in order of id."""
         row = self._last_use[layer_idx]
         for expert_idx in sorted(ids):
             self._clock += 1
             row[expert_idx] = self._clock
 
-    def announced(self, layer_idx: int) -> None:
-        """Ignored: a use is a visit."""
-
     def loading(self, layer_idx: int, expert_idx: int) -> None:
-        """Stamp the loaded expert."""
+        """Give the loaded expert a new time."""
         self._clock += 1
         self._last_use[layer_idx, expert_idx] = self._clock
 
-    def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
-        """Ignored: recency only."""
-
-    def popular(self, rates: Sequence[Sequence[float]]) -> None:
-        """Ignored: a use is a visit."""
-
     def scores(self, current_layer: int) -> Floats:
-        """Minus the time of the last use."""
+        """Return minus the time of the last use."""
         return -self._last_use
 
 
 class Lfru(Lru):
-    """Frequency over age: uses so far, divided by the uses and loads of any expert since its own last one."""
+    """Frequency over age: the uses so far, divided by the uses and loads of all experts since its own last one."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         super().__init__(num_layers, num_experts)
@@ -88,11 +84,11 @@ class Lfru(Lru):
         self._uses[layer_idx, ids] += 1
 
     def scores(self, current_layer: int) -> Floats:
-        """Minus uses per unit of age."""
+        """Return minus the uses per unit of age."""
         return -(self._uses + 1.0) / (self._clock - self._last_use + 1.0)
 
 
-class Static:
+class Static(Eviction):
     """Popularity: the counts given at the start, or, without any, the counts so far (then it is LFU)."""
 
     comparable = True
@@ -107,37 +103,28 @@ class Static:
         self._fixed = True
 
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
-        """Count, unless the popularity was given."""
+        """Count the uses, unless the popularity was given."""
         if not self._fixed:
             self._popularity[layer_idx, ids] += 1
 
-    def announced(self, layer_idx: int) -> None:
-        """Ignored: a use is a visit."""
-
-    def loading(self, layer_idx: int, expert_idx: int) -> None:
-        """Ignored."""
-
-    def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
-        """Ignored: popularity only."""
-
     def popular(self, rates: Sequence[Sequence[float]]) -> None:
-        """Use these from now on."""
+        """Use these rates from now on."""
         popularity = np.zeros_like(self._popularity)
         for row, of_layer in zip(popularity, rates, strict=True):
             row[: len(of_layer)] = of_layer
         self.fix(popularity)
 
     def scores(self, current_layer: int) -> Floats:
-        """Minus the popularity."""
+        """Return minus the popularity."""
         return -self._popularity
 
 
-class NextUse:
-    """Expected number of layer steps until the next use: `d + (1 - p_f) * L / p_r`.
+class NextUse(Eviction):
+    """The expected number of layer steps until the next use: `d + (1 - p_f) * L / p_r`.
 
-    d: steps until the expert's layer is next visited; L: MoE layers per pass; p_f: probability that this next visit
-    uses it (a forecast where there is one, else p_r); p_r: reuse prior, for the visits after it. Using p_f for all
-    later visits too is wrong: an expert surely not used next would then count as never used again.
+    d: steps until the expert's layer is next visited; L: MoE layers per pass; p_f: the probability that this next visit
+    uses it (a forecast if there is one, else p_r); p_r: the reuse prior, for the visits after it. It would be wrong to
+    use p_f for all later visits too: an expert that is surely not used next would count as never used again.
     """
 
     comparable = True
@@ -153,7 +140,7 @@ class NextUse:
         self._steps = [((layers - current - 1) % num_layers + 1.0)[:, None] for current in range(num_layers)]
 
     def visited(self, layer_idx: int, ids: Sequence[int], tokens: Sequence[Sequence[int]], num_next: int) -> None:
-        """What was forecast for this visit is over; the reuse prior has just learned from it."""
+        """Forget the forecast for this visit; the reuse prior has just learned from it."""
         self._forecast.pop(layer_idx, None)
         self._outdated.add(layer_idx)
         if num_next != self._num_next:
@@ -161,11 +148,8 @@ class NextUse:
             self._outdated.update(range(self._num_layers))
 
     def announced(self, layer_idx: int) -> None:
-        """What follows the announced experts is likelier from now on."""
+        """Compute the layer's scores again: what follows the announced experts is more probable from now on."""
         self._outdated.add(layer_idx)
-
-    def loading(self, layer_idx: int, expert_idx: int) -> None:
-        """Ignored."""
 
     def forecast(self, layer_idx: int, probabilities: Floats | None) -> None:
         """Set p_f for the layer's next visit."""
@@ -174,16 +158,13 @@ class NextUse:
                 return
         else:
             p_next = np.full(self._wait.shape[1], P_MIN)
-            # Not np.clip: it takes longer than both of these, on the path of every forecast.
+            # Not np.clip: it takes longer than both of these, and every forecast waits for it.
             p_next[: len(probabilities)] = np.minimum(np.maximum(probabilities, P_MIN), P_MAX)
             self._forecast[layer_idx] = p_next
         self._outdated.add(layer_idx)
 
-    def popular(self, rates: Sequence[Sequence[float]]) -> None:
-        """Ignored: the reuse prior goes by it."""
-
     def scores(self, current_layer: int) -> Floats:
-        """The expected numbers of steps; the layer being visited is a whole pass away."""
+        """Return the expected numbers of steps; the layer being visited is a whole pass away."""
         if self._outdated:
             layers = list(self._outdated)
             p_reuse = self._prior.probabilities(layers, self._num_next)
@@ -201,7 +182,7 @@ class NextUse:
 
 
 def create(name: EvictionName, num_layers: int, num_experts: int, prior: ReusePrior) -> Eviction:
-    """The policy of that name; `prior` is the scheduler's, which keeps it learning."""
+    """Return the policy of that name. `prior` is the scheduler's, which makes it learn."""
     if name == "next_use":
         return NextUse(num_layers, num_experts, prior)
     kinds: dict[str, type[Lru] | type[Static]] = {"lru": Lru, "lfru": Lfru, "static": Static}

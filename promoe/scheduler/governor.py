@@ -1,4 +1,4 @@
-"""Decides, by measuring, whether prefetch is on: it must never make decoding slower than no prefetch."""
+"""Decides by measuring whether prefetch is on, so that decoding is never slower than without prefetch."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-# Decode passes per trial. A round is with, without, without, with prefetch (or the other way round), so that a drift hits
-# both alike.
+# Decode passes per trial. A round is with, without, without, with prefetch (or the other way round), so that a drift
+# affects both alike.
 TRIAL_PASSES = 6
 ROUND_TRIALS = 4
-# A test ends when the difference is clear, or after so many rounds.
+# A test ends when the difference is clear, or after MOST_ROUNDS.
 MOST_ROUNDS = 4
 CLEAR_ERRORS = 2.0
-# Prefetch can save no more than what is waited for without it, and costs something. Where that is less, there is no test;
-# where it is more again, by so much that this is no accident, there is.
+# Prefetch can save no more than the stall without it, and it costs something. Below the first share of stall there is no
+# test; above the second, which is clearly more, the next test begins.
 LEAST_STALL_SHARE, RENEWED_STALL_SHARE = 0.08, 0.12
-# Passes that a first verdict holds; doubled each time it is confirmed.
+# A first verdict holds for this many passes; twice as long each time it is confirmed.
 FIRST_HOLD_PASSES = 240
 MAX_HOLD_PASSES = 4000
-# The first passes of a setting still see what the other one left behind.
+# The first passes with a setting still depend on what the other one left in the cache; they are not counted.
 SETTLING_PASSES = 2
-# While there was nothing to win, so many of the latest passes are watched for that to change.
+# While there was nothing to win, the stall of this many latest passes is watched.
 WATCHED_PASSES = 12
 
 
 class Pass(NamedTuple):
-    """A pass of decode."""
+    """A decode pass."""
 
     duration_s: float
     fetched_bytes: float
-    """Of experts that it used and that were not there before, whether they came on demand or ahead of need."""
+    """Bytes of the experts that it used and that were not there before, fetched on demand or ahead of need."""
 
 
 Floats = npt.NDArray[np.float64]
 
 
 class Governor:
-    """A running A/B test. Pure: told what passes took, answers on or off.
+    """A running A/B test. It is told how long passes took, and answers on or off.
 
-    It alternates trials with prefetch on and off until one's typical pass is clearly shorter, keeps that for a while, and tests
-    again. A verdict that is confirmed holds twice as long, so the price of testing falls towards zero. How long a test is
-    depends on what there is to lose: a large difference is clear after a round, and a small one costs little. Where next to
-    nothing is waited for without prefetch, it ends without a verdict, with the first trial that shows this: prefetch is off
-    from then on, the waiting is watched, and once there is some, the next test begins.
+    It alternates trials with prefetch on and off until the typical pass of one is clearly shorter, keeps that setting for a
+    while, and tests again. A verdict that is confirmed holds twice as long, so the cost of testing falls towards zero. A
+    large difference is clear after one round, and a small one costs little while it is tested. If there is next to no
+    stall without prefetch, the test ends without a verdict: prefetch stays off, the stall is watched, and once there is
+    some, the next test begins.
 
-    What a pass takes depends most of all on how many of its experts have to come, which differs from token to token by far
-    more than prefetch gains, and which prefetch hardly changes. So passes are compared as if all had fetched as much. (What has
-    to come again because it made room for something predicted is not charged.)
+    The duration of a pass depends most of all on how many of its experts have to be fetched. That differs from token to
+    token by far more than prefetch gains, and prefetch hardly changes it. So passes are compared as if all had fetched the
+    same number of bytes. (An expert that is fetched again because a prefetch evicted it is not charged to prefetch.)
     """
 
     def __init__(self) -> None:
@@ -64,12 +64,12 @@ class Governor:
         self._begin_test()
 
     def pass_ended(self, duration_s: float, stall_s: float, fetched_bytes: float) -> bool:
-        """A decode pass is over; returns the setting for the next.
+        """Record a decode pass with the present setting. Returns the setting for the next one.
 
         Args:
-            duration_s: it took, under the present setting.
-            stall_s: of that, it waited.
-            fetched_bytes: of experts that it used and that were not there before (see `Pass`).
+            duration_s: how long the pass took.
+            stall_s: how long it waited for experts.
+            fetched_bytes: see `Pass`.
         """
         stall_share = stall_s / duration_s if duration_s else 0.0
         if self._watched is not None:
@@ -87,7 +87,7 @@ class Governor:
             self._passes[self.on].append(Pass(duration_s, fetched_bytes))
             if not self.on:
                 self._stall_shares.append(stall_share)
-        if self._position >= TRIAL_PASSES:  # beyond it, where Ctrl-C came as a trial ended
+        if self._position >= TRIAL_PASSES:  # beyond it, if Ctrl-C came as a trial ended
             self._trial_ended()
         return self.on
 
@@ -123,12 +123,15 @@ class Governor:
 
 
 def is_as_first(trial: int) -> bool:
-    """Whether a test's trial of that number, from 0, has the setting of the first: with, without, without, with."""
+    """Return whether trial number `trial` of a test, from 0, has the same setting as the first one."""
     return trial % ROUND_TRIALS in (0, ROUND_TRIALS - 1)
 
 
 def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float, float]:
-    """Seconds that prefetch saves of a typical pass, and their standard error, as if all passes had fetched as much."""
+    """Return the seconds that prefetch saves in a typical pass, and their standard error.
+
+    Passes are compared as if all had fetched the same number of bytes.
+    """
     groups = [np.array(passes, dtype=np.float64).T for passes in (with_prefetch, without)]
     slope = seconds_per_byte(groups)
     with_s, without_s = (durations - slope * fetched for durations, fetched in groups)
@@ -137,11 +140,13 @@ def saved(with_prefetch: Sequence[Pass], without: Sequence[Pass]) -> tuple[float
 
 
 def seconds_per_byte(groups: Sequence[Floats]) -> float:
-    """How much longer a pass takes for each byte more that it fetches: the median over all pairs of passes of one group
-    (Theil and Sen), which a few that took much longer for other reasons do not move.
+    """Return how much longer a pass takes for each additional byte that it fetches.
+
+    This is the median over all pairs of passes of a group (the Theil-Sen estimator): a few passes that took much longer
+    for other reasons do not change it.
 
     Args:
-        groups: durations and bytes, `[2, num_passes]` each.
+        groups: per group, durations and bytes `[2, num_passes]`.
     """
     slopes = []
     for durations, fetched in groups:
@@ -153,10 +158,10 @@ def seconds_per_byte(groups: Sequence[Floats]) -> float:
 
 
 def scatter(values: Floats) -> float:
-    """Standard deviation of normal values, from their median absolute one: outliers do not widen it."""
+    """Return the standard deviation of normal values, estimated from their median absolute deviation: robust to outliers."""
     return 1.4826 * float(np.median(np.abs(values - np.median(values))))
 
 
 def _error_of_median(values: Floats) -> float:
-    """Standard error of the median of normal values."""
+    """Return the standard error of the median of normal values."""
     return math.sqrt(math.pi / 2) * scatter(values) / math.sqrt(len(values))

@@ -1,4 +1,4 @@
-"""Replays routing through the scheduler, on demand only: which bytes a cache of a policy would have had to fetch."""
+"""Replays recorded routing through the scheduler, on demand only: how many bytes an eviction policy has to fetch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from promoe.scheduler import Scheduler, SchedulerConfig
-from promoe.scheduler.cache import RESIDENT
-from promoe.scheduler.reuse import LearnedReuse
+from .cache import RESIDENT
+from .config import SchedulerConfig
+from .reuse import LearnedReuse
+from .scheduler import Scheduler
 
 
 class Replay:
-    """The same slots and eviction policy with demand only, each layer one event: keeps its cache from pass to pass.
+    """The same slots and eviction policy without prefetch, each layer visit one event. The cache lasts from pass to pass.
 
     Args:
         config: the scheduler configuration of the system that is replayed.
         reuse: what its reuse prior started from.
-        taught: the scheduler of a system with the same policy, which is shown each visit first: as its reuse prior has
-            learned the same, it serves both.
+        taught: the scheduler of a system with the same policy that is shown each visit first. Its reuse prior has
+            learned the same, so both use it.
     """
 
     def __init__(
@@ -31,20 +32,26 @@ class Replay:
         self._scheduler = Scheduler(on_demand, reuse=reuse, taught=taught)
 
     def residency(self, layer_idx: int) -> npt.NDArray[np.bool_]:
-        """Whether each expert of a layer is in a slot, `[num_experts]`."""
+        """Return whether each expert of a layer is in a slot, `[num_experts]`."""
         start = layer_idx * self._scheduler.max_experts
         states = self._scheduler.cache_of(layer_idx).states[start : start + self._config.num_experts[layer_idx]]
         result: npt.NDArray[np.bool_] = states == RESIDENT
         return result
 
     def foresee_reuse(self, layer_idx: int, log_odds: npt.ArrayLike) -> None:
-        """What a predictor says of the reuse of a layer's experts `[num_experts]` at the visit that comes next."""
+        """Take a predictor's log odds of reuse of a layer's experts `[num_experts]`, made at the next visit."""
         self._scheduler.foresee_reuse(layer_idx, log_odds, begun=False)
 
     def visit(self, layer_idx: int, tokens: Sequence[Sequence[int]], num_sequences: int = 1) -> int:
-        """One layer's visit with the experts of each token `[num_tokens][top_k]`; returns the bytes that it fetches.
+        """Replay one layer's visit.
 
-        `num_sequences` tokens are expected at the layer's next visit.
+        Args:
+            layer_idx: the layer.
+            tokens: the experts of each token, `[num_tokens][top_k]`.
+            num_sequences: how many tokens are expected at the layer's next visit.
+
+        Returns:
+            The bytes that it fetches.
         """
         scheduler, fetched_bytes = self._scheduler, 0
         ids = sorted({expert_idx for token in tokens for expert_idx in token})

@@ -1,9 +1,9 @@
-"""How likely an expert is to be used at its layer's next visit, judged by the layer's own past (the reuse prior p_r).
+"""The reuse prior p_r: how probable it is that an expert is used at its layer's next visit, judged by the layer's past.
 
-Two things of that past count: how often an expert was used lately, and which experts were used just now, for some follow
-each other and some never do. What the first says starts from what holds for any model, the second (`association`) from
-nothing; both are learned while running. A trained predictor adds a third: what the layer's gate sees (`foresee`). What is
-predicted is use within the next few visits; the rate of use per visit follows from that.
+Two things of that past count: how often an expert was used lately, and which experts were used just now, because some
+follow each other and some never do. The weights of the first start from values that hold for any model; those of the
+second (`SameLayerModel`) start at zero. Both are learned while running. A trained predictor adds a third: what the layer's
+gate sees (`foresee`). All of them predict use within the next few visits; the rate of use per visit follows from that.
 """
 
 from __future__ import annotations
@@ -16,71 +16,72 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .association import Association, LogOdds
-from .newton import NewtonSteps
+from .online_models import LogOdds, NewtonSteps, SameLayerModel
 
 Floats = npt.NDArray[np.float64]
 
 HALF_LIVES_TOKENS = (1.0, 8.0, 64.0)
-# To start from, of the log odds of the frequencies, and the constant: a logistic regression of use within HORIZON_VISITS
-# over the routing of DeepSeek-V2-Lite and gpt-oss-20b together (benchmarks/NOTES.md).
+# The starting weights of the frequencies' log odds, and the constant: from a logistic regression of use within
+# HORIZON_VISITS over the routing of DeepSeek-V2-Lite and gpt-oss-20b together (benchmarks/NOTES.md).
 START_WEIGHTS = (0.099, 0.164, 0.575, 0.996)
-# What the start is worth, in outcomes (one per expert and visit), and the memory of the weights, in visits.
+# How many outcomes (one per expert and visit) the starting weights count for, and how many visits the weights remember.
 START_OUTCOMES, MEMORY_VISITS = 500.0, 20_000.0
-# One visit only would be learned faster, and would say too little about experts that are used now and then.
+# A single visit would be learned faster, but says too little about experts that are used now and then.
 HORIZON_VISITS = 3
 # Older prompt tokens weigh less than 1/64 of the newest even at the longest half-life that moves within a prompt.
 MAX_TOKENS_LEARNED = 384
-# Sequences of a batch that are followed apart.
+# The most sequences of a batch that are followed separately.
 MAX_SEQUENCES = 8
-# Visits of a layer that are learned from at once, which is much cheaper than one by one.
+# A layer learns from this many visits at once, which is much cheaper than one by one.
 BATCH_VISITS = 8
 P_MIN, P_MAX = 0.001, 0.999
 MAX_LOG_ODDS = math.log(P_MAX / P_MIN)
 
 
 class LearnedReuse(NamedTuple):
-    """What a reuse prior has learned of a model, to start another one from."""
+    """What a reuse prior has learned of a model, for another one to start from."""
 
     weights: LogOdds
-    """Of the log odds of the frequencies, of those that are foreseen, if any are, and the constant, `[4]` or `[5]`."""
+    """The weights of the frequencies' log odds, of the foreseen ones (if any), and the constant: `[4]` or `[5]`."""
     associations: LogOdds
     """What the use of an expert adds to the others' log odds, `[num_layers, num_experts, num_experts]`."""
     foreseen: LogOdds | None = None
-    """What is taken for foreseen before anything is, `[num_layers, num_experts]`; None: nothing ever will be."""
+    """The foreseen log odds before the first forecast, `[num_layers, num_experts]`; None: there are no such forecasts."""
 
     @classmethod
     def foreseeing(cls, typical: LogOdds, weight: float = 0.0) -> LearnedReuse:
-        """Nothing learned yet, but what will be foreseen is a feature, of this weight to begin with.
+        """Return a start with nothing learned, in which the foreseen log odds are a feature.
 
         Args:
-            typical: `foreseen`.
-            weight: of the log odds that are foreseen.
+            typical: see `foreseen`.
+            weight: the starting weight of the foreseen log odds.
         """
         weights = np.array([*START_WEIGHTS[:-1], weight, START_WEIGHTS[-1]], dtype=np.float32)
         return cls(weights, np.zeros((*typical.shape, typical.shape[1]), dtype=np.float32), typical)
 
 
 class _Recent:
-    """The latest visits of one layer, oldest first, that nothing was learned from yet; at most `MAX_VISITS`."""
+    """The latest visits of one layer that nothing was learned from yet, oldest first; at most `MAX_VISITS`."""
 
     MAX_VISITS = HORIZON_VISITS + BATCH_VISITS
 
     def __init__(self, num_experts: int, num_features: int) -> None:
         self.tokens: list[Sequence[Sequence[int]]] = []
-        """Of each visit, the experts of each sequence's token."""
+        """The experts of each sequence's token, per visit."""
         self.features: LogOdds = np.ones((num_features, self.MAX_VISITS, num_experts), dtype=np.float32)
-        """Log odds of the frequencies, the visit included, those foreseen, if any are, and ones,
-        `[num_features, MAX_VISITS, num_experts]`."""
+        """Log odds of the frequencies (the visit included), foreseen log odds (if there are any), and ones.
+
+        Its shape is `[num_features, MAX_VISITS, num_experts]`.
+        """
         self._used: LogOdds = np.zeros((self.MAX_VISITS, 1, num_experts), dtype=np.float32)
-        # In one piece, for numpy takes twice as long over parts of an array.
+        # In one piece: numpy takes twice as long for parts of an array.
         self._odds, self._rest = np.empty((2, len(HALF_LIVES_TOKENS), num_experts))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def add(self, tokens: Sequence[Sequence[int]]) -> LogOdds:
-        """A visit; returns where each sequence's token used an expert, `[num_sequences, num_experts]`."""
+        """Add a visit. Returns 1 where a sequence's token used an expert, `[num_sequences, num_experts]`."""
         if len(tokens) != self._used.shape[1]:
             assert not self.tokens, "other sequences than before"
             self._used = np.zeros((self.MAX_VISITS, len(tokens), self._used.shape[2]), dtype=np.float32)
@@ -93,8 +94,12 @@ class _Recent:
         return used
 
     def write_features(self, frequency: Floats, foreseen: LogOdds | None) -> LogOdds:
-        """Of the latest visit, from frequencies `[half_lives, num_experts]` and what is foreseen; returns them,
-        `[num_features, num_experts]`."""
+        """Compute the features `[num_features, num_experts]` of the latest visit, and return them.
+
+        Args:
+            frequency: `[half_lives, num_experts]`.
+            foreseen: the foreseen log odds `[num_experts]`, if there are any.
+        """
         odds, rest = self._odds, self._rest
         np.maximum(frequency, P_MIN, out=odds)
         np.minimum(odds, P_MAX, out=odds)
@@ -108,16 +113,16 @@ class _Recent:
         return features
 
     def latest_features(self) -> LogOdds:
-        """Those of the latest visit, `[num_features, num_experts]`; live."""
+        """Return the features of the latest visit, `[num_features, num_experts]`; not a copy."""
         features: LogOdds = self.features[:, max(0, len(self.tokens) - 1)]
         return features
 
     def used(self) -> LogOdds:
-        """Whether experts were used by the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
+        """Return 1 where the oldest visits used an expert, `[BATCH_VISITS * num_sequences, num_experts]`."""
         return self._used[:BATCH_VISITS].reshape(-1, self._used.shape[2])
 
     def followed(self) -> LogOdds:
-        """Whether experts were used within the horizon of the oldest visits, `[BATCH_VISITS * num_sequences, num_experts]`."""
+        """Return 1 where an expert was used within the horizon of the oldest visits; shaped like `used`."""
         used = self._used
         found = np.maximum(used[1 : 1 + BATCH_VISITS], used[2 : 2 + BATCH_VISITS])
         for ahead in range(3, HORIZON_VISITS + 1):
@@ -125,35 +130,41 @@ class _Recent:
         return found.reshape(-1, used.shape[2])
 
     def forget(self) -> None:
-        """The oldest visits: they were learned from."""
+        """Forget the oldest visits, which were learned from."""
         del self.tokens[:BATCH_VISITS]
         self.features[:, :HORIZON_VISITS] = self.features[:, BATCH_VISITS:]
         self._used[:HORIZON_VISITS] = self._used[BATCH_VISITS:]
 
 
 class _Weights:
-    """Of the features, for all layers: a logistic regression, refitted by decayed Newton steps."""
+    """The weights of the features, for all layers: a logistic regression, refitted by decayed Newton steps."""
 
     def __init__(self, start: npt.ArrayLike) -> None:
         self.values = np.array(start, dtype=np.float32)
         self._steps = NewtonSteps(len(self.values), START_OUTCOMES, MEMORY_VISITS)
 
     def correct(self, features: LogOdds, expected: LogOdds, errors: LogOdds) -> None:
-        """Learn from visits: features `[features, num_visits, num_experts]`, the others `[num_visits, num_experts]`."""
+        """Learn from visits: features `[features, num_visits, num_experts]`, the rest `[num_visits, num_experts]`."""
         flat = features.reshape(len(self.values), -1)
         self.values += self._steps.step(flat, expected.ravel(), errors.ravel(), len(errors)).astype(np.float32)
 
 
 class ReusePrior:
-    """Decayed frequencies of use per token (half-lives 1, 8 and 64 tokens), and what follows what, for every expert.
+    """Decayed frequencies of use per token (half-lives 1, 8 and 64 tokens), and which expert follows which.
 
-    Prompt tokens are learned in order, so the last ones weigh as decode tokens do.
+    Prompt tokens are learned in order, so the last ones count like decode tokens.
+
+    Args:
+        num_layers: MoE layers.
+        num_experts: experts of each layer.
+        initial: the frequency of use of each expert before its layer's first visit.
+        learned: what another prior has learned of the model.
     """
 
     def __init__(
         self, num_layers: int, num_experts: int, initial: float = 0.1, learned: LearnedReuse | None = None
     ) -> None:
-        # Of each half-life, for every expert: arrays of one shape are worked through in one go.
+        # One row per half-life, one column per expert: numpy is fast on arrays of one shape.
         decay = [[0.5 ** (1.0 / half_life)] * num_experts for half_life in HALF_LIVES_TOKENS]
         self._decay = np.array(decay)
         self._gain = 1.0 - self._decay
@@ -165,32 +176,33 @@ class ReusePrior:
         assert len(self._weights.values) == num_features, (
             f"{len(self._weights.values)} weights, {num_features} features"
         )
-        # By the frequencies alone, as of each layer's latest visit: what other layers teach since then comes with its next.
+        # Log odds without the same-layer model, as of each layer's latest visit. Weights that other layers have changed
+        # since then are used from its next visit on.
         self._own: LogOdds = np.empty((num_layers, num_experts), dtype=np.float32)
-        self._answered = [0] * num_layers  # for visits of so many tokens; 0: the layer has learned since
-        self._associations = [Association(num_experts) for _ in range(num_layers)]
+        self._answered = [0] * num_layers  # number of tokens that `_answers` is for; 0: the layer has learned since
+        self._same_layer = [SameLayerModel(num_experts) for _ in range(num_layers)]
         self._visits = [_Recent(num_experts, num_features) for _ in range(num_layers)]
         for layer_idx in range(num_layers):
             self._judge(layer_idx)
-        self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for a visit to come
+        self._announced: dict[int, Sequence[int]] = {}  # layer -> what its gate has chosen for its next visit
         self._top_k = 0
         self._answers = np.empty((num_layers, num_experts))  # probabilities
         self._read_only = self._answers.view()
         self._read_only.flags.writeable = False
 
         if learned is not None:
-            for association, weights in zip(self._associations, learned.associations, strict=True):
+            for model, weights in zip(self._same_layer, learned.associations, strict=True):
                 if weights.any():
-                    association.start_from(weights)
+                    model.start_from(weights)
 
     def learned(self) -> LearnedReuse:
-        """A copy of what was learned so far."""
-        associations = np.stack([association.weights for association in self._associations])
+        """Return a copy of what was learned so far."""
+        associations = np.stack([model.weights for model in self._same_layer])
         foreseen = None if self._foreseen is None else self._foreseen.copy()
         return LearnedReuse(self._weights.values.copy(), associations, foreseen)
 
     def start_from(self, layer_idx: int, rates: Sequence[float]) -> bool:
-        """Take these uses per token of a layer's experts, at most 1 each, for its past, unless it has one; says whether."""
+        """Take uses per token and expert (at most 1) as a layer's past, unless it has one. Returns whether it did."""
         visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
         if visits.tokens:
             return False
@@ -199,13 +211,15 @@ class ReusePrior:
         return True
 
     def foresee(self, layer_idx: int, log_odds: npt.ArrayLike, begun: bool) -> bool:
-        """A predictor says, from what a layer's gate sees, which experts the layer's next visits will use; returns whether
-        that counts: not where nothing was learned of how to weigh it.
+        """Take a predictor's forecast, made from what a layer's gate sees, of the experts that its next visits will use.
 
         Args:
             layer_idx: the layer.
-            log_odds: of use within the next `HORIZON_VISITS` visits `[num_experts]`; of several tokens their mean.
-            begun: the visit that this was made from has been observed; else it is the next one.
+            log_odds: of use within the next `HORIZON_VISITS` visits, `[num_experts]`; the mean over several tokens.
+            begun: whether the visit that this was made from has been observed; else it is the next one.
+
+        Returns:
+            Whether it is used: only if the prior has learned how much to trust it.
         """
         if self._foreseen is None:
             return False
@@ -218,7 +232,7 @@ class ReusePrior:
         return True
 
     def _judge(self, layer_idx: int) -> None:
-        """What a layer's experts have by themselves, from its frequencies and what is foreseen."""
+        """Compute the log odds that each expert of a layer has by itself, from its frequencies and what is foreseen."""
         foreseen = None if self._foreseen is None else self._foreseen[layer_idx]
         self._weigh(layer_idx, self._visits[layer_idx].write_features(self._frequency[layer_idx], foreseen))
 
@@ -231,7 +245,7 @@ class ReusePrior:
         self._announced.pop(layer_idx, None)
         visits, frequency = self._visits[layer_idx], self._frequency[layer_idx]
         if visits.tokens and len(visits.tokens[-1]) != len(tokens):
-            visits.tokens.clear()  # other sequences: what comes next does not follow from what was
+            visits.tokens.clear()  # other sequences: their experts do not follow from those before
         used = visits.add(tokens if len(tokens) <= MAX_SEQUENCES else tokens[-1:])
         if len(tokens) == 1:
             self._top_k = max(self._top_k, len(tokens[0]))
@@ -245,13 +259,13 @@ class ReusePrior:
             self._learn(layer_idx)
 
     def announce(self, layer_idx: int, ids: Sequence[int]) -> None:
-        """A gate chose these experts for the layer's next visit: what follows them is known a little earlier."""
-        if len(ids) <= self._top_k:  # else of several tokens, and which of them belong together is not known yet
+        """Take what a gate has chosen for the layer's next visit, so that what follows is known a little earlier."""
+        if len(ids) <= self._top_k:  # else there are several tokens, and which experts belong together is not known yet
             self._answered[layer_idx] = 0
             self._announced[layer_idx] = ids
 
     def _count(self, frequency: Floats, tokens: Sequence[Sequence[int]]) -> None:
-        """Several tokens, oldest first."""
+        """Count the experts of several tokens, oldest first."""
         tokens = tokens[-MAX_TOKENS_LEARNED:]
         chosen = np.fromiter(chain.from_iterable(tokens), dtype=np.intp)
         counts = [len(token) for token in tokens]
@@ -262,9 +276,9 @@ class ReusePrior:
             row += np.bincount(chosen, np.repeat(weight, counts), minlength=row.size)
 
     def probability(self, layer_idx: int, num_tokens: int = 1) -> Floats:
-        """Probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999].
+        """Return the probability of use `[num_experts]` by a visit of `num_tokens` tokens, clamped to [0.001, 0.999].
 
-        Read only, and only until the layer learns or is asked about again.
+        Do not write to it, and use it only until the layer learns or is asked about again.
         """
         if self._answered[layer_idx] != num_tokens:
             self.probabilities([layer_idx], num_tokens)
@@ -272,7 +286,7 @@ class ReusePrior:
         return answer
 
     def probabilities(self, layers: Sequence[int], num_tokens: int = 1) -> Floats:
-        """The same of several layers `[len(layers), num_experts]`, for little more than one of them costs."""
+        """Return the same for several layers, `[len(layers), num_experts]`; it takes little longer than for one."""
         unknown = [layer_idx for layer_idx in layers if self._answered[layer_idx] != num_tokens]
         if unknown:
             used = self._used(unknown, num_tokens)
@@ -290,42 +304,42 @@ class ReusePrior:
             return np.stack([self._used_by_several(layer_idx, num_tokens) for layer_idx in layers])
         log_odds = np.empty((len(layers), self._own.shape[1]))
         for row, layer_idx in zip(log_odds, layers, strict=True):
-            row[...] = self._associations[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1])
+            row[...] = self._same_layer[layer_idx].log_odds(self._own[layer_idx], self._latest(layer_idx)[-1])
         return _rate(log_odds)
 
     def _used_by_several(self, layer_idx: int, num_tokens: int) -> Floats:
-        association, own, tokens = self._associations[layer_idx], self._own[layer_idx], self._latest(layer_idx)
+        model, own, tokens = self._same_layer[layer_idx], self._own[layer_idx], self._latest(layer_idx)
         if len(tokens) != num_tokens:
-            return 1.0 - (1.0 - _rate(association.log_odds(own, tokens[-1]).astype(np.float64))) ** num_tokens
+            return 1.0 - (1.0 - _rate(model.log_odds(own, tokens[-1]).astype(np.float64))) ** num_tokens
         unused = np.ones(len(own))
         for chosen in tokens:
-            unused *= 1.0 - _rate(association.log_odds(own, chosen).astype(np.float64))
+            unused *= 1.0 - _rate(model.log_odds(own, chosen).astype(np.float64))
         return 1.0 - unused
 
     def _latest(self, layer_idx: int) -> Sequence[Sequence[int]]:
-        """What each sequence's token has chosen, as far as known."""
+        """Return what each sequence's latest token has chosen, as far as known."""
         if (announced := self._announced.get(layer_idx)) is not None:
             return [announced]
         tokens = self._visits[layer_idx].tokens
         return tokens[-1] if tokens else ((),)
 
     def _learn(self, layer_idx: int) -> None:
-        """From the visits whose horizon has passed."""
+        """Learn from the visits whose horizon has passed."""
         visits = self._visits[layer_idx]
         chosen = [ids for tokens in visits.tokens[:BATCH_VISITS] for ids in tokens]
         features = visits.features[:, :BATCH_VISITS].repeat(len(chosen) // BATCH_VISITS, axis=1)
         used, followed = visits.used(), visits.followed()
-        if not all(chosen):  # what has chosen nothing says nothing
+        if not all(chosen):  # a token without experts teaches nothing
             told = [row for row, ids in enumerate(chosen) if ids]
             chosen, features = [chosen[row] for row in told], features.take(told, axis=1)
             used, followed = used.take(told, axis=0), followed.take(told, axis=0)
         if chosen:
-            self._correct(self._associations[layer_idx], features, chosen, used, followed)
+            self._correct(self._same_layer[layer_idx], features, chosen, used, followed)
         visits.forget()
 
     def _correct(
         self,
-        association: Association,
+        model: SameLayerModel,
         features: LogOdds,
         chosen: Sequence[Sequence[int]],
         used: LogOdds,
@@ -333,18 +347,18 @@ class ReusePrior:
     ) -> None:
         # [num_visits, num_experts]
         own: LogOdds = self._weights.values.dot(features.reshape(len(features), -1)).reshape(followed.shape)
-        expected = association.log_odds_of(own, chosen, used)
+        expected = model.log_odds_of(own, chosen, used)
         np.negative(expected, out=expected)
         np.exp(expected, out=expected)
         expected += 1.0
         np.reciprocal(expected, out=expected)
         errors = followed - expected
-        association.correct(errors, chosen, used)
+        model.correct(errors, chosen, used)
         self._weights.correct(features, expected, errors)
 
 
 def _rate(log_odds: Floats) -> Floats:
-    """Probability of use at one visit, from the log odds of use within the horizon, in whose place it is written."""
+    """Turn log odds of use within the horizon into the probability of use at one visit, in place."""
     rate = np.exp(log_odds, out=log_odds)
     rate += 1.0
     rate **= -1.0 / HORIZON_VISITS

@@ -1,4 +1,4 @@
-"""One pass of tokens through one MoE layer: which of its experts may run now."""
+"""One visit of one MoE layer: which of its experts may run now."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 from .cache import LOADING, RESIDENT
 
 if TYPE_CHECKING:
-    from .scheduler import Scheduler
+    from .fetch_queue import FetchQueue
 
 
 class Visit:
-    """The authority on what a layer needs: created by `Scheduler.begin_visit`, ended by `close`.
+    """What one layer needs in one forward pass: begun by `Scheduler.begin_visit`, ended by `close`.
 
-    Experts go needed -> granted (pinned) -> ready (resident) -> released. All methods are called with the scheduler's
-    lock held. Grants never exceed the slots, and a visit that holds a grant never waits for a further one, so visits
+    Experts go needed -> granted (pinned) -> ready (resident) -> released. Call all methods with the scheduler's lock
+    held. There are never more grants than slots, and a visit that holds a grant never waits for another one, so visits
     of several threads cannot block each other.
     """
 
     __slots__ = ("_base", "_cache", "_granted", "_needed", "layer_idx", "scheduler")
 
-    def __init__(self, scheduler: Scheduler, layer_idx: int, ids: Sequence[int]) -> None:
+    def __init__(self, scheduler: FetchQueue, layer_idx: int, ids: Sequence[int]) -> None:
         assert len(set(ids)) == len(ids), f"experts of a visit are distinct, got {ids}"
         self.layer_idx = layer_idx
         self.scheduler = scheduler
@@ -32,31 +32,34 @@ class Visit:
 
     @property
     def finished(self) -> bool:
-        """Everything needed was granted and released."""
+        """Whether all needed experts were granted and released."""
         return not self._needed and not self._granted
 
     @property
     def holds_grants(self) -> bool:
-        """Some expert is granted and not yet released: it will become ready without further grants."""
+        """Whether an expert is granted and not yet released. It will become ready without further grants."""
         return bool(self._granted)
 
     @property
     def num_granted(self) -> int:
-        """Experts granted and not yet released."""
+        """The number of experts granted and not yet released."""
         return len(self._granted)
 
     def admit(self) -> int:
-        """Grant (pin, and demand where absent) as many needed experts as there may be pins; returns how many.
+        """Grant as many needed experts as there may be pins: pin them, and demand those that are absent.
 
-        Order of grants, and so of fetching: resident, in flight (most done first), rest. Without `reorder`: ascending
-        ids, up to and including the first that is missing, and only when nothing is granted.
+        They are granted, and so fetched, in this order: resident, in flight (the most advanced first), the rest. Without
+        `reorder`: by id, up to and including the first that is missing, and only when nothing is granted.
+
+        Returns:
+            How many were granted.
         """
         if not self._needed:
             return 0
         cache = self._cache
         granted = []
         for code in self._by_state() if self.scheduler.config.reorder else self._next_by_id():
-            # What another visit has pinned takes no further slot.
+            # An expert that another visit has pinned takes no further slot.
             if cache.pins[code] or cache.num_pinned < cache.num_slots:
                 cache.pin(code)
                 granted.append(code)
@@ -83,14 +86,14 @@ class Visit:
         return self._needed[: next(missing, len(self._needed)) + 1]
 
     def ready(self) -> list[int]:
-        """Expert ids that are granted and resident now: the next group to run."""
+        """Return the ids of the experts that are granted and resident now: the next group to run."""
         state, base = self._cache.state, self._base
         return [code - base for code in self._granted if state[code] == RESIDENT]
 
     def begun(self) -> list[int]:
-        """Expert ids that are granted, still loading, and there as far as is enough to begin (`first_chunks`).
+        """Return the ids of granted experts that are still loading, and whose `first_chunks` have arrived.
 
-        What is there of them stays until they are resident or `failed`: nothing takes the slot of a pinned expert.
+        These chunks stay until the expert is resident or `failed`: nothing takes the slot of a pinned expert.
         """
         first = self.scheduler.config.first_chunks[self.layer_idx]
         if not first:
@@ -99,7 +102,7 @@ class Visit:
         return [code - base for code in self._granted if state[code] == LOADING and loads[code].has_first(first)]
 
     def slot(self, expert_idx: int) -> int:
-        """The slot of a granted expert that is resident or `begun`."""
+        """Return the slot of a granted expert that is resident or `begun`."""
         code = self._base + expert_idx
         assert code in self._granted, f"expert {expert_idx} of layer {self.layer_idx} is not granted to this visit"
         if (slot := self._cache.slot_of.get(code)) is None:
@@ -108,19 +111,19 @@ class Visit:
         return slot
 
     def failed(self) -> list[int]:
-        """Granted experts whose fetch failed: they will not become ready."""
+        """Return the ids of granted experts whose fetch failed: they will not become ready."""
         failures = self.scheduler.failures
         return [code - self._base for code in self._granted if code in failures] if failures else []
 
     def release(self, expert_ids: Iterable[int]) -> None:
-        """The group has run; its experts may be evicted."""
+        """Unpin experts that have run: they may be evicted."""
         codes = [self._base + expert_idx for expert_idx in expert_ids]
         for code in codes:
             del self._granted[code]
         self.scheduler.undemand(codes, self._cache)
 
     def close(self) -> None:
-        """Give back every grant, whether it ran or not. Safe to repeat."""
+        """Release every granted expert, whether it ran or not. Closing twice is allowed."""
         self._needed = []
         if self._granted:
             codes = list(self._granted)

@@ -1,36 +1,36 @@
-"""What was counted, per layer and per phase: frozen records with units; rates are derived from them.
+"""Frozen records of what was counted, per layer and per phase, with units; rates are derived from them.
 
 A quantity whose denominator is zero (a hit rate without visits, bytes per token without tokens) is nan; in JSON, null.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import add
+from typing import Any, ClassVar, Literal
 
+from promoe.stats.records import combined, from_plain, to_plain
 from promoe.units import ratio
 
 Phase = Literal["prefill", "decode"]
 Cause = Literal["demand", "prefetch"]
-
-_DERIVED = ("hit_rate", "ready_rate", "bytes_total", "bytes_pending", "wasted_share")
-_DERIVED_BY_PHASE = ("pass_s", "stall_share", "bytes_per_token", "mb_per_token", "prefetch_on_share")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Counters that exist per layer and, summed, per phase. All start at zero."""
 
+    _derived: ClassVar[tuple[str, ...]] = ("hit_rate", "ready_rate", "bytes_total", "bytes_pending", "wasted_share")
+    """Properties that stand beside the fields in JSON."""
     layer_visits: int = 0
-    """Times an MoE layer computed; all experts of one layer in one pass are one visit."""
+    """How many times an MoE layer computed; all experts of one layer in one pass are one visit."""
     needed: int = 0
     """Experts needed, summed over visits (an expert counts once per visit, however many tokens use it)."""
     hits: int = 0
-    """Of these, resident when the gate had chosen them."""
+    """Of these, how many were resident when the gate had chosen them."""
     ready: int = 0
-    """Of these, all there when the layer came to compute them (hits included)."""
+    """Of these, how many had arrived when the layer came to compute them (hits included)."""
     stall_s: float = 0.0
     """Seconds in which compute waited for weights."""
     bytes_demand: int = 0
@@ -38,11 +38,11 @@ class Counts:
     bytes_prefetched: int = 0
     """Bytes moved because a prediction said so."""
     bytes_prefetch_used: int = 0
-    """Of the prefetched bytes, those whose expert was needed while it was in its slot."""
+    """The prefetched bytes whose expert was needed while it was in its slot."""
     bytes_wasted: int = 0
-    """Bytes moved in vain: evicted, withdrawn or failed before any use."""
+    """Bytes that were moved and never used: evicted, withdrawn or failed before any use."""
     bytes_wasted_demand: int = 0
-    """Of the wasted bytes, those fetched on demand: a gate's hint that no visit followed."""
+    """The wasted bytes that were fetched on demand, after a gate's hint that no visit followed."""
     evictions: int = 0
     """Experts of this layer dropped from their slots to make room."""
 
@@ -63,25 +63,26 @@ class Counts:
 
     @property
     def bytes_wasted_prefetch(self) -> int:
-        """Of the prefetched bytes, those moved in vain."""
+        """The prefetched bytes that were never used."""
         return self.bytes_wasted - self.bytes_wasted_demand
 
     @property
     def bytes_used(self) -> int:
-        """Of the bytes moved, those that were not moved in vain."""
+        """The moved bytes that were not wasted."""
         return self.bytes_total - self.bytes_wasted
 
     @property
     def bytes_pending(self) -> int:
-        """Prefetched bytes of which it is not known yet whether they will be used; at least 0.
+        """Prefetched bytes that may still be used or wasted; at least 0.
 
-        What was prefetched in one phase, or before a reset, may be used in the next: then more is settled than moved.
+        Bytes that were prefetched in one phase, or before a reset, may be used in the next one, which then settles more
+        bytes than it moved.
         """
         return max(0, self.bytes_prefetched - self.bytes_prefetch_used - self.bytes_wasted_prefetch)
 
     @property
     def wasted_share(self) -> float:
-        """Share (0..1) of the prefetched bytes whose fate is known that were never used; nan without any."""
+        """Share (0..1) that was wasted of the prefetched bytes that are not pending; nan without any."""
         return ratio(self.bytes_wasted_prefetch, self.bytes_wasted_prefetch + self.bytes_prefetch_used)
 
 
@@ -90,13 +91,18 @@ class LayerStats(Counts):
     """One MoE layer in one phase."""
 
     expert_counts: tuple[int, ...] = ()
-    """Per expert, the number of visits that needed it."""
+    """The number of visits that needed each expert."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseStats(Counts):
-    """One phase (prefill, decode) or their total: the sum over layers, and what only whole passes have."""
+    """One phase (prefill, decode) or their total: the sums over layers, and counters of whole passes."""
 
+    _derived: ClassVar[tuple[str, ...]] = (
+        *Counts._derived,
+        *("pass_s", "stall_share", "bytes_per_token", "mb_per_token", "prefetch_on_share"),
+    )
+    """Properties that stand beside the fields in JSON."""
     passes: int = 0
     """Forward passes of the model that ended normally."""
     passes_aborted: int = 0
@@ -108,7 +114,7 @@ class PhaseStats(Counts):
     duration_s: float = 0.0
     """Seconds that these passes took, stalls included."""
     predictor_s: float = 0.0
-    """Seconds that predictors computed: beside the layers, or between them where no core is free."""
+    """Seconds that predictors computed: beside the layers, or between them if no core is free."""
     predictor_calls: int = 0
     """Times a predictor ran."""
     prefetch_on_visits: int = 0
@@ -146,7 +152,7 @@ class PhaseStats(Counts):
 
     @property
     def mb_per_token(self) -> float:
-        """The same in MB (10^6 bytes)."""
+        """Bytes moved per token in MB (10^6 bytes); nan without tokens."""
         return self.bytes_per_token / 1e6
 
     @property
@@ -156,43 +162,43 @@ class PhaseStats(Counts):
 
     @property
     def expert_counts(self) -> tuple[tuple[int, ...], ...]:
-        """Visits that needed each expert, `[layer][expert]`: the heat map."""
+        """The number of visits that needed each expert, `[layer][expert]`: the heat map."""
         return tuple(layer.expert_counts for layer in self.layers)
 
     def plus(self, other: PhaseStats) -> PhaseStats:
-        """The sum of two phases of the same model."""
-        return _added(self, other)
+        """Return the sum of two phases of the same model."""
+        return combined(add, self, other)
 
     def to_json(self) -> dict[str, Any]:
-        """All fields, and the derived rates beside them (null where they have no value)."""
-        result = _plain(self, _DERIVED + _DERIVED_BY_PHASE)
-        result["layers"] = [_plain(layer, _DERIVED) for layer in self.layers]
-        return result
+        """Return all fields, and the derived rates beside them (null if they have no value)."""
+        values: dict[str, Any] = to_plain(self)
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> PhaseStats:
-        """The inverse of `to_json`; derived values in `values` are ignored."""
-        layers = tuple(
-            LayerStats(**{**_own(LayerStats, layer), "expert_counts": tuple(layer["expert_counts"])})
-            for layer in values["layers"]
-        )
-        return cls(**{**_own(cls, values), "layers": layers})
+        """Return what `to_json` was called on; derived values in `values` are ignored.
+
+        Raises:
+            ValueError: something is missing, or of another type.
+        """
+        phase: PhaseStats = from_plain(cls, dict(values), "phase")
+        return phase
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastStats:
-    """What forecasts that came so long before their visit were worth. Only visits of decode are scored."""
+    """How accurate forecasts were that came `steps_ahead` layer visits early. Only visits of decode are scored."""
 
     steps_ahead: int
-    """Layer visits from when the forecast came to the one that it was about: the distance k."""
+    """Layer visits from when a forecast came to the visit that it was about: the distance k."""
     visits: int = 0
     """Visits that had such a forecast."""
     needed: int = 0
-    """Experts that they needed."""
+    """Experts that these visits needed."""
     named: int = 0
-    """Of these, named: among the forecast's most probable ones, as many as the visit needed."""
+    """Of these, how many the forecast named. It names as many experts as the visit needed: its most probable ones."""
     by_chance: float = 0.0
-    """How many would have been named by drawing as many at random."""
+    """How many a random choice of as many experts would have named, on average."""
 
     @property
     def accuracy(self) -> float:
@@ -201,31 +207,5 @@ class ForecastStats:
 
     @property
     def chance(self) -> float:
-        """The same by drawing; nan without any."""
+        """Share (0..1) that a random choice would have named; nan without any."""
         return ratio(self.by_chance, self.needed)
-
-
-_Record = TypeVar("_Record", LayerStats, PhaseStats)
-
-
-def _added(a: _Record, b: _Record) -> _Record:
-    return type(a)(**{field.name: _sum(getattr(a, field.name), getattr(b, field.name)) for field in fields(a)})
-
-
-def _sum(a: Any, b: Any) -> Any:
-    if isinstance(a, tuple):
-        return tuple(_sum(x, y) for x, y in zip(a, b, strict=True))
-    return _added(a, b) if isinstance(a, LayerStats) else a + b
-
-
-def _plain(record: LayerStats | PhaseStats, derived: Sequence[str]) -> dict[str, Any]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    values.update({name: getattr(record, name) for name in derived})
-    # JSON has no nan.
-    values = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-
-
-def _own(cls: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    names = {field.name for field in fields(cls)}
-    return {name: value for name, value in values.items() if name in names}

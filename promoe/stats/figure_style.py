@@ -1,7 +1,7 @@
-"""How matplotlib figures look: of training, of benchmarks, of timelines and in the notebooks.
+"""The style of all matplotlib figures: of training, benchmarks, timelines and notebooks.
 
-Draws with its own canvas: pyplot and matplotlib's settings are left alone. Needs matplotlib, which is imported when a
-figure is made.
+Figures have their own canvas, so pyplot and matplotlib's settings do not change. matplotlib is imported when a figure is
+made.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind people can tell apart (yellow is too pale for lines), and a marker each.
+# Okabe and Ito's colours, which colour-blind people can distinguish (without yellow, which is too pale for lines), and
+# a marker for each.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 MARKERS = ("o", "s", "D", "^", "v", "p", "h")
 INK, SOFT, GRID = "#1a2027", "#57616e", "#e4e8ed"
-# What a colour means in every picture, as in the HTML report (`style`); `rest` is computing that is not experts, and
-# `predict` what a predictor computes.
+# The meaning of colours in every picture, as in the HTML report (`style`). `rest` is computing outside of experts, and
+# `predict` is a predictor's computing.
 MEANING = {
     "compute": COLOURS[0],
     "rest": "#bad6eb",
@@ -33,7 +34,7 @@ MEANING = {
     "wasted": COLOURS[3],
     "pending": "#aab3bd",
 }
-# What compute waited for, and what was moved in vain, is hatched too.
+# Stall and waste are hatched, too.
 HATCHED = {"stall": "////", "wasted": "\\\\\\\\"}
 DPI = 160
 
@@ -47,7 +48,13 @@ def check_matplotlib() -> None:
 def new_figure(
     rows: int, columns: int, inches: tuple[float, float], heights: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """A white figure `(width, height)` and its axes, row by row; `heights` of the rows, relative to each other.
+    """Return a white figure and its axes, row by row.
+
+    Args:
+        rows: rows of axes.
+        columns: columns of axes.
+        inches: width and height of the figure.
+        heights: heights of the rows, relative to each other.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -63,14 +70,14 @@ def new_figure(
 
 
 def set_title(figure: Figure, title: str, subtitle: str) -> None:
-    """What is shown in bold, and below it under which conditions, or how to read it."""
+    """Write a bold title, and below it a subtitle: the conditions, or how to read the figure."""
     figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
-    # The second line of the room that the title takes, in another type.
+    # In the title's second line, which is empty.
     figure.text(0.01, 1 - 0.36 / figure.get_figheight(), subtitle, ha="left", va="center", fontsize=9.5, color=SOFT)
 
 
 def plain(axes: Axes) -> None:
-    """A grid behind what is drawn, and no more lines than the axis at the bottom."""
+    """Draw a grid behind the data, and no axis lines but the one at the bottom."""
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=SOFT, length=0, labelsize=9)
@@ -82,7 +89,7 @@ def plain(axes: Axes) -> None:
 
 
 def percent_axis(axes: Axes, label: str) -> None:
-    """The y axis from 0 to 100."""
+    """Make the y axis go from 0 to 100."""
     axes.set_ylim(0, 102)
     axes.set_ylabel(label)
     plain(axes)

@@ -1,6 +1,6 @@
-"""Where the time of one forward pass goes: computing, waiting, transfers, read from a timeline.
+"""Finds in a timeline where the time of one forward pass went: computing, waiting, transfers.
 
-Knows spans and seconds; drawing is `lanes_figure`'s.
+It knows spans and seconds; `lanes_figure` draws them.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from promoe.stats.tracing import COMPUTE, PASS, PREDICTOR, STALL, Span
 
 
 class Work(NamedTuple):
-    """Something of one MoE layer, in seconds since the pass began."""
+    """Computing or waiting, in seconds since the pass began."""
 
     layer: int | None
-    """None: of no layer."""
+    """The MoE layer; None: it belongs to none."""
     start_s: float
     end_s: float
 
     @property
     def duration_s(self) -> float:
-        """Seconds."""
+        """How long it took, in seconds."""
         return self.end_s - self.start_s
 
 
 class Transfer(NamedTuple):
-    """One chunk of an expert on its way, from when its reader took the order until it was there."""
+    """The transfer of one chunk of an expert, from when its reader took the order until it had arrived."""
 
     reader: str
     """The lane of the thread that fetched it."""
@@ -46,12 +46,12 @@ class Lanes:
 
     Attributes:
         phase: "prefill" or "decode".
-        num_tokens: of all its sequences, without padding.
-        duration_s: seconds.
+        num_tokens: tokens of all its sequences, without padding.
+        duration_s: how long it took, in seconds.
         visits: the experts' forwards, one per MoE layer, waiting included.
-        waits: when computing stood still for missing experts.
-        predictions: when a predictor computed; beside the pass, or in it.
-        transfers: chunks under way during the pass, also those of prefetch for later.
+        waits: when computing waited for missing experts.
+        predictions: when a predictor computed, beside the pass or in it.
+        transfers: chunks that were transferred during the pass, including those prefetched for later.
     """
 
     phase: str
@@ -74,17 +74,17 @@ class Lanes:
 
     @property
     def rest_s(self) -> float:
-        """Seconds of all else: attention, gates, norms, head."""
+        """Seconds of everything else: attention, gates, norms, head."""
         return self.duration_s - self.experts_s - self.stall_s
 
     @property
     def readers(self) -> list[str]:
-        """Who fetched, in order."""
+        """The lanes that fetched, in order."""
         # A longer name has a higher number.
         return sorted({transfer.reader for transfer in self.transfers}, key=lambda reader: (len(reader), reader))
 
     def fetching_s(self, cause: str) -> float:
-        """Seconds in which at least one transfer of that cause was under way."""
+        """Return the seconds in which at least one transfer of that cause was in progress."""
         total_s, until_s = 0.0, 0.0
         for one in sorted((t for t in self.transfers if t.cause == cause), key=lambda t: t.start_s):
             total_s += max(0.0, one.end_s - max(one.start_s, until_s))
@@ -93,9 +93,9 @@ class Lanes:
 
 
 def lanes_of(spans: Iterable[Span]) -> list[Lanes]:
-    """The passes of a timeline (`Tracer.spans()`), in order.
+    """Return the passes of a timeline (`Tracer.spans()`), in order.
 
-    Of a model that one thread at a time uses: passes that overlap are each given all that happened meanwhile.
+    One thread at a time should use the model: if passes overlap, each gets all that happened meanwhile.
     """
     spans = list(spans)
     passes = sorted((span for span in spans if span.lane == PASS), key=lambda span: span.start_s)
@@ -103,10 +103,10 @@ def lanes_of(spans: Iterable[Span]) -> list[Lanes]:
 
 
 def median_pass(passes: Iterable[Lanes], phase: str = "decode") -> Lanes:
-    """The pass of that phase that took the median time, of an even number the longer one: an ordinary one to look at.
+    """Return the pass of a phase that took the median time (of an even number, the longer one): an ordinary pass.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no pass of that phase.
     """
     found = sorted((one for one in passes if one.phase == phase), key=lambda one: one.duration_s)
     if not found:
@@ -115,10 +115,10 @@ def median_pass(passes: Iterable[Lanes], phase: str = "decode") -> Lanes:
 
 
 def median_token(spans: Iterable[Span]) -> Lanes | None:
-    """The decode pass of a timeline that took the median time; None without any.
+    """Return the decode pass of a timeline that took the median time; None without any.
 
-    The same as `median_pass(lanes_of(spans))`, without looking at all that belongs to the other passes. The first one is left
-    out if there are others: of a timeline that keeps the latest events, its beginning may be lost.
+    This is faster than `median_pass(lanes_of(spans))`, which looks at the spans of all passes. The first pass is left
+    out if there are others: a timeline that keeps the latest spans may have lost the beginning of it.
     """
     spans = list(spans)
     passes = [span for span in spans if span.lane == PASS and span.args["phase"] == "decode"]

@@ -1,8 +1,8 @@
-"""The counters that the engine feeds while a model runs.
+"""Counts what happens while a model runs.
 
-A `Recorder` is told everything: it knows no model, slot, lock or clock. Its methods run on the critical path (about a
-microsecond each), so they only add to plain numbers and lists. It is not thread-safe: call it under one lock, or from
-one thread.
+A `Recorder` is told everything; it knows no model, slot, lock or clock. A forward waits for its methods (about a
+microsecond each), so they only add to plain numbers and lists. It is not thread-safe: call it with one lock held, or
+from one thread.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _LAYER_COUNTS = tuple(field.name for field in fields(Counts))
 class Recorder:
     """Counts per phase and MoE layer.
 
-    Visits are booked under the phase that they say. What else happens is booked under the phase of the pass begun last
-    (outside of any: prefill), also what link workers finish between passes: where several threads run passes of different
-    phases at once, which of them bytes were moved for is approximate; the totals are exact.
+    Visits are counted in the phase that they name. Everything else is counted in the phase of the pass begun last
+    (prefill before the first one), including what link workers finish between passes. If several threads run passes of
+    different phases at once, the phase of moved bytes is approximate; the totals are exact.
 
     Args:
         num_experts: routed experts of each MoE layer.
@@ -48,10 +48,10 @@ class Recorder:
         }
         self._now = self._tallies[self._phase]
         self._over_time = OverTime(self._tallies["decode"].so_far)
-        self._forecasts: dict[int, _Forecasts] = {}
+        self._forecasts: dict[int, _ForecastCounts] = {}
 
     def begin_pass(self, phase: Phase, num_tokens: int, num_sequences: int) -> int:
-        """A forward pass of the model begins; from now on counts go to `phase`.
+        """Begin a forward pass of the model; from now on counts go to `phase`.
 
         Args:
             phase: "prefill" or "decode".
@@ -70,17 +70,18 @@ class Recorder:
         return self._next_pass
 
     def outside(self) -> None:
-        """Experts are asked outside of any pass (an encoder, or a block, that is called alone): no decode, in any case."""
+        """Count in prefill from now on: experts are used outside of any pass (an encoder or a block that is called alone)."""
         self._phase = "prefill"
         self._now = self._tallies["prefill"]
 
     def end_pass(self, duration_s: float, pass_idx: int | None = None, *, aborted: bool = False) -> None:
-        """A pass ended. Call it in a `finally`: each begun pass ends once.
+        """End a pass. Call it in a `finally`: each begun pass ends once.
 
         Args:
             duration_s: seconds since `begin_pass`, stalls included.
             pass_idx: what `begin_pass` returned; None: the pass begun last.
-            aborted: it ended with an exception. Then its time and tokens are not counted, so that means stay right.
+            aborted: whether it ended with an exception. Then its time and tokens are not counted, so that means stay
+                right.
         """
         assert self._open, f"end_pass({pass_idx}) without a begun pass"
         phase, num_tokens, num_sequences = self._open.popitem()[1] if pass_idx is None else self._open.pop(pass_idx)
@@ -102,15 +103,15 @@ class Recorder:
         stall_s: float,
         phase: Phase | None = None,
     ) -> None:
-        """An MoE layer has computed its experts.
+        """Count a visit: an MoE layer has computed its experts.
 
         Args:
             layer_idx: MoE layer.
-            needed: ids of the experts it needed, each once.
+            needed: ids of the experts that it needed, each once.
             hits: how many were resident at gate time.
             ready: how many it computed without waiting (normally at least `hits`).
             stall_s: seconds that compute waited in this visit.
-            phase: of its pass; None: of the pass begun last.
+            phase: the phase of its pass; None: that of the pass begun last.
         """
         now = self._now if phase is None else self._tallies[phase]
         now.layer_visits[layer_idx] += 1
@@ -125,36 +126,36 @@ class Recorder:
             counts[expert_idx] += 1
 
     def stall_s(self, phase: Phase) -> float:
-        """Seconds that compute has waited in passes of a phase."""
+        """Return the seconds that compute has waited in passes of a phase."""
         return sum(self._tallies[phase].stall_s)
 
     def fetched_bytes(self, phase: Phase) -> int:
-        """Bytes that had to come for passes of a phase: those moved on demand, and the prefetched ones that were used."""
+        """Return the bytes that passes of a phase needed: those moved on demand, and the prefetched ones that were used."""
         tally = self._tallies[phase]
         return sum(tally.bytes_demand) + sum(tally.bytes_prefetch_used)
 
     def passes_aborted(self, phase: Phase) -> int:
-        """Passes of a phase that ended with an exception."""
+        """Return how many passes of a phase ended with an exception."""
         return self._tallies[phase].passes_aborted
 
     def transferred(self, layer_idx: int, cause: Cause, nbytes: int) -> None:
-        """The link moved `nbytes` of an expert of this layer; a prefetch that became urgent on its way is demand."""
+        """Count bytes of an expert of this layer that the link moved. `cause` says why they were sent."""
         if cause == "demand":
             self._now.bytes_demand[layer_idx] += nbytes
         else:
             self._now.bytes_prefetched[layer_idx] += nbytes
 
     def prefetch_used(self, layer_idx: int, nbytes: int) -> None:
-        """`nbytes` that had been prefetched were needed, for the first time since they came."""
+        """Count prefetched bytes that were needed, for the first time since they arrived."""
         self._now.bytes_prefetch_used[layer_idx] += nbytes
 
     def wasted(self, layer_idx: int, nbytes: int, cause: Cause = "prefetch") -> None:
-        """`nbytes` were moved in vain: evicted, withdrawn or failed before use.
+        """Count bytes that were moved and never used: evicted, withdrawn or failed before use.
 
         Args:
             layer_idx: MoE layer.
-            nbytes: how many.
-            cause: why they had been moved; "demand" for a gate's hint that no visit followed.
+            nbytes: how many bytes.
+            cause: why they were moved; "demand" for a gate's hint that no visit followed.
         """
         now = self._now
         now.bytes_wasted[layer_idx] += nbytes
@@ -162,61 +163,61 @@ class Recorder:
             now.bytes_wasted_demand[layer_idx] += nbytes
 
     def evicted(self, layer_idx: int) -> None:
-        """A resident expert of this layer was dropped to make room."""
+        """Count a resident expert of this layer that was dropped to make room."""
         self._now.evictions[layer_idx] += 1
 
     def failed(self, cause: Cause) -> None:
-        """A transfer failed."""
+        """Count a transfer that failed."""
         if cause == "demand":
             self._now.failures_demand += 1
         else:
             self._now.failures_prefetch += 1
 
     def prefetch_switched(self, on: bool) -> None:
-        """Prefetch is on or off from now on (off at first); repeating the present state is not a switch."""
+        """Note that prefetch is on or off from now on (off at first). Repeating the present state is not a switch."""
         if on != self._prefetch_on:
             self._prefetch_on = on
             self._now.prefetch_switches += 1
 
     def predictor_time(self, seconds: float) -> None:
-        """A predictor ran once, for `seconds`."""
+        """Count a predictor call that took `seconds`."""
         self._now.predictor_calls += 1
         self._now.predictor_s += seconds
 
     def forecast_scored(self, steps_ahead: int, needed: int, named: int, by_chance: float) -> None:
-        """A layer's visit showed what a forecast of it was worth.
+        """Count a forecast whose visit has come; see `ForecastStats`.
 
         Args:
             steps_ahead: layer visits from when the forecast came to this one.
             needed: experts that the visit needed.
-            named: how many of them the forecast had among its so many most probable ones.
-            by_chance: how many it would have had if it had drawn them.
+            named: how many of them the forecast named.
+            by_chance: how many of them a random choice would have named, on average.
         """
-        scored = self._forecasts.setdefault(steps_ahead, _Forecasts())
+        scored = self._forecasts.setdefault(steps_ahead, _ForecastCounts())
         scored.visits += 1
         scored.needed += needed
         scored.named += named
         scored.by_chance += by_chance
 
     def stale_completion(self) -> None:
-        """A transfer completed for a lease that was no longer valid, and was ignored."""
+        """Count a transfer that completed after its lease had become invalid, and was ignored."""
         self._now.stale_completions += 1
 
     def phase_stats(self, phase: Phase) -> PhaseStats:
-        """A frozen copy of one phase's counters."""
+        """Return a frozen copy of one phase's counters."""
         return self._tallies[phase].frozen()
 
     def forecast_stats(self) -> tuple[ForecastStats, ...]:
-        """What forecasts were worth, nearest first."""
+        """Return how accurate forecasts were, per distance, nearest first."""
         return tuple(ForecastStats(steps_ahead=k, **vars(scored)) for k, scored in sorted(self._forecasts.items()))
 
     def over_time(self) -> tuple[Stretch, ...]:
-        """Decode, cut into stretches."""
+        """Return decode, cut into stretches."""
         return self._over_time.stretches()
 
 
-class _Forecasts:
-    """Mutable counterpart of one ForecastStats."""
+class _ForecastCounts:
+    """The counters of forecasts of one distance, as they become a ForecastStats."""
 
     def __init__(self) -> None:
         self.visits = self.needed = self.named = 0
@@ -224,7 +225,7 @@ class _Forecasts:
 
 
 class _Tally:
-    """Mutable counterpart of one PhaseStats: lists over layers for the fields of Counts, else numbers."""
+    """The counters of one phase, as they become a PhaseStats: lists over layers for the fields of Counts, else numbers."""
 
     def __init__(self, num_experts: Sequence[int]) -> None:
         zeros, zeros_s = [0] * len(num_experts), [0.0] * len(num_experts)
@@ -264,7 +265,7 @@ class _Tally:
         return PhaseStats(layers=layers, **values, **{name: sum(per_layer[name]) for name in _LAYER_COUNTS})
 
     def so_far(self, passes: int) -> Stretch:
-        """What was counted, as of so many passes."""
+        """Return what was counted so far, as one stretch of so many passes."""
         return Stretch(
             passes, sum(self.needed), sum(self.hits), sum(self.ready), tuple(chain.from_iterable(self.expert_counts))
         )

@@ -1,4 +1,4 @@
-"""One measured run: a name, its statistics, and timings that were measured better than by summing passes."""
+"""A measured run: its name, its statistics, and timings that were measured more precisely than by summing passes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from promoe.units import is_number, ratio
 
 @dataclass(frozen=True)
 class Run:
-    """What reports show of one run. A timing that is not given is taken from the statistics, or shown as a dash."""
+    """What reports show of a run. A timing that is not given is taken from the statistics, or shown as a dash."""
 
     name: str
-    """Short, unique within a report."""
+    """A short name, unique within a report."""
     stats: Stats
     """`model.promoe.stats()` after the run."""
     tpot_s: float | None = None
@@ -27,9 +27,9 @@ class Run:
     bound_s: float | None = None
     """Least TPOT that compute and link allow, max(compute, missed bytes / bandwidth), seconds."""
     note: str = ""
-    """One sentence about the run."""
+    """A sentence about the run."""
     token: Lanes | None = None
-    """A decode pass from begin to end, an ordinary one (`lanes.median_pass`)."""
+    """The timeline of an ordinary decode pass (`lanes.median_token`)."""
 
     @property
     def phase(self) -> PhaseStats:
@@ -38,12 +38,12 @@ class Run:
 
     @property
     def phase_name(self) -> str:
-        """Its name."""
+        """The name of that phase."""
         decode = self.stats.decode
         return "decode" if decode.passes or decode.layer_visits else "prefill"
 
     def of_phase(self, name: str) -> PhaseStats:
-        """The statistics of "prefill" or "decode"."""
+        """Return the statistics of "prefill" or "decode"."""
         return self.stats.decode if name == "decode" else self.stats.prefill
 
     @property
@@ -62,9 +62,9 @@ class Run:
         return ratio(self.time_per_token_s, self.bound_s) if self.bound_s else float("nan")
 
     def split(self, phase: str) -> tuple[float, float]:
-        """(compute, stall) in seconds per pass of "prefill" or "decode"; they add up to TTFT or TPOT.
+        """Return (compute, stall) in seconds per pass of "prefill" or "decode"; they add up to TTFT or TPOT.
 
-        A measured time has its stall scaled from the statistics' own share of stall, as both may cover other passes.
+        The share of stall comes from the statistics, which may cover other passes than a measured time.
         """
         stats = self.of_phase(phase)
         whole_s = self.time_to_first_s if phase == "prefill" else self.time_per_token_s

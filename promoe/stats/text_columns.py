@@ -1,4 +1,4 @@
-"""How wide texts of a report are. Apart from `promoe.commands.terminal`, whose bars `import promoe` does without."""
+"""Wraps the text of reports. Progress bars are in `promoe.commands.terminal`, which `import promoe` does not need."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ NARROWEST_TEXT, WIDEST_TEXT = 60, 100
 
 
 def text_columns() -> int:
-    """Columns to wrap sentences at: those of the terminal (or $COLUMNS), 60 to 100; 100 without a terminal."""
+    """Return the columns to wrap sentences at: those of the terminal (or $COLUMNS), 60 to 100; 100 without a terminal."""
     return max(NARROWEST_TEXT, min(WIDEST_TEXT, shutil.get_terminal_size((WIDEST_TEXT, 24)).columns))
 
 
 def labelled(label: str, text: str, width: int, columns: int | None = None) -> list[str]:
-    """Lines with `label` in a column of `width` characters, and `text` beside it, wrapped at `columns`, or `text_columns()`."""
+    """Return lines with `label` in a column of `width` characters and the wrapped `text` beside it."""
     return textwrap.wrap(
         text,
         columns or text_columns(),
@@ -27,6 +27,6 @@ def labelled(label: str, text: str, width: int, columns: int | None = None) -> l
 
 
 def bullets(sentences: Iterable[str]) -> list[str]:
-    """Each as an item of a list, wrapped at `text_columns()`."""
+    """Return each sentence as an item of a list, wrapped at `text_columns()`."""
     columns = text_columns()
     return [textwrap.fill(s, columns, initial_indent="  - ", subsequent_indent="    ") for s in sentences]

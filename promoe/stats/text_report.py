@@ -1,33 +1,31 @@
-"""Reports on what happened as text, and runs as files."""
+"""Reports as text: of one run, and of several beside each other."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from promoe.errors import ConfigError
-from promoe.files import PathLike, write_atomically
-from promoe.stats import saved
 from promoe.stats.run import Run
-from promoe.stats.saved import Saved
+from promoe.stats.run_table import text_table
+from promoe.stats.saved_run import load_run, save_run
 from promoe.stats.text_columns import bullets
-from promoe.stats.text_table import text_table
 from promoe.stats.totals import Stats
 from promoe.stats.words import advice, comparison, meaning
 
-__all__ = ["Run", "Saved", "baseline_of", "load_run", "save_run", "text_comparison", "text_report"]
+# Public names: programs import runs, and what makes and reads their files, from here.
+__all__ = ["Run", "baseline_of", "load_run", "save_run", "text_comparison", "text_report"]
 
 
 def text_report(
     stats: Stats, *, tpot_s: float | None = None, ttft_s: float | None = None, bound_s: float | None = None
 ) -> str:
-    """The numbers, what they mean, and what to do (`model.promoe.report()`).
+    """Return the numbers, what they mean, and what to do (`model.promoe.report()`).
 
     Args:
         stats: what was counted.
         tpot_s: measured seconds per output token; None: the mean over decode passes.
         ttft_s: measured seconds to the first token; None: the mean over prefill passes.
-        bound_s: least seconds per token that compute and link allow, where it is known.
+        bound_s: least seconds per token that compute and link allow, if known.
 
     Returns:
         Text of about 30 lines, its sentences wrapped to the terminal (60 to 100 characters; 100 without one). Each
@@ -42,7 +40,7 @@ def text_report(
 
 
 def text_comparison(runs: Sequence[Run], *, baseline: str | None = None) -> str:
-    """A table of runs (one line each, units in the second line), and what it shows in words.
+    """Return a table of runs (one line each, units in the second line), and sentences about it.
 
     Args:
         runs: at least one, with different names.
@@ -54,32 +52,6 @@ def text_comparison(runs: Sequence[Run], *, baseline: str | None = None) -> str:
     base = baseline_of(runs, baseline)
     words = bullets(comparison(runs, base)) if len(runs) > 1 else []
     return "\n".join([text_table(runs, base), *([""] if words else []), *words])
-
-
-def save_run(run: Run, path: PathLike, conditions: Mapping[str, str] | None = None) -> Path:
-    """Write all that a report shows of `run` as JSON, for `load_run` and `promoe report`.
-
-    Args:
-        run: what was measured.
-        path: where to write; replaced if it exists.
-        conditions: what the numbers hold for.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    return write_atomically(path, saved.pieces(run, conditions or {}))
-
-
-def load_run(path: PathLike) -> Saved:
-    """The run, and its conditions, that `save_run` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, is no saved run, or is damaged.
-    """
-    return saved.read(path)
 
 
 def baseline_of(runs: Sequence[Run], name: str | None) -> Run:

@@ -1,15 +1,16 @@
-"""What happened, to read: the frozen `Stats`, made from the `Recorder` that the engine feeds while it runs."""
+"""Everything that was counted in a run, as one frozen record, and the summary of it as text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
-from promoe.stats.counts import Cause, ForecastStats, LayerStats, Phase, PhaseStats
+from promoe.stats.counts import ForecastStats, PhaseStats
 from promoe.stats.over_time import Stretch
 from promoe.stats.recorder import Recorder
+from promoe.stats.records import from_plain, to_plain
 from promoe.stats.text_columns import labelled
 from promoe.units import (
     DASH,
@@ -18,11 +19,8 @@ from promoe.units import (
     format_memory,
     format_seconds,
     format_share,
-    is_number,
     ratio,
 )
-
-__all__ = ["Cause", "ForecastStats", "LayerStats", "Phase", "PhaseStats", "Recorder", "Stats", "Stretch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +31,8 @@ class Stats:
     (`stats.decode.hit_rate`), and `phase.layers` has them per layer.
     """
 
+    _derived: ClassVar[tuple[str, ...]] = ("cache_rate", "total")
+    """Properties that stand beside the fields in JSON."""
     num_experts: tuple[int, ...]
     """Routed experts of each MoE layer."""
     expert_bytes: tuple[int, ...]
@@ -42,19 +42,19 @@ class Stats:
     cache_bytes: int
     """Bytes of fast memory that these slots take."""
     link: str
-    """How bytes reach the slots, in words."""
+    """A description of how bytes reach the slots."""
     policy: str
     """Eviction policy."""
     predictor: str | None
     """Kind of the predictor that prefetch uses; None: no prefetch."""
     store: str = ""
-    """Where all experts always are, in words."""
+    """A description of where all experts always are."""
     prefill: PhaseStats = field(repr=False)
     """Passes that read a prompt."""
     decode: PhaseStats = field(repr=False)
     """Passes that generate one token per sequence."""
     forecasts: tuple[ForecastStats, ...] = field(default=(), repr=False)
-    """What forecasts were worth, per distance, nearest first; empty without any."""
+    """How accurate forecasts were, per distance, nearest first; empty without any."""
     over_time: tuple[Stretch, ...] = field(default=(), repr=False)
     """Decode, cut into stretches of equally many passes (the last may have fewer)."""
 
@@ -70,9 +70,9 @@ class Stats:
         predictor: str | None,
         store: str = "",
     ) -> Stats:
-        """Freeze what `recorder` has counted so far, with the set-up it was counted under.
+        """Return what `recorder` has counted so far, and the set-up that it was counted with.
 
-        Call it under the lock that guards the recorder.
+        Call it with the lock held that guards the recorder.
         """
         return cls(
             num_experts=recorder.num_experts,
@@ -126,7 +126,7 @@ class Stats:
 
     @property
     def bytes_wasted(self) -> int:
-        """Bytes moved in vain."""
+        """Bytes that were moved and never used."""
         return self.total.bytes_wasted
 
     @property
@@ -136,7 +136,7 @@ class Stats:
 
     @property
     def layer_visits(self) -> int:
-        """Times an MoE layer computed."""
+        """How many times an MoE layer computed."""
         return self.total.layer_visits
 
     @property
@@ -153,37 +153,32 @@ class Stats:
     def tpot_s(self) -> float:
         """Mean seconds per decode pass, which is per output token of a sequence; nan without one.
 
-        With a draft model or prompt lookup a pass checks what was proposed, and may bring several tokens.
+        With a draft model or prompt lookup, a pass checks proposed tokens and may produce several.
         """
         return self.decode.pass_s
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values for `json.dump`; `Stats.from_json` restores an equal object."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        values["cache_rate"] = self.cache_rate if is_number(self.cache_rate) else None
-        for name in ("forecasts", "over_time"):  # not `asdict`, which copies each of some 100,000 counts by itself
-            values[name] = [{f.name: getattr(part, f.name) for f in fields(part)} for part in getattr(self, name)]
-        return values | {name: getattr(self, name).to_json() for name in ("prefill", "decode", "total")}
+        """Return a dict of plain values for `json.dump`; `Stats.from_json` restores an equal object."""
+        values: dict[str, Any] = to_plain(self)
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Stats:
-        """The inverse of `to_json`; derived values in `values` are ignored."""
-        own = {f.name: values[f.name] for f in fields(cls)}
-        own |= {name: PhaseStats.from_json(values[name]) for name in ("prefill", "decode")}
-        own["forecasts"] = tuple(ForecastStats(**forecast) for forecast in values["forecasts"])
-        own["over_time"] = tuple(
-            Stretch(**{**stretch, "expert_counts": tuple(stretch["expert_counts"])}) for stretch in values["over_time"]
-        )
-        return cls(**own | {name: tuple(values[name]) for name in ("num_experts", "expert_bytes")})
+        """Return what `to_json` was called on; derived values in `values` are ignored.
+
+        Raises:
+            ValueError: something is missing, or of another type.
+        """
+        stats: Stats = from_plain(cls, dict(values), "stats")
+        return stats
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """The main numbers as text: (what, prefill, decode, total)."""
+        """Return the main numbers as text: (what, prefill, decode, total)."""
         phases = (self.prefill, self.decode, self.total)
         return [(label, *(write(phase) for phase in phases)) for label, write in _ROWS]  # type: ignore[misc]
 
     def summary(self) -> str:
-        """The main numbers on about fifteen aligned lines, as wide as the terminal."""
+        """Return the main numbers on about fifteen aligned lines, as wide as the terminal."""
         experts = sum(self.num_experts)
         cache = (
             f"{self.cache_slots} slots for {experts} experts ({format_share(self.cache_rate)}), "
@@ -191,7 +186,7 @@ class Stats:
         )
         link = self.link + (f"; store {self.store}" if self.store else "")
         lines = labelled("cache", cache, _LABEL) + labelled("link", link, _LABEL)
-        if self.cache_rate >= 1 and not self.total.layer_visits:  # nothing is counted where all is in memory
+        if self.cache_rate >= 1 and not self.total.layer_visits:  # nothing is counted if all experts are in memory
             return "\n".join(lines + self._troubles())
         table = [("", "prefill", "decode", "total"), *self.rows()]
         return "\n".join(lines + aligned(table, narrowest=10) + self._troubles())

@@ -1,7 +1,7 @@
 """A timeline of a run as Chrome-trace JSON, which https://ui.perfetto.dev and chrome://tracing open.
 
 The engine holds `tracer: Tracer | None`; without one, tracing costs a comparison with None. Times are seconds of one
-monotonic clock (`time.perf_counter()`); the file begins at the earliest event.
+monotonic clock (`time.perf_counter()`); the file begins at the earliest span.
 """
 
 from __future__ import annotations
@@ -14,45 +14,29 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from promoe.files import PathLike, check_writable, write_atomically
-
-__all__ = [
-    "COMPUTE",
-    "LINK_IN_FORWARD",
-    "PASS",
-    "PREDICTOR",
-    "SCHEDULER",
-    "STALL",
-    "Span",
-    "Tracer",
-    "check_writable",
-    "latest_passes",
-    "link_worker",
-]
+from promoe.files import PathLike, write_atomically
 
 PASS = "pass"
 COMPUTE = "compute"
 STALL = "wait (stall)"
 PREDICTOR = "predictor"
-SCHEDULER = "scheduler"
 _LINK_WORKER = "link worker "
 _PID = 1
-
-logger = logging.getLogger(__name__)
-
 
 LINK_IN_FORWARD = f"{_LINK_WORKER}(in the forward)"
 """The lane of short copies, which the forward that needs them does itself."""
 
+logger = logging.getLogger(__name__)
+
 
 def link_worker(worker_idx: int) -> str:
-    """The lane of one transfer worker."""
+    """Return the lane of a transfer worker."""
     return f"{_LINK_WORKER}{worker_idx}"
 
 
 def latest_passes(title: str) -> Tracer:
-    """A tracer for a report's picture of one token: the events of some dozens of passes, in a few megabytes."""
-    return Tracer(title, max_events=20_000, latest=True)
+    """Return a tracer that keeps the spans of the latest few dozen passes, in a few megabytes."""
+    return Tracer(title, max_spans=20_000, latest=True)
 
 
 class Span(NamedTuple):
@@ -65,69 +49,44 @@ class Span(NamedTuple):
     args: Mapping[str, Any]
 
 
-class _Instant(NamedTuple):
-    lane: str
-    name: str
-    at_s: float
-    args: Mapping[str, Any]
-
-
-class _Counter(NamedTuple):
-    name: str
-    at_s: float
-    value: float
-
-
 class Tracer:
-    """Collects events from any thread, and writes them as one JSON file.
+    """Collects spans from any thread, and writes them as one JSON file.
 
-    Lanes are rows of the timeline: PASS, COMPUTE, STALL, `link_worker(n)`, PREDICTOR, SCHEDULER, or any other name.
-    Spans of one lane may lie inside each other; where they overlap otherwise (several threads computing at once) the
-    file gets a second row "compute (2)".
+    Lanes are rows of the timeline: PASS, COMPUTE, STALL, `link_worker(n)`, PREDICTOR, or any other name. Spans of one
+    lane may lie inside each other; where they overlap otherwise (several threads computing at once), the file gets a
+    second row "compute (2)".
 
     Args:
         title: name of the process row, for example the model's.
-        max_events: bound on memory (about 300 bytes an event). What is more is counted in `dropped`, not kept.
-        latest: of more events than that, keep the latest instead of the first.
-        conditions: written into the file's `otherData`, for whoever finds it later.
+        max_spans: limit on memory (about 300 bytes per span). Further ones are counted in `dropped`, not kept.
+        latest: keep the latest spans instead of the first.
     """
 
-    def __init__(
-        self,
-        title: str = "promoe",
-        *,
-        max_events: int = 500_000,
-        latest: bool = False,
-        conditions: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, title: str = "promoe", *, max_spans: int = 500_000, latest: bool = False) -> None:
         self.title = title
-        self.max_events = max_events
-        self.conditions = dict(conditions or {})
+        self.max_spans = max_spans
         self.dropped = 0
         self._latest = latest
-        self._events: deque[Span | _Instant | _Counter] = deque(maxlen=max_events if latest else None)
+        self._spans: deque[Span] = deque(maxlen=max_spans if latest else None)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self._spans)
 
     def span(self, lane: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Something took from `start_s` to `end_s`; `args` (layer, expert, nbytes, ...) show when it is clicked."""
+        """Record something that took from `start_s` to `end_s`; viewers show `args` (layer, expert, nbytes, ...)."""
         assert end_s >= start_s, f"span {name!r} in lane {lane!r} ends {start_s - end_s:.9f} s before it starts"
-        self._append(Span(lane, name, start_s, end_s, args))
+        with self._lock:
+            full = len(self._spans) >= self.max_spans
+            if not full or self._latest:
+                self._spans.append(Span(lane, name, start_s, end_s, args))
+            if full:
+                self.dropped += 1
 
     def spans(self) -> list[Span]:
-        """All spans so far, in the order in which they ended."""
+        """Return all spans so far, in the order in which they ended."""
         with self._lock:
-            return [event for event in self._events if isinstance(event, Span)]
-
-    def instant(self, lane: str, name: str, at_s: float, **args: Any) -> None:
-        """Something happened at one moment."""
-        self._append(_Instant(lane, name, at_s, args))
-
-    def counter(self, name: str, at_s: float, value: float) -> None:
-        """A quantity has `value` from `at_s` on; it is drawn as a graph of its own. Put the unit in the name."""
-        self._append(_Counter(name, at_s, value))
+            return list(self._spans)
 
     def write(self, path: PathLike) -> Path:
         """Write everything collected so far to `path` (whole or not at all) and return it. Tracing may go on.
@@ -136,39 +95,27 @@ class Tracer:
             ConfigError: the file cannot be written; call `check_writable(path)` before a long run.
         """
         with self._lock:
-            events, dropped = list(self._events), self.dropped
+            spans, dropped = list(self._spans), self.dropped
         if dropped:
             kept, lost = ("latest", "earlier") if self._latest else ("first", "later")
             logger.warning(
-                "The timeline holds the %s %d events; %d %s ones were dropped.", kept, len(events), dropped, lost
+                "The timeline holds the %s %d events; %d %s ones were dropped.", kept, len(spans), dropped, lost
             )
-        return write_atomically(path, self._pieces(events, dropped))
+        return write_atomically(path, self._pieces(spans, dropped))
 
-    def _append(self, event: Span | _Instant | _Counter) -> None:
-        with self._lock:
-            full = len(self._events) >= self.max_events
-            if not full or self._latest:
-                self._events.append(event)
-            if full:
-                self.dropped += 1
-
-    def _pieces(self, events: list[Span | _Instant | _Counter], dropped: int) -> Iterator[str]:
-        notes = {**self.conditions, "events": str(len(events)), "events_dropped": str(dropped)}
+    def _pieces(self, spans: list[Span], dropped: int) -> Iterator[str]:
+        notes = {"events": str(len(spans)), "events_dropped": str(dropped)}
         yield f'{{"displayTimeUnit":"ms","otherData":{json.dumps(notes)},"traceEvents":[\n'
-        for number, event in enumerate(_chrome_events(self.title, events)):
+        for number, event in enumerate(_chrome_events(self.title, spans)):
             yield ",\n" * bool(number) + json.dumps(event, separators=(",", ":"), default=str)
         yield "\n]}\n"
 
 
-def _chrome_events(title: str, events: list[Span | _Instant | _Counter]) -> Iterator[dict[str, Any]]:
-    spans = [event for event in events if isinstance(event, Span)]
-    instants = [event for event in events if isinstance(event, _Instant)]
-    counters = [event for event in events if isinstance(event, _Counter)]
-    starts_s = [span.start_s for span in spans] + [i.at_s for i in instants] + [c.at_s for c in counters]
+def _chrome_events(title: str, spans: list[Span]) -> Iterator[dict[str, Any]]:
     # Ends are rounded to whole ns of the clock before subtracting: rounded differences could make neighbours overlap.
-    origin_ns = _ns(min(starts_s, default=0.0))
+    origin_ns = _ns(min((span.start_s for span in spans), default=0.0))
     rows = _rows(spans)
-    order = sorted({*((span.lane, row) for span, row in rows), *((i.lane, 0) for i in instants)}, key=_lane_order)
+    order = sorted({(span.lane, row) for span, row in rows}, key=_lane_order)
     tids = {lane_row: tid for tid, lane_row in enumerate(order, start=1)}
 
     yield {"ph": "M", "name": "process_name", "pid": _PID, "tid": 0, "ts": 0, "args": {"name": title}}
@@ -180,17 +127,10 @@ def _chrome_events(title: str, events: list[Span | _Instant | _Counter]) -> Iter
         start_ns, end_ns = _ns(span.start_s) - origin_ns, _ns(span.end_s) - origin_ns
         place = {"pid": _PID, "tid": tids[span.lane, row], "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3}
         yield {"ph": "X", "name": span.name, "cat": _category(span.lane), **place, "args": dict(span.args)}
-    for instant in instants:
-        place = {"pid": _PID, "tid": tids[instant.lane, 0], "ts": (_ns(instant.at_s) - origin_ns) / 1e3}
-        about = {"name": instant.name, "cat": _category(instant.lane), "args": dict(instant.args)}
-        yield {"ph": "i", "s": "t", **about, **place}
-    for counter in counters:
-        place = {"pid": _PID, "tid": 0, "ts": (_ns(counter.at_s) - origin_ns) / 1e3}
-        yield {"ph": "C", "name": counter.name, **place, "args": {"value": counter.value}}
 
 
 def _rows(spans: list[Span]) -> list[tuple[Span, int]]:
-    """Sort by start, and give each span the first row of its lane in which it nests or follows."""
+    """Sort spans by start, and give each the first row of its lane in which it nests or follows the others."""
     open_ends: dict[str, list[list[int]]] = {}
     result = []
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
@@ -221,5 +161,5 @@ def _lane_order(lane_row: tuple[str, int]) -> tuple[int, int, str, int]:
     lane, row = lane_row
     if lane.startswith(_LINK_WORKER) and lane.removeprefix(_LINK_WORKER).isdigit():
         return 3, int(lane.removeprefix(_LINK_WORKER)), lane, row
-    fixed = {PASS: 0, COMPUTE: 1, STALL: 2, LINK_IN_FORWARD: 4, PREDICTOR: 5, SCHEDULER: 6}
-    return fixed.get(lane, 7), 0, lane, row
+    fixed = {PASS: 0, COMPUTE: 1, STALL: 2, LINK_IN_FORWARD: 4, PREDICTOR: 5}
+    return fixed.get(lane, 6), 0, lane, row

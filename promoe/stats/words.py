@@ -1,4 +1,4 @@
-"""What the numbers mean, and what to do about them: sentences for the reports, each advice with the rule behind it."""
+"""Writes the sentences of reports: what the numbers mean, and what to do, each advice with the rule behind it."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from promoe.units import (
 )
 
 BOUND_TOLERANCE = 0.97
-"""A TPOT below this part of its bound cannot be real: one of the two was measured wrong."""
+"""A TPOT below this share of its bound is impossible: one of the two was measured wrongly."""
 
 LITTLE_WAITING = 0.05
-"""Of the time: less is not worth a thought."""
+"""A smaller share of stall than this is not worth improving."""
 
 SMALL_EXPERT_BYTES = 1 << 20
-"""Below this, predicting an expert takes about as long as fetching it from a quick disk (2 GB/s: 0.5 ms)."""
+"""Predicting an expert below this size takes about as long as fetching it from a fast disk (2 GB/s: 0.5 ms)."""
 
 
 class Advice(NamedTuple):
-    """What to do, and the rule that said so."""
+    """What to do, and the rule that led to it."""
 
     text: str
     rule: str
 
 
 def coverage(phase: PhaseStats) -> list[float]:
-    """Share of all needs served by the n most needed experts, for n = 0..all experts; empty without any visit.
+    """Return the share of all needs that fell on the n most needed experts, for n = 0..all experts; empty without visits.
 
-    It is what a cache of n slots that never changes could hit at best; a cache that follows the text can do better.
+    This is the best hit rate of a cache of n slots that never changes; a cache that follows the text can do better.
     """
     counts = sorted((count for layer in phase.expert_counts for count in layer), reverse=True)
     total = sum(counts)
@@ -57,7 +57,7 @@ _NOTHING_COUNTED = "Nothing was fetched, and nothing counted: every expert fits 
 
 
 def meaning(run: Run) -> list[str]:
-    """What happened in one run, in sentences."""
+    """Return sentences about what happened in a run."""
     stats, phase, name = run.stats, run.phase, run.phase_name
     if not phase.layer_visits:
         return [_NOTHING_COUNTED if stats.cache_rate >= 1 else "No MoE layer has run yet."]
@@ -82,7 +82,7 @@ def meaning(run: Run) -> list[str]:
 
 
 def advice(run: Run) -> list[Advice]:
-    """What to try, most useful first; empty when nothing was run."""
+    """Return what to try, most useful first; empty if nothing was run."""
     stats, phase = run.stats, run.phase
     if not phase.layer_visits:
         return []
@@ -96,7 +96,7 @@ def advice(run: Run) -> list[Advice]:
 
 
 def comparison(runs: Sequence[Run], baseline: Run) -> list[str]:
-    """What a set of runs shows, in sentences; gains and losses alike. `baseline` is one of `runs`."""
+    """Return sentences about a set of runs, gains and losses alike. `baseline` is one of `runs`."""
     timed = [run for run in runs if is_number(run.time_per_token_s)]
     caching = [run for run in timed if run.stats.cache_rate < 1]
     sentences = []
@@ -169,7 +169,7 @@ def _prefill(run: Run) -> list[str]:
 
 
 def _speed(phase: PhaseStats) -> str:
-    """Traffic over the whole time of the passes, idle times of the link included."""
+    """Return the traffic over the whole time of the passes, including idle times of the link."""
     bytes_per_s = ratio(phase.bytes_total, phase.duration_s)
     return f" ({format_bandwidth(bytes_per_s)} on average)" if is_number(bytes_per_s) and bytes_per_s else ""
 
@@ -233,7 +233,7 @@ def _prefetch_advice(run: Run) -> list[Advice]:
 def _switched_off(stats: Stats) -> str:
     slot_bytes = ratio(stats.cache_bytes, stats.cache_slots)
     text = (
-        "Leave prefetch as it is: it switched itself off most of the time, for measured against passes without it, it "
+        "Leave prefetch as it is: it switched itself off most of the time, because compared with passes without it, it "
         "cost more than it saved (a link busy with demand, or cores busy with computing)."
     )
     if slot_bytes < SMALL_EXPERT_BYTES:
@@ -261,7 +261,7 @@ def _versus(run: Run, other: Run) -> str:
 
 
 def _steps(runs: Sequence[Run]) -> list[str]:
-    """Each run against the one before it."""
+    """Compare each run with the one before it."""
     if len(runs) < 3:
         return []
     steps = []

@@ -1,25 +1,27 @@
-"""What a store is: where every expert's weights always are. Knows bytes and where they lie; not slots, not policies."""
+"""What a store is: the place where every expert's weights always are. It knows bytes and offsets; not slots or policies."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, PAGE_BYTES, ExpertLayout
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """One of several ranges that a chunk is computed from: a tensor of `shape` and `dtype` in source `source_idx`.
+    """One of the ranges that a chunk is computed from: a tensor of `shape` and `dtype` in source `source_idx`.
 
-    It is read to `offset_bytes` of the chunk's source bytes.
+    Its bytes are read to `offset_bytes` of the chunk's source bytes.
     """
 
     source_idx: int
@@ -32,14 +34,14 @@ class ChunkPart:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Unit of transfer: a byte range of one source that lands at `slot_offset_bytes` of the expert's slot.
+    """The unit of transfer: a byte range of one source that goes to `slot_offset_bytes` of the expert's slot.
 
-    `nbytes` are written at the destination. The source is `source_nbytes` at `source_offset_bytes` of the store's
-    source number `source_idx` (a file or a tensor). `source_dtype` and `dtype` are both None when bytes are copied as
-    they are; then `source_nbytes == nbytes`. Otherwise the elements are converted on arrival.
+    The destination has `nbytes`. The source has `source_nbytes` at `source_offset_bytes` of the store's source number
+    `source_idx` (a file or a tensor). `source_dtype` and `dtype` are both None when bytes are copied as they are; then
+    `source_nbytes == nbytes`. Otherwise the elements are converted on arrival.
 
-    A chunk with `compute` comes from several ranges, `parts`, of which the first is also the chunk's source; `compute`
-    makes a tensor of `dtype` out of theirs.
+    A chunk with `compute` comes from several ranges, `parts`, of which the first is also the chunk's source. `compute`
+    makes a tensor of `dtype` from the tensors of all parts.
     """
 
     slot_offset_bytes: int
@@ -54,32 +56,69 @@ class Chunk:
 
     @property
     def name(self) -> tuple[int, int, int]:
-        """What tells it from all others of its store: whence it comes, and where in a slot it goes."""
+        """The source index, source offset and slot offset, which no other chunk of the store has."""
         return self.source_idx, self.source_offset_bytes, self.slot_offset_bytes
+
+
+class SourceFile(Protocol):
+    """A file that chunks come from."""
+
+    @property
+    def path(self) -> Path:
+        """The file's path."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store closed it because it holds no chunk."""
+        ...
+
+    def check_unchanged(self, fd: int) -> None:
+        """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
+        ...
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Where every expert's weights always are. All methods are thread-safe."""
+    """The place where every expert's weights always are: files, or tensors in RAM. All methods are thread-safe."""
 
     layouts: Sequence[ExpertLayout]
-    """Per MoE layer, how one of its experts lies in a slot."""
+    """How an expert of each MoE layer lies in a slot."""
     num_experts: Sequence[int]
-    """Per MoE layer, how many experts it has."""
+    """How many experts each MoE layer has."""
     expert_bytes: int
     """Bytes of all experts of all layers, as the model holds them (without padding)."""
+    files: Sequence[SourceFile] = ()
+    """The files that chunks come from, in the order of `Chunk.source_idx`; empty if experts are in RAM."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The model's own tensors that chunks come from; empty if experts are in files."""
+        return ()
+
+    def tensor(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk's bytes in the model's own tensors, `[nbytes]` uint8, not to be written.
+
+        Raises:
+            OSError: experts are in files, or the store was closed.
+        """
+        raise OSError(errno.ENOTSUP, f"Not in RAM: {self.describe(chunk)}")
 
     def chunks(self, key: ExpertKey) -> Sequence[Chunk]:
-        """The transfers that fill an expert's slot; same count and destinations for every expert of a layer."""
+        """Return the transfers that fill an expert's slot, in slot order.
+
+        Their number and destinations are the same for every expert of a layer.
+        """
         ...
 
     def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
-        """Destination bytes of each chunk; the same for every expert of that layer."""
+        """Return the destination bytes of each chunk; the same for every expert of that layer."""
         ...
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
-        """Copy the chunk's source bytes, unconverted, into `destination` (exactly `source_nbytes` long). Releases the
-        GIL.
+        """Copy the chunk's source bytes, unconverted, into `destination` (exactly `source_nbytes` long).
+
+        The GIL is released meanwhile.
 
         Raises:
             OSError: the bytes cannot be read; the message names source, offset, bytes expected and found.
@@ -87,19 +126,19 @@ class Store(Protocol):
         ...
 
     def describe(self, chunk: Chunk) -> str:
-        """Where the chunk comes from, for error messages: "file model-00001.safetensors, offset 1234"."""
+        """Return where the chunk comes from, for error messages: "file model-00001.safetensors, offset 1234"."""
         ...
 
     def close(self) -> None:
-        """Give back files; reading afterwards raises OSError. Closing twice is allowed."""
+        """Close files, or drop tensors; reading afterwards raises OSError. Closing twice is allowed."""
         ...
 
 
 def split_at_pages(slot_offset_bytes: int, nbytes: int, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Split a range of a slot into about equal parts of at most `chunk_bytes`, at multiples of 4096 of the slot offset.
+    """Split a range of a slot into about equal parts of at most `chunk_bytes`, at slot offsets that are multiples of 4096.
 
     Returns:
-        (offset inside the range, bytes) of each part, in order, without gaps.
+        The (offset inside the range, bytes) of each part, in order, without gaps.
 
     Raises:
         ConfigError: `chunk_bytes` is not a positive multiple of 4096.
@@ -116,9 +155,9 @@ def split_at_pages(slot_offset_bytes: int, nbytes: int, chunk_bytes: int) -> lis
 
 
 def first_chunks(store: Store, layer_idx: int, last: str) -> int:
-    """How many chunks of an expert, from the first on, bring all of its tensors but those whose names begin with `last`.
+    """Return how many of an expert's first chunks bring all tensors but those whose names begin with `last`.
 
-    0 if those do not come last, or if all do.
+    Returns 0 if those do not come last, or if they share a chunk with others, or if there are no others.
     """
     layout, chunks = store.layouts[layer_idx], store.chunks(ExpertKey(layer_idx, 0))
     late = [spec for spec in layout.tensors if spec.name.startswith(last)]
@@ -132,7 +171,7 @@ def first_chunks(store: Store, layer_idx: int, last: str) -> int:
 
 
 def first_tensors(store: Store, layer_idx: int, count: int) -> tuple[str, ...]:
-    """The tensors of an expert that its first `count` chunks bring, by name."""
+    """Return the names of the tensors that an expert's first `count` chunks bring."""
     chunks = store.chunks(ExpertKey(layer_idx, 0))[:count]
     end_bytes = chunks[-1].slot_offset_bytes + chunks[-1].nbytes if chunks else 0
     return tuple(spec.name for spec in store.layouts[layer_idx].tensors if spec.end_bytes <= end_bytes)
@@ -148,7 +187,7 @@ def check_chunk_bytes(chunk_bytes: int) -> None:
 
 
 def convert_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> None:
-    """Put the bytes read for a chunk into their final form: `source` (`source_nbytes`) -> `destination` (`nbytes`).
+    """Convert the bytes read for a chunk: `source` (`source_nbytes`) -> `destination` (`nbytes`).
 
     Rounds exactly as `Tensor.to(dtype)` does (to nearest, ties to even). Both must be aligned to their element sizes.
     """
@@ -163,9 +202,9 @@ def convert_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
 
 
 def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> None:
-    """Compute a chunk from what was read for its parts: `source` (`source_nbytes`) -> `destination` (`nbytes`)."""
+    """Compute a chunk from the bytes read for its parts: `source` (`source_nbytes`) -> `destination` (`nbytes`)."""
     assert chunk.compute is not None, chunk
-    with torch.inference_mode():  # per thread: the caller's does not reach a worker
+    with torch.inference_mode():  # inference mode is per thread: the caller's does not reach a worker
         tensors = [
             torch.frombuffer(
                 source, dtype=part.dtype, count=part.nbytes // part.dtype.itemsize, offset=part.offset_bytes
@@ -178,10 +217,10 @@ def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
 
 
 def read_expert(store: Store, key: ExpertKey, slot: memoryview) -> None:
-    """Fill a whole slot (at least `slot_bytes` of the layer's layout) synchronously, chunk by chunk.
+    """Fill a whole slot (at least `slot_bytes` of the layer's layout), chunk by chunk.
 
     Raises:
-        OSError: as `Store.read`; the slot is then partly filled.
+        OSError: as in `Store.read`; the slot is then partly filled.
     """
     for chunk in store.chunks(key):
         destination = slot[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes]

@@ -1,9 +1,8 @@
-"""Which tensors of a checkpoint become which parameter of the model.
+"""Finds which tensors of a checkpoint become which parameter of the model.
 
-Transformers stores experts in other names and shapes than its models hold them: one tensor per linear and expert, or
-all experts stacked. Its conversion mapping says how one becomes the other; here the mapping is followed on names and
-shapes only, so that the conversions that merely put bytes side by side turn into byte ranges, and every other one is
-refused by name.
+A checkpoint has other names and shapes than the model: one tensor per linear layer and expert, or all experts stacked.
+Transformers' conversion mapping says how one becomes the other. Here, the mapping is applied to names and shapes only.
+So conversions that only put bytes side by side become byte ranges, and all others are known by name.
 """
 
 from __future__ import annotations
@@ -24,30 +23,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BankSpec:
-    """One tensor of the experts of a layer, as the model computes; and the parameters that hold it for all of them."""
+    """One tensor that each expert of a layer has, and the parameters of the model that hold it for all experts."""
 
     name: str
-    """Of the tensor, for example `gate_up_proj`."""
+    """The tensor's name, for example `gate_up_proj`."""
     full_names: tuple[str, ...]
-    """Inside the model: one stack of all experts, `model.layers.0.mlp.experts.gate_up_proj`, or one parameter each."""
+    """The names of the parameters: a stack of all experts, `model.layers.0.mlp.experts.gate_up_proj`, or one per expert."""
     num_experts: int
     row_shape: tuple[int, ...]
-    """Of one expert's."""
+    """The shape of one expert's tensor."""
     dtype: torch.dtype
     stack_shape: tuple[int, ...]
-    """Of each of the parameters; a stack's is usually `[num_experts, *row_shape]`."""
+    """The shape of each parameter; that of a stack is usually `[num_experts, *row_shape]`."""
 
     @property
     def full_name(self) -> str:
-        """Of the stack, or of the first expert's parameter."""
+        """The name of the stack, or of the first expert's parameter."""
         return self.full_names[0]
 
     def __str__(self) -> str:
         return f"{self.full_name} {list(self.stack_shape)} {self.dtype}"
 
 
+@dataclass(frozen=True, slots=True)
+class BankSources:
+    """The tensors of a checkpoint that a bank comes from."""
+
+    bank: BankSpec
+    patterns: list[str]
+    """The source patterns of the conversion; empty for a plain rename."""
+    tensors: list[list[TensorRange]]
+    """The tensors of each pattern, in the order of experts."""
+    operations: list[Any]
+    """Transformers' operations that make the bank out of them; empty for a plain rename."""
+
+    @property
+    def are_per_expert(self) -> bool | None:
+        """Whether each expert has tensors of its own, or all are stacked; None: it has to be computed from them."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
+
+        first, rest = self.tensors[0], list(self.operations)
+        if rest and type(rest[0]) is Transpose and rest[0].check_dims and first[0].shape == self.bank.stack_shape:
+            rest.pop(0)  # it transposes only if shapes differ
+        per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
+        if per_expert:
+            rest.pop(0)
+        if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
+            rest.pop(0)
+        elif not rest and (len(self.tensors) > 1 or (not per_expert and len(first) > 1)):
+            return None
+        return None if rest else per_expert
+
+
 class CheckpointNames:
-    """Which tensors become which parameter, through which operations: Transformers' own loading loop."""
+    """Finds which tensors become which parameter, by which operations, as Transformers does when it loads a model."""
 
     def __init__(
         self,
@@ -63,14 +92,14 @@ class CheckpointNames:
         known = self._known = dict.fromkeys(parameter_names, True)
         self.tensors = tensors
         self._converters = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        # Of these, experts of two kinds (text and vision) lie in one list.
+        # The converters whose source is one list with experts of two kinds (text and vision).
         self._several_targets = [
             entry
             for entry in converters
             if [type(operation).__name__ for operation in entry.operations] == ["ErnieFuseAndSplitTextVisionExperts"]
         ]
         self._by_parameter: dict[str, dict[str | None, list[TensorRange]]] = defaultdict(lambda: defaultdict(list))
-        # In this order a list of tensors is in order of experts, as `*` is their index.
+        # In this order, a list of tensors is in the order of experts, because `*` stands for their index.
         for name in sorted(tensors, key=dot_natural_key):
             parameter, pattern = rename_source_key(name, renamings, converters, base_model_prefix, known)
             if parameter not in known and name in known:
@@ -78,26 +107,26 @@ class CheckpointNames:
             self._by_parameter[parameter][pattern].append(tensors[name])
 
     def unused(self) -> Iterator[str]:
-        """Names in the files of what becomes no parameter of the model, such as layers for predicting several tokens."""
+        """Yield the names of tensors that become no parameter, such as those of layers for multi-token prediction."""
         for parameter, by_pattern in self._by_parameter.items():
             if parameter not in self._known:
                 yield from (tensor.name for tensors in by_pattern.values() for tensor in tensors)
 
     def names(self, bank: BankSpec) -> Iterator[str]:
-        """Names in the files of everything that belongs to `bank`."""
+        """Yield the names of all tensors in the files that belong to `bank`."""
         for parameter in bank.full_names:
             for tensors in self._by_parameter[self._source_of(parameter)[0]].values():
                 yield from (tensor.name for tensor in tensors)
 
-    def of(self, bank: BankSpec, parameter: str | None = None) -> tuple[list[list[TensorRange]], list[Any]]:
-        """Per source pattern, in order, its tensors; and the operations on them ([] for a plain rename).
+    def sources(self, bank: BankSpec, parameter: str | None = None) -> BankSources:
+        """Return the tensors that a bank, or one of its parameters, comes from.
 
         Args:
-            bank: what is looked for.
-            parameter: which of its `full_names`; the first if None.
+            bank: the bank.
+            parameter: one of its `full_names`; the first if None.
 
         Raises:
-            CheckpointError: there are none, not all of them, or two sets of them.
+            CheckpointError: tensors are missing, or there are two sets of them.
         """
         name, share, num_shares = self._source_of(parameter or bank.full_name)
         by_pattern = self._by_parameter.get(name)
@@ -111,25 +140,22 @@ class CheckpointNames:
                 "them from the folder."
             )
         if converter is None:
-            return [by_pattern[None][:1]], []
-        lists = [by_pattern.get(pattern, []) for pattern in converter.source_patterns]
-        for pattern, tensors in zip(converter.source_patterns, lists, strict=True):
+            return BankSources(bank, [], [by_pattern[None][:1]], [])
+        patterns = list(converter.source_patterns)
+        lists = [by_pattern.get(pattern, []) for pattern in patterns]
+        for pattern, tensors in zip(patterns, lists, strict=True):
             if not tensors and not _is_optional(pattern, converter.operations):
                 raise CheckpointError(
                     f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. A file is "
-                    "missing: compare the files with those where they are from."
+                    "missing: compare the files with the original checkpoint."
                 )
         if num_shares > 1:
-            return [_share(tensors, share, num_shares) for tensors in lists], _stacking(lists)
-        return lists, list(converter.operations)
-
-    def patterns(self, bank: BankSpec) -> list[str]:
-        """The source patterns of the conversion that `bank` comes from, in the order of `of`."""
-        by_pattern = self._by_parameter[self._source_of(bank.full_name)[0]]
-        return list(self._converters[next(iter(by_pattern)) or ""].source_patterns)
+            lists = [_share(tensors, share, num_shares) for tensors in lists]
+            return BankSources(bank, patterns, lists, _stacking(len(lists)))
+        return BankSources(bank, patterns, lists, list(converter.operations))
 
     def _source_of(self, parameter: str) -> tuple[str, int, int]:
-        """Under which name its tensors were collected; and where several parameters share them, which share it has."""
+        """Return under which name the parameter's tensors were collected, and which share of how many it has of them."""
         for converter in self._several_targets:
             for share, target in enumerate(converter.target_patterns):
                 if parameter.endswith(target):
@@ -140,7 +166,7 @@ class CheckpointNames:
     def _missing(self, bank: BankSpec) -> str:
         prefix = bank.full_name.rpartition(".")[0] + "."
         similar = [tensor for tensor in self.tensors.values() if prefix in tensor.name]
-        # First what looks like this parameter in a quantised form.
+        # Quantised forms of this parameter come first.
         similar.sort(
             key=lambda tensor: (bank.full_name not in tensor.name, tensor.dtype_name in ("F32", "BF16", "F16"))
         )
@@ -152,7 +178,7 @@ class CheckpointNames:
 
 
 def _is_optional(pattern: str, operations: Sequence[Any]) -> bool:
-    """Whether a source may be absent: the scales of tensors that a quantised checkpoint left as they were."""
+    """Return whether a source may be absent: a quantised checkpoint has no scales for tensors that it left as they were."""
     return "scale" in pattern and any(type(operation).__name__.endswith("Dequantize") for operation in operations)
 
 
@@ -161,25 +187,8 @@ def _share(tensors: list[TensorRange], share: int, num_shares: int) -> list[Tens
     return tensors[share * size : (share + 1) * size]
 
 
-def _stacking(lists: Sequence[Any]) -> list[Any]:
-    """What becomes of one share: stacked, and side by side."""
+def _stacking(num_parts: int) -> list[Any]:
+    """Return the operations on one share of the tensors: stack them, and put the parts side by side."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
-    return [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(lists) > 1 else [])]
-
-
-def is_per_expert(bank: BankSpec, lists: list[list[TensorRange]], operations: list[Any]) -> bool | None:
-    """Whether each expert has tensors of its own, or all are stacked; None: it has to be computed from them."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose
-
-    rest = list(operations)
-    if rest and type(rest[0]) is Transpose and rest[0].check_dims and lists[0][0].shape == bank.stack_shape:
-        rest.pop(0)  # such a transposition only happens where shapes differ
-    per_expert = bool(rest) and type(rest[0]) is MergeModulelist and rest[0].dim == 0
-    if per_expert:
-        rest.pop(0)
-    if rest and type(rest[0]) is Concatenate and rest[0].dim == 1:
-        rest.pop(0)
-    elif not rest and (len(lists) > 1 or (not per_expert and len(lists[0]) > 1)):
-        return None
-    return None if rest else per_expert
+    return [MergeModulelist(dim=0), *([Concatenate(dim=1)] if num_parts > 1 else [])]

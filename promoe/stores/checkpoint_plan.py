@@ -1,6 +1,6 @@
-"""Which byte range of which file holds which part of which expert.
+"""Finds which byte range of which file holds which piece of which expert.
 
-Knows shapes, dtypes and ranges. A part is contiguous both in a file and in the slot, so it can be moved as it is.
+It knows shapes, dtypes and ranges. A piece is contiguous both in a file and in the slot, so it can be moved as it is.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from promoe.errors import CheckpointError
 from promoe.stores.base import ChunkPart
-from promoe.stores.checkpoint_names import BankSpec, CheckpointNames, is_per_expert
+from promoe.stores.checkpoint_names import BankSources, BankSpec, CheckpointNames
 from promoe.stores.expert_conversion import ExpertConversion
-from promoe.stores.expert_pieces import ComputedPiece, LayerPlan, Piece, SourceRange, coalesce
+from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
 from promoe.stores.safetensors_header import TensorRange
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
 
 READABLE = (
-    "Of quantised experts, these can be read: FP8 where each expert has tensors of its own (not stacked ones), and gpt-oss's "
+    "Two kinds of quantised experts can be read: FP8 if each expert has tensors of its own (not stacked ones), and gpt-oss's "
     "MXFP4."
 )
 CONVERTIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,7 +33,7 @@ CONVERTIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The plans of all MoE layers, and the names of the checkpoint's tensors that hold experts, or nothing of the model."""
+    """The plans of all MoE layers, and the names of the checkpoint's tensors that hold experts, or no part of the model."""
 
     layers: tuple[LayerPlan, ...]
     expert_tensors: frozenset[str]
@@ -48,15 +48,15 @@ def plan_experts(
     base_model_prefix: str,
     chunk_bytes: int,
 ) -> CheckpointPlan:
-    """Find every part of every expert. Reads nothing; about 30 us per tensor of the checkpoint.
+    """Find every piece of every expert. Reads nothing; takes about 30 us per tensor of the checkpoint.
 
     Args:
-        layers: per MoE layer, its banks in the order in which they lie in a slot.
+        layers: the banks of each MoE layer, in the order in which they lie in a slot.
         tensors: all tensors of the checkpoint.
-        conversions: the model's weight conversions, as `get_model_conversion_mapping` gives them; their state is
+        conversions: the model's weight conversions, as `get_model_conversion_mapping` returns them; their state is
             changed.
         parameter_names: all names of the model's state dict, those of the banks included.
-        base_model_prefix: the model's, for checkpoints with or without it.
+        base_model_prefix: that of the model; a checkpoint may have it or not.
         chunk_bytes: longest chunk, a multiple of 4096.
 
     Raises:
@@ -73,24 +73,24 @@ def plan_experts(
         for bank in banks:
             pieces += _bank_pieces(bank, found, layout[bank.name].offset_bytes)
             expert_tensors.update(found.names(bank))
-        plans.append(LayerPlan(layout, banks[0].num_experts, coalesce(pieces, chunk_bytes), chunk_bytes))
+        plans.append(LayerPlan(layout, banks[0].num_experts, joined(pieces, chunk_bytes), chunk_bytes))
     return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()))
 
 
 def _bank_pieces(
     bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int
 ) -> Sequence[Piece] | Sequence[ComputedPiece]:
-    """The parts of one expert's tensor, one after the other."""
+    """Return the pieces of one expert's tensor, one after the other."""
     if len(bank.full_names) > 1:
         sources = tuple(_own_tensor(bank, parameter, found) for parameter in bank.full_names)
         return [Piece(slot_offset_bytes, math.prod(bank.row_shape) * bank.dtype.itemsize, bank.dtype, sources)]
-    lists, operations = found.of(bank)
-    per_expert = is_per_expert(bank, lists, operations)
+    origin = found.sources(bank)
+    per_expert = origin.are_per_expert
     if per_expert is None:
-        return [_computed(bank, found.patterns(bank), lists, operations, slot_offset_bytes)]
+        return [_computed(origin, slot_offset_bytes)]
     pieces: list[Piece] = []
-    for tensors, part_shape in zip(lists, _part_shapes(bank, lists, per_expert), strict=True):
-        # A stack may have rows, and the files tensors, that belong to no expert: they come last.
+    for tensors, part_shape in zip(origin.tensors, _part_shapes(origin, per_expert), strict=True):
+        # A stack may have rows, and the files may have tensors, that belong to no expert: they come last.
         if per_expert and len(tensors) not in (bank.num_experts, bank.stack_shape[0]):
             raise CheckpointError(_wrong_count(bank, tensors))
         if per_expert:
@@ -100,26 +100,24 @@ def _bank_pieces(
             _check_dtype(bank, tensor)
             if tensor.shape != expected_shape:
                 raise CheckpointError(_wrong_shape(bank, tensor, expected_shape))
-        sources = (
-            _per_expert(tensors[: bank.num_experts])
-            if per_expert
-            else _stacked(tensors[0], bank.num_experts, math.prod(part_shape))
+        elements = math.prod(part_shape)
+        sources = tuple(
+            _source(tensors[idx]) if per_expert else _source(tensors[0], idx * elements)
+            for idx in range(bank.num_experts)
         )
-        nbytes = math.prod(part_shape) * bank.dtype.itemsize
+        nbytes = elements * bank.dtype.itemsize
         pieces.append(Piece(slot_offset_bytes, nbytes, bank.dtype, sources))
         slot_offset_bytes += nbytes
     return pieces
 
 
-def _computed(
-    bank: BankSpec,
-    patterns: Sequence[str],
-    lists: Sequence[Sequence[TensorRange]],
-    operations: Sequence[Any],
-    slot_offset_bytes: int,
-) -> ComputedPiece:
-    """A tensor that has to be computed. One source has the experts in a list if the pattern says so (`*`), or stacked."""
-    present = [(pattern, tensors) for pattern, tensors in zip(patterns, lists, strict=True) if tensors]
+def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
+    """Return the piece of a tensor that has to be computed.
+
+    A source has a tensor per expert if its pattern says so (`*`), or all experts stacked.
+    """
+    bank = origin.bank
+    present = [(pattern, tensors) for pattern, tensors in zip(origin.patterns, origin.tensors, strict=True) if tensors]
     stacked = ["*" not in pattern for pattern, _ in present]
     for is_stacked, (_, tensors) in zip(stacked, present, strict=True):
         if not is_stacked and len(tensors) != bank.num_experts:
@@ -128,7 +126,7 @@ def _computed(
             _check_numbers(bank, tensors)
         if is_stacked and (len(tensors) > 1 or tensors[0].shape[:1] != (bank.num_experts,)):
             raise CheckpointError(_wrong_shape(bank, tensors[0], (bank.num_experts, *tensors[0].shape[1:])))
-    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, operations)
+    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, origin.operations)
     sources = tuple(
         _parts(bank, [tensors for _, tensors in present], stacked, expert_idx) for expert_idx in range(bank.num_experts)
     )
@@ -140,7 +138,7 @@ def _computed(
 def _parts(
     bank: BankSpec, lists: Sequence[Sequence[TensorRange]], stacked: Sequence[bool], expert_idx: int
 ) -> tuple[ChunkPart, ...]:
-    """An expert's part of each source, one after the other, aligned, in what is read for it."""
+    """Return an expert's part of each source. They are read one after the other, aligned."""
     parts: list[ChunkPart] = []
     offset_bytes = 0
     for tensors, is_stacked in zip(lists, stacked, strict=True):
@@ -159,28 +157,30 @@ def _parts(
 
 
 def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
-    """Where the tensor of an expert lies that has a parameter of its own."""
-    lists, operations = found.of(bank, parameter)
-    if operations or len(lists) > 1 or len(lists[0]) > 1:
+    """Return where the tensor of an expert lies, if each expert has a parameter."""
+    origin = found.sources(bank, parameter)
+    lists = origin.tensors
+    if origin.operations or len(lists) > 1 or len(lists[0]) > 1:
         raise CheckpointError(
-            f"The checkpoint's {lists[0][0].name!r} would have to be converted to become {parameter!r}, by {operations!r}, "
-            "which is not supported for experts that are modules of their own. Save the model with "
+            f"The checkpoint's {lists[0][0].name!r} would have to be converted to become {parameter!r}, by "
+            f"{origin.operations!r}, which is not supported for experts that are modules of their own. Save the model with "
             "model.save_pretrained(folder, save_original_format=False), and open that folder."
         )
     (tensor,) = lists[0]
     _check_dtype(bank, tensor)
     if tensor.shape != bank.row_shape:
         raise CheckpointError(_wrong_shape(bank, tensor, bank.row_shape))
-    return SourceRange(tensor.file_idx, tensor.offset_bytes, _dtype(tensor))
+    return _source(tensor)
 
 
 def _stacked_shape(bank: BankSpec, part_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a stack of one part has: the parameter's own if it is the whole."""
+    """Return the shape that a stack of one part has: the parameter's own if the part is the whole."""
     return bank.stack_shape if part_shape == bank.row_shape else (bank.stack_shape[0], *part_shape)
 
 
-def _part_shapes(bank: BankSpec, lists: list[list[TensorRange]], per_expert: bool) -> list[tuple[int, ...]]:
-    """The shape each source must have for one expert; they follow one another along the row's first dimension."""
+def _part_shapes(origin: BankSources, per_expert: bool) -> list[tuple[int, ...]]:
+    """Return the shape that each source must have for one expert. They follow one another along the first dimension."""
+    bank, lists = origin.bank, origin.tensors
     if len(lists) == 1:
         return [bank.row_shape]
     axis = 0 if per_expert else 1
@@ -190,23 +190,11 @@ def _part_shapes(bank: BankSpec, lists: list[list[TensorRange]], per_expert: boo
     return [(rows, *bank.row_shape[1:]) for rows in num_rows]
 
 
-def _per_expert(tensors: Sequence[TensorRange]) -> tuple[SourceRange, ...]:
-    return tuple(SourceRange(tensor.file_idx, tensor.offset_bytes, _dtype(tensor)) for tensor in tensors)
-
-
-def _stacked(tensor: TensorRange, num_experts: int, row_elements: int) -> tuple[SourceRange, ...]:
-    dtype = _dtype(tensor)
-    row_bytes = row_elements * dtype.itemsize
-    return tuple(
-        SourceRange(tensor.file_idx, tensor.offset_bytes + expert_idx * row_bytes, dtype)
-        for expert_idx in range(num_experts)
-    )
-
-
-def _dtype(tensor: TensorRange) -> torch.dtype:
+def _source(tensor: TensorRange, first_element: int = 0) -> SourceRange:
+    """Return where a tensor lies in the files, from an element on."""
     dtype = tensor.dtype
     assert dtype is not None, tensor
-    return dtype
+    return SourceRange(tensor.file_idx, tensor.offset_bytes + first_element * dtype.itemsize, dtype)
 
 
 def _check_dtype(bank: BankSpec, tensor: TensorRange) -> None:
@@ -226,19 +214,22 @@ def _wrong_shape(bank: BankSpec, tensor: TensorRange, expected: tuple[int, ...])
 
 
 def _check_numbers(bank: BankSpec, tensors: Sequence[TensorRange]) -> None:
-    """Raise CheckpointError unless the experts' tensors are numbered one after the other: where one is missing and another is
-    there that does not belong, their count is right and all between them would be taken for their neighbours."""
+    """Raise CheckpointError unless the experts' tensors are numbered one after the other.
+
+    If one is missing and another one does not belong there, their count is right, and every tensor between them would
+    be taken for its neighbour.
+    """
     if len(tensors) == 1:
         return
     numbers = [[int(number) for number in re.findall(r"\d+", tensor.name)] for tensor in tensors]
     differing = [column for column in zip(*numbers, strict=False) if len(set(column)) > 1]
-    # Where a checkpoint has experts of several kinds (text, vision) in one list, those of the next follow those of the first.
+    # A checkpoint may have experts of several kinds (text, vision) in one list: those of the next kind follow the first.
     first = differing[0][0] if len(differing) == 1 else -1
     if first % len(tensors) == 0 and differing[0] == tuple(range(first, first + len(tensors))):
         return
     raise CheckpointError(
         f"The checkpoint's tensors for {bank} are not numbered one after the other: {tensors[0].name!r} to "
-        f"{tensors[-1].name!r} are {len(tensors)}. One is missing: compare the files with those where they are from."
+        f"{tensors[-1].name!r} are {len(tensors)}. One is missing: compare the files with the original checkpoint."
     )
 
 
@@ -246,7 +237,7 @@ def _wrong_count(bank: BankSpec, tensors: Sequence[TensorRange]) -> str:
     numbers = [[int(number) for number in re.findall(r"\d+", tensor.name)] for tensor in tensors]
     columns = [set(column) for column in zip(*numbers, strict=False)]
     expert_idxs = max(columns, key=len, default=set())
-    # The first, not all of them: config.json may say that there are billions.
+    # Only the first one: config.json may say that there are billions.
     missing = next((idx for idx in range(bank.num_experts) if idx not in expert_idxs), None)
     example = "there are too many" if missing is None else f"missing expert {missing}"
     return (

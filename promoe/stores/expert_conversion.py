@@ -1,9 +1,9 @@
-"""Experts that are computed from the checkpoint's tensors as they arrive, by Transformers' own conversion, one at a time.
+"""Computes experts from the checkpoint's tensors as they arrive, by Transformers' own conversion, one at a time.
 
-Some checkpoints do not hold experts as the model computes with them: quantised (FP8 with scales, MXFP4), transposed, or
-with their rows interleaved. What is stored and moved stays as it is in the files; the conversion that Transformers would
-apply to all experts of a layer when loading is applied to one when it arrives, with the same result bit for bit. That
-holds for conversions that treat experts apart; all others are refused by name.
+Some checkpoints do not hold experts in the form that the model computes with: they are quantised (FP8 with scales,
+MXFP4), transposed, or have interleaved rows. They are stored and moved as they are in the files. The conversion that
+Transformers would apply to all experts of a layer when loading is applied to each one when it arrives, with the same
+result bit for bit. This works for conversions that treat each expert separately; all others are refused by name.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.checkpoint_names import BankSpec
 
-# Operations that treat each expert apart, whatever their arguments.
+# Operations that treat each expert separately, whatever their arguments.
 _PER_EXPERT = ("Fp8Dequantize", "Mxfp4Dequantize")
-# Those that do where their dimensions are others than that of the experts.
+# Operations that do so unless they work along the dimension of the experts.
 _ALONG_DIMENSIONS = ("Concatenate", "Interleave", "Transpose", "MergeModulelist")
 
 
@@ -26,20 +26,20 @@ class ExpertConversion:
     """Computes one tensor of an expert from the expert's part of the checkpoint's tensors.
 
     Args:
-        bank: what is computed.
-        patterns: of the source tensors, as the conversion calls them.
-        stacked: per source, whether the checkpoint has the experts of it in one tensor.
-        operations: Transformers' own.
+        bank: the tensor to compute.
+        patterns: the patterns of the source tensors in the conversion.
+        stacked: per source, whether the checkpoint has all experts of it in one tensor.
+        operations: Transformers' operations.
 
     Raises:
-        CheckpointError: one of the operations does not treat experts apart.
+        CheckpointError: one of the operations does not treat each expert separately.
     """
 
     def __init__(
         self, bank: BankSpec, patterns: Sequence[str], stacked: Sequence[bool], operations: Sequence[Any]
     ) -> None:
         for operation in operations:
-            if not _treats_experts_apart(operation):
+            if not _keeps_experts_separate(operation):
                 raise CheckpointError(
                     f"The experts of {bank} would have to be computed from {patterns[0]!r} by {operation!r}, which does not "
                     "treat one expert at a time: load the model with Transformers, save it with "
@@ -52,7 +52,7 @@ class ExpertConversion:
         self._model = _ModelStandIn(bank)
 
     def __call__(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The expert's tensor `row_shape`, from its part of each source, in the order of the patterns."""
+        """Return the expert's tensor `row_shape`, given its part of each source in the order of the patterns."""
         values: dict[str, Any] = {}
         for pattern, stacked, tensor in zip(self._patterns, self._stacked, sources, strict=True):
             values.setdefault(pattern, []).append(tensor.unsqueeze(0) if stacked else tensor)
@@ -88,7 +88,7 @@ class ExpertConversion:
 
 
 class _ModelStandIn:
-    """What conversions take for the model: they ask for dtype and shape of the parameter that they convert to."""
+    """A stand-in for the model, which conversions ask for dtype and shape of the parameter that they convert to."""
 
     def __init__(self, bank: BankSpec) -> None:
         self._parameter = torch.empty((1, *bank.row_shape), dtype=bank.dtype, device="meta")
@@ -105,7 +105,7 @@ class _ModelStandIn:
         return self._parameter
 
 
-def _treats_experts_apart(operation: Any) -> bool:
+def _keeps_experts_separate(operation: Any) -> bool:
     name = type(operation).__name__
     if name in _PER_EXPERT:
         return True

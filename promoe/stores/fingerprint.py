@@ -1,4 +1,4 @@
-"""What a file was when it was opened, so that other bytes in it are noticed and not served."""
+"""Notices when a file has changed since it was opened, so that its new bytes are not served."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from promoe.untrusted import MAX_JSON_BYTES, open_plain
 
 logger = logging.getLogger(__name__)
 
-# Blocks that are compared where a file's time alone has changed: the first, the last, and others evenly between them.
+# The blocks that are compared if only a file's time has changed: the first, the last, and others evenly between them.
 SAMPLES, SAMPLE_BYTES = 16, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """An open safetensors file: which one it is, how long, when it was last written, checksums of its header and of samples.
+    """The identity of an open safetensors file: device, inode, size, time, and checksums of its header and of samples.
 
-    To compare takes one `fstat`. Where the time alone has changed (a backup, a sync, `touch`), header and samples decide: 64
-    KiB of the file, or all of a smaller one. Three things are not noticed: writes to other places alone, a time that is set
-    back, and writes through a mapping before the system has dated them (`verify` of PromoeConfig looks at all bytes).
+    A comparison takes one `fstat`. If only the time has changed (by a backup, a sync, `touch`), header and samples decide:
+    64 KiB of the file, or all of a smaller one. Three things are not noticed: writes to other places only, a time that is
+    set back, and writes through a mapping before the system has dated them (`verify` of PromoeConfig checks all bytes).
     """
 
     device: int
@@ -36,8 +36,8 @@ class Fingerprint:
 
     @classmethod
     def of(cls, fd: int) -> Fingerprint:
-        """Return that of an open file."""
-        status = os.fstat(fd)  # first: what is written from now on dates the file later than this
+        """Return the fingerprint of an open file."""
+        status = os.fstat(fd)  # first: a write from now on gives the file a later time than this
         return cls(
             status.st_dev,
             status.st_ino,
@@ -48,15 +48,16 @@ class Fingerprint:
         )
 
     def look_again(self, fd: int, own_fd: int, path: Path) -> tuple[Fingerprint, str]:
-        """Compare an open file with what it was.
+        """Compare an open file with this fingerprint.
 
         Args:
-            fd: open for reading, also with O_DIRECT.
-            own_fd: the descriptor that the fingerprint was taken of, without O_DIRECT: its bytes are compared.
-            path: where another file is read that is in the place of this one.
+            fd: the file, open for reading; may have O_DIRECT.
+            own_fd: the descriptor that the fingerprint was taken from, without O_DIRECT: its bytes are compared.
+            path: the file's path, where a file that has replaced it is read.
 
         Returns:
-            What to compare with from now on, and what differs, in words: "size 4096 -> 1024 bytes, ..."; "" if nothing does.
+            The fingerprint to compare with from now on, and the differences in words ("size 4096 -> 1024 bytes, ..."), or ""
+            if there are none.
         """
         now = os.fstat(fd)
         same_file = now.st_size == self.size_bytes and now.st_ino == self.inode and now.st_dev == self.device
@@ -66,14 +67,14 @@ class Fingerprint:
             return self, self._differences(now, self._at(path))
         header, samples = _header_crc(own_fd), _samples_crc(own_fd, now.st_size)
         if same_file and (header, samples) == (self.header_crc, self.samples_crc):
-            logger.info("%s was dated anew; its size, its header and samples of its bytes are as before.", path)
+            logger.info("%s has a new date; its size, its header and samples of its bytes are as before.", path)
             return replace(self, modified_ns=now.st_mtime_ns), ""
         same = "same header" if header == self.header_crc else "another header"
         return self, self._differences(now, same if samples == self.samples_crc else f"{same}, other bytes")
 
     def _at(self, path: Path) -> str:
         try:
-            fd = open_plain(path)  # not the one at hand, which may be for O_DIRECT
+            fd = open_plain(path)  # not `fd`, which may have O_DIRECT
         except OSError as error:
             return f"header: {error.strerror}"
         try:
@@ -99,7 +100,7 @@ def _header_crc(fd: int) -> int:
 
 
 def _samples_crc(fd: int, size_bytes: int) -> int:
-    """Return a checksum of `SAMPLES` blocks; of the whole file where that is no more."""
+    """Return a checksum of `SAMPLES` blocks, or of the whole file if it is not larger."""
     if size_bytes <= SAMPLES * SAMPLE_BYTES:
         return zlib.crc32(os.pread(fd, size_bytes, 0))
     crc = 0

@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from promoe.errors import UnsupportedModelError
-from promoe.scheduler.keys import ExpertKey
-from promoe.stores.base import Chunk, split_at_pages
+from promoe.stores.base import Chunk
+from promoe.stores.layer_plan import LayerPlan, Piece, PlannedStore, SourceRange
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 
-# A copy this short is over before another thread could have used the interpreter, which is slow to get back.
+# A copy this short is done before another thread could use the interpreter, which takes long to get back.
 SHORT_COPY_BYTES = 64 * 1024
 Bytes = NDArray[np.uint8]
 # One tensor of all experts of a layer.
 Bank = torch.Tensor | Sequence[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A chunk of every expert of a layer. Expert e's lies in source `source_idx + e * source_step`, at `offset_bytes` in
-    row e of that source, `row_bytes` apart."""
+class HostStore(PlannedStore):
+    """A store over live CPU tensors: `banks[layer_idx][name][expert_idx]` is one expert's tensor, contiguous.
 
-    slot_offset_bytes: int
-    nbytes: int
-    source_idx: int
-    source_step: int
-    offset_bytes: int
-    row_bytes: int
-
-    def chunk(self, expert_idx: int) -> Chunk:
-        """The expert's."""
-        source_offset_bytes = expert_idx * self.row_bytes + self.offset_bytes
-        source_idx = self.source_idx + expert_idx * self.source_step
-        return Chunk(self.slot_offset_bytes, self.nbytes, source_idx, source_offset_bytes, self.nbytes)
-
-
-class HostStore:
-    """Store over live CPU tensors: `banks[layer_idx][name][expert_idx]` is one expert's tensor, contiguous.
-
-    One source per tensor; an expert's chunks are its row of each tensor, in the mapping's order, long rows split into
-    about equal parts. The tensors are kept alive and must not be written or replaced while the store is in use.
+    Each tensor is a source. An expert's chunks are its row of each tensor, in the mapping's order; long rows are split
+    into about equal parts. The tensors are kept alive and must not be written or replaced while the store is in use.
 
     Args:
         banks: per MoE layer, name -> a tensor `[num_experts, ...]`, or a list of `num_experts` equal tensors.
@@ -58,58 +38,38 @@ class HostStore:
     """
 
     def __init__(self, banks: Sequence[Mapping[str, Bank]], chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
-        self.layouts: Sequence[ExpertLayout] = []
-        self.num_experts: Sequence[int] = []
         self._names: list[str] = []  # per source
         self._tensors: list[torch.Tensor] = []  # per source; keeps the memory alive
         self._raw: list[torch.Tensor] = []  # per source, its bytes from the first to the last element
-        self._bytes: list[Bytes] | None = []  # the same, read-only
-        self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
-        self._parts: list[list[_Part]] = []  # per layer
-        for layer_idx, bank in enumerate(banks):
-            self._add_layer(layer_idx, bank, chunk_bytes)
-        self.expert_bytes = sum(
-            layout.payload_bytes * count for layout, count in zip(self.layouts, self.num_experts, strict=True)
-        )
+        self._bytes: list[Bytes] | None = []  # the same as numpy arrays, which are faster to slice; read-only
+        super().__init__([self._plan(layer_idx, bank, chunk_bytes) for layer_idx, bank in enumerate(banks)])
 
-    def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
-        """The expert's row of each tensor, in the mapping's order, long rows in parts; made at the first call."""
-        chunks = self._chunks.get(key)
-        return self._chunks.setdefault(key, self._chunks_of(key)) if chunks is None else chunks
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """All tensors that chunks come from."""
+        return tuple(self._tensors)
 
-    def _chunks_of(self, key: ExpertKey) -> tuple[Chunk, ...]:
-        return tuple(part.chunk(key.expert_idx) for part in self._parts[key.layer_idx])
-
-    def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
-        """Destination bytes of each chunk, the same for every expert of the layer."""
-        return tuple(part.nbytes for part in self._parts[layer_idx])
+    def tensor(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk's bytes where they lie, `[nbytes]` uint8, not to be written. Raises OSError after `close`."""
+        if self._bytes is None:
+            raise self._closed(chunk)
+        start = chunk.source_offset_bytes
+        return self._raw[chunk.source_idx][start : start + chunk.source_nbytes]
 
     def view(self, chunk: Chunk) -> memoryview:
-        """The chunk's bytes where they lie, read-only, without a copy. Raises OSError after `close`."""
+        """Return the chunk's bytes where they lie, read-only. Raises OSError after `close`."""
         sources = self._bytes
         if sources is None:
             raise self._closed(chunk)
         start = chunk.source_offset_bytes
         return sources[chunk.source_idx][start : start + chunk.source_nbytes].data
 
-    def tensor(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's bytes where they lie, `[nbytes]` uint8, not to be written. Raises OSError after `close`."""
-        if self._bytes is None:
-            raise self._closed(chunk)
-        start = chunk.source_offset_bytes
-        return self._raw[chunk.source_idx][start : start + chunk.source_nbytes]
-
-    @property
-    def tensors(self) -> Sequence[torch.Tensor]:
-        """All tensors that it serves."""
-        return tuple(self._tensors)
-
     def _closed(self, chunk: Chunk) -> OSError:
         what = f"{chunk.nbytes} bytes of {self.describe(chunk)}"
         return OSError(errno.EBADF, f"Cannot read {what}: the store was closed")
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
-        """Copy the chunk into `destination`. Releases the GIL if it is long. Raises OSError after `close`."""
+        """Copy the chunk into `destination`. Releases the GIL if the chunk is long. Raises OSError after `close`."""
         if chunk.nbytes <= SHORT_COPY_BYTES:
             destination[:] = self.view(chunk)
             return
@@ -117,7 +77,7 @@ class HostStore:
         np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(self.view(chunk), np.uint8))
 
     def describe(self, chunk: Chunk) -> str:
-        """For error messages: "tensor gate_up_proj of MoE layer 3 in RAM, offset 1234"."""
+        """Return where the chunk lies, for error messages: "tensor up_proj of MoE layer 3 in RAM, offset 1234"."""
         return f"{self._names[chunk.source_idx]} in RAM, offset {chunk.source_offset_bytes}"
 
     def close(self) -> None:
@@ -126,26 +86,22 @@ class HostStore:
         self._raw.clear()
         self._tensors.clear()
 
-    def _add_layer(self, layer_idx: int, banks: Mapping[str, Bank], chunk_bytes: int) -> None:
+    def _plan(self, layer_idx: int, banks: Mapping[str, Bank], chunk_bytes: int) -> LayerPlan:
         layout = ExpertLayout.of({name: (bank[0].shape, bank[0].dtype) for name, bank in banks.items()})
         num_experts = len(next(iter(banks.values())))
-        parts: list[_Part] = []
+        pieces = []
         for name, bank in banks.items():
-            what, spec, source_idx = f"tensor {name} of MoE layer {layer_idx}", layout[name], len(self._tensors)
+            what, spec, first = f"tensor {name} of MoE layer {layer_idx}", layout[name], len(self._tensors)
             if isinstance(bank, torch.Tensor):
                 self._add_source(what, bank, num_experts)
-                step, row_bytes = 0, bank.stride(0) * bank.itemsize
+                row_bytes = bank.stride(0) * bank.itemsize
+                ranges = [SourceRange(first, idx * row_bytes, spec.dtype) for idx in range(num_experts)]
             else:
                 for expert_idx, tensor in enumerate(bank):
                     self._add_source(f"{what}, expert {expert_idx}", tensor.detach().unsqueeze(0), 1)
-                step, row_bytes = 1, 0
-            parts += [
-                _Part(spec.offset_bytes + offset_bytes, nbytes, source_idx, step, offset_bytes, row_bytes)
-                for offset_bytes, nbytes in split_at_pages(spec.offset_bytes, spec.nbytes, chunk_bytes)
-            ]
-        self.layouts = [*self.layouts, layout]
-        self.num_experts = [*self.num_experts, num_experts]
-        self._parts.append(parts)
+                ranges = [SourceRange(first + idx, 0, spec.dtype) for idx in range(num_experts)]
+            pieces.append(Piece(spec.offset_bytes, spec.nbytes, spec.dtype, tuple(ranges)))
+        return LayerPlan(layout, num_experts, tuple(pieces), chunk_bytes)
 
     def _add_source(self, what: str, tensor: torch.Tensor, num_rows: int) -> None:
         _check_tensor(what, tensor, num_rows)
@@ -178,7 +134,7 @@ def _check_tensor(what: str, tensor: torch.Tensor, num_experts: int) -> None:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes from the tensor's first to its last element, `[nbytes]` uint8, sharing memory."""
+    """Return the bytes from the tensor's first to its last element, `[nbytes]` uint8, sharing memory."""
     span_bytes = ((tensor.shape[0] - 1) * tensor.stride(0) + tensor[0].numel()) * tensor.itemsize
     raw = torch.empty(0, dtype=torch.uint8)
     raw.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.itemsize, (span_bytes,), (1,))

@@ -1,4 +1,4 @@
-"""Where the tensors of one expert lie inside a slot. Knows shapes and bytes; not files, models or policies."""
+"""Where the tensors of one expert lie in a slot. It knows shapes and bytes; not files, models or policies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from promoe.stores.slot_format import MatrixFormat
 PAGE_BYTES = 4096
 DEFAULT_CHUNK_BYTES = 4 * 2**20  # of a transfer, at most
 CACHE_LINE_BYTES = 64
-# From here on a tensor starts on a page, so that O_DIRECT can read it straight into the slot.
+# A tensor of at least this size starts at a page, so that O_DIRECT can read it straight into the slot.
 PAGE_ALIGNED_FROM_BYTES = 64 * 1024
 
 
 def round_up(nbytes: int, alignment_bytes: int) -> int:
-    """The smallest multiple of `alignment_bytes` that is at least `nbytes`."""
+    """Return the smallest multiple of `alignment_bytes` that is at least `nbytes`."""
     return -(-nbytes // alignment_bytes) * alignment_bytes
 
 
@@ -44,7 +44,7 @@ class TensorSpec:
 
     @property
     def end_bytes(self) -> int:
-        """Offset of the first byte behind the tensor."""
+        """The offset of the first byte after the tensor."""
         return self.offset_bytes + self.nbytes
 
 
@@ -63,9 +63,9 @@ class ExpertLayout:
     ) -> ExpertLayout:
         """Lay tensors out one after the other, in the order of the mapping.
 
-        Each starts at a multiple of 4096 bytes when it has 64 KiB or more, else of 64 bytes (fp32 products with one row
-        depend on the weights' address modulo 16). The slot is rounded up to 4096 bytes when any tensor is that large,
-        else 64, so consecutive slots keep the alignment.
+        A tensor of 64 KiB or more starts at a multiple of 4096 bytes, a smaller one at a multiple of 64 bytes (fp32
+        products with one row depend on the weights' address modulo 16). If any tensor is that large, the slot's size is
+        rounded up to a multiple of 4096 bytes, else of 64, so that consecutive slots keep the alignment.
 
         Args:
             tensors: name -> (shape of one expert's row, dtype).
@@ -100,11 +100,11 @@ class ExpertLayout:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of one expert's weights, without the padding between tensors."""
+        """The size of one expert's weights in bytes, without the padding between tensors."""
         return sum(spec.nbytes for spec in self.tensors)
 
     def __getitem__(self, name: str) -> TensorSpec:
-        """The tensor called `name`; KeyError if there is none."""
+        """Return the tensor called `name`. Raises KeyError if there is none."""
         for spec in self.tensors:
             if spec.name == name:
                 return spec

@@ -1,6 +1,6 @@
-"""The safetensors files of a checkpoint: found and checked at open, read with `preadv`, never mapped into memory.
+"""Finds, opens, checks and reads the safetensors files of a checkpoint. They are read with `preadv`, never mapped.
 
-Knows files and tensors by name; does not know models, experts or slots.
+It knows files and tensors by name; not models, experts or slots.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class SafetensorsFile:
-    """One open safetensors file whose header was checked against the file's size; each read checks that it is unchanged."""
+    """An open safetensors file. Its header was checked against its size; each read checks that the file is unchanged."""
 
     def __init__(self, path: Path, fd: int, fingerprint: Fingerprint, tensors: Mapping[str, TensorRange]) -> None:
         self.path = path
         self.fd = fd
         self.fingerprint = fingerprint
         self.tensors = tensors
-        # Nobody closes what Ctrl-C ended in the midst of being opened.
+        # If Ctrl-C interrupts opening, nobody calls close().
         self._closing = weakref.finalize(self, os.close, fd)
         self._closing.atexit = False
 
     @property
     def closed(self) -> bool:
-        """Whether nothing can be read from it any more."""
+        """Whether it was closed."""
         return self.fd < 0
 
     @property
     def size_bytes(self) -> int:
-        """When it was opened."""
+        """The size when it was opened, in bytes."""
         return self.fingerprint.size_bytes
 
     @classmethod
@@ -50,7 +50,7 @@ class SafetensorsFile:
         """Open `path` for reading; every tensor of its header gets `file_idx`.
 
         Raises:
-            CheckpointError: the file is missing or unreadable, its header is not one, or its size is not what the
+            CheckpointError: the file is missing or unreadable, its header is invalid, or its size is not what the
                 header says.
         """
         path = Path(path)
@@ -58,7 +58,7 @@ class SafetensorsFile:
             fingerprint = Fingerprint.of(fd)
             tensors = read_header(path, fd, fingerprint.size_bytes, file_idx)
         if hasattr(os, "posix_fadvise"):
-            # Reads come in ranges of a known size, and the neighbours' bytes must not be pulled into the page cache.
+            # Each read has a known size; reading ahead would only fill the page cache with bytes that nobody asked for.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return cls(path, fd, fingerprint, tensors)
 
@@ -86,7 +86,7 @@ class SafetensorsFile:
                 _, changes = self.fingerprint.look_again(self.fd, self.fd, self.path)
                 raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
-        self.check_unchanged(self.fd)  # after the read: a file is dated before other bytes can be read from it
+        self.check_unchanged(self.fd)  # after the read: a file gets its new time before its new bytes can be read
 
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
@@ -107,12 +107,12 @@ class SafetensorsFiles:
     def __init__(self, files: Sequence[SafetensorsFile]) -> None:
         self.files = tuple(files)
         self.tensors: dict[str, TensorRange] = {}
-        for file in files:  # of a name in two files the later one counts, as in Transformers
+        for file in files:  # if two files have the same name, the later one counts, as in Transformers
             self.tensors.update(file.tensors)
 
     @classmethod
     def open(cls, paths: Iterable[str | os.PathLike[str]]) -> SafetensorsFiles:
-        """Open files. What is in them is what their headers say: an index may be stale, and only names the files.
+        """Open files. Their headers say what is in them: an index may be stale, and only names the files.
 
         Raises:
             CheckpointError: a file is missing, damaged or truncated.
@@ -128,7 +128,7 @@ class SafetensorsFiles:
         return cls(files)
 
     def read_into(self, tensor: TensorRange, destination: memoryview) -> None:
-        """Fill `destination` (`tensor.nbytes` long) with the tensor's bytes. OSError as in `SafetensorsFile`."""
+        """Fill `destination` (`tensor.nbytes` long) with the tensor's bytes. Raises OSError as `SafetensorsFile.read_into`."""
         self.files[tensor.file_idx].read_into(tensor.offset_bytes, destination)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def check_files(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """Open a checkpoint's file for what happens inside. It stays open unless that fails."""
+    """Open a checkpoint's file for the body of the `with`. It stays open unless the body fails."""
     try:
         fd = open_plain(path)
     except OSError as error:
@@ -170,7 +170,7 @@ def locate_files(checkpoint: str | os.PathLike[str], weights_name: Any = None, f
         from_config: without a name, ask the folder's config.json for one (`transformers_weights`).
 
     Raises:
-        CheckpointError: there are none, or the index is not readable, or names files outside the folder.
+        CheckpointError: there are none, or the index is unreadable or names files outside the folder.
     """
     path = Path(checkpoint)
     if path.is_dir():
@@ -194,7 +194,7 @@ def locate_files(checkpoint: str | os.PathLike[str], weights_name: Any = None, f
         raise
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(
-            f"The index {path} cannot be used: {type(error).__name__}: {error}. Mend it, or get it anew from where the "
+            f"The index {path} cannot be used: {type(error).__name__}: {error}. Fix it, or get it again from where the "
             "checkpoint is from."
         ) from error
     return [path.parent / name for name in sorted(names)]
@@ -221,15 +221,15 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        raise CheckpointError(f"{path} is no sound JSON file: {error}. Mend it, or get it anew.") from error
+        raise CheckpointError(f"{path} is not a valid JSON file: {error}. Fix it, or get it again.") from error
 
 
 def check_inside(names: Iterable[Any], where: str) -> None:
-    """Raise CheckpointError where a name leads out of the folder. The files may: in the hub's cache they are links."""
+    """Raise CheckpointError if a name leads out of the folder. The file itself may be a link: in the hub's cache it is."""
     for name in names:
         if not isinstance(name, str) or not name:
             raise CheckpointError(
-                f"The checkpoint's {where} names {name!r} where the name of a file is expected. Mend it."
+                f"The checkpoint's {where} names {name!r} where the name of a file is expected. Fix it."
             )
         parts = PurePath(name).parts
         if ".." in parts or PurePath(name).is_absolute():
@@ -240,12 +240,12 @@ def check_inside(names: Iterable[Any], where: str) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> CheckpointError:
-    """Return what to raise where a checkpoint's file cannot be opened, with what helps against that."""
+    """Return the error to raise when a checkpoint's file cannot be opened, with a remedy."""
     return CheckpointError(f"Cannot open checkpoint file {str(path)[:500]}: {error.strerror}. {remedy(error)}")
 
 
 def remedy(error: OSError) -> str:
-    """Return what helps against a file that cannot be opened or read."""
+    """Return a remedy for a file that cannot be opened or read."""
     if error.errno == errno.ENOENT:
         return "The checkpoint is not complete: download or copy that file."
     if error.errno in (errno.EACCES, errno.EPERM):

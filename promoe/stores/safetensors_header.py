@@ -1,4 +1,4 @@
-"""The header of a safetensors file: 8 bytes of length, JSON, then the tensors' bytes. Parsed and checked here."""
+"""Reads and checks the header of a safetensors file: 8 bytes of length, then JSON, then the tensors' bytes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from promoe.errors import CheckpointError
 from promoe.untrusted import LFS_BEGINS, MAX_JSON_BYTES, is_lfs_pointer, loads
 
 HEADER_LENGTH_BYTES = 8
-# More than torch takes; of a list of millions even the product would not end.
+# More than torch allows. The product of a list of millions would take for ever.
 MAX_DIMENSIONS = 64
-# One more would not be an offset or size that the system, or torch, can count to.
+# Offsets and sizes must be smaller, or neither the system nor torch can represent them.
 END = 2**63
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -43,7 +43,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
-    """Where one tensor lies: `nbytes` at `offset_bytes` of file number `file_idx`, row-major, little-endian."""
+    """The place of one tensor: `nbytes` at `offset_bytes` of file number `file_idx`, row-major, little-endian."""
 
     name: str
     file_idx: int
@@ -51,19 +51,19 @@ class TensorRange:
     nbytes: int
     shape: tuple[int, ...]
     dtype_name: str
-    """As in the file ("BF16"); may be a format that torch does not have."""
+    """The dtype's name in the file, for example "BF16"; may be a format that torch does not have."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The torch dtype, None if torch has none for the format."""
+        """The torch dtype; None if torch does not have the format."""
         return TORCH_DTYPES.get(self.dtype_name)
 
 
 def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str, TensorRange]:
-    """The tensors of an open safetensors file of `size_bytes`, by name.
+    """Return the tensors of an open safetensors file of `size_bytes`, by name.
 
     Raises:
-        CheckpointError: the header is not one, contradicts itself, or describes a file of another size.
+        CheckpointError: the header is invalid, contradicts itself, or describes a file of another size.
     """
 
     def damaged(what: str) -> CheckpointError:
@@ -107,7 +107,7 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
 
 
 def _layout_fault(tensors: Iterable[TensorRange], first_byte: int) -> str | None:
-    """What is wrong if the tensors do not follow one another without gaps, as the format demands."""
+    """Return what is wrong if the tensors do not follow one another without gaps, as the format requires."""
     end, before = first_byte, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset_bytes, tensor.nbytes)):
         if tensor.offset_bytes != end:
@@ -118,7 +118,7 @@ def _layout_fault(tensors: Iterable[TensorRange], first_byte: int) -> str | None
 
 
 def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int) -> TensorRange | None:
-    """None when it is no entry, or shape, dtype and offsets contradict each other."""
+    """Return the tensor of a header entry; None if the entry is invalid or contradicts itself."""
     if not isinstance(entry, dict):
         return None
     offsets, shape, dtype_name = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
@@ -126,13 +126,13 @@ def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int) -> Tens
         return None
     if len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
         return None
-    # Not what int() would make of it: a checkpoint that means a number writes a number.
+    # Nothing that int() would have to convert: in a sound header, a number is written as a number.
     if not all(type(number) is int and 0 <= number < END for number in (*offsets, *shape)):
         return None
     start, stop = offsets
     dtype = TORCH_DTYPES.get(dtype_name)
     itemsize = 1 if dtype is None else dtype.itemsize
-    # Without the zeros: torch also computes the strides of what has no elements.
+    # Zeros are left out: torch also computes the strides of a tensor without elements.
     if stop < start or math.prod(size for size in shape if size) * itemsize >= END:
         return None
     if dtype is not None and stop - start != math.prod(shape) * itemsize:

@@ -1,4 +1,4 @@
-"""Experts that stay in their safetensors files: nothing of them is in RAM until a chunk is read."""
+"""Experts that stay in their safetensors files: none of their bytes are in RAM until a chunk is read."""
 
 from __future__ import annotations
 
@@ -7,33 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
-from promoe.stores.expert_pieces import LayerPlan
-from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
+from promoe.stores.layer_plan import PlannedStore
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class SafetensorsStore:
-    """Store over the files of a checkpoint. A chunk's source is a file.
+class SafetensorsStore(PlannedStore):
+    """A store over the files of a checkpoint. A chunk's source is a file.
 
-    Takes over `files` (closed by `close`). See `promoe.model.opening` for how plan and files come about.
+    It takes over `files` and closes them. `promoe.model.opening` makes plan and files.
     """
 
     def __init__(self, files: SafetensorsFiles, plan: CheckpointPlan) -> None:
+        super().__init__(plan.layers)
         self.files: Sequence[SafetensorsFile] = files.files
         self._needed = {files.tensors[name].file_idx for name in plan.expert_tensors}
-        self._layers: tuple[LayerPlan, ...] = plan.layers
-        self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in plan.layers]
-        self.num_experts: Sequence[int] = [layer.num_experts for layer in plan.layers]
-        self.expert_bytes = sum(layer.layout.payload_bytes * layer.num_experts for layer in plan.layers)
-        self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
-        self._chunk_bytes = [tuple(nbytes for _, _, nbytes in layer.parts) for layer in plan.layers]
 
     @classmethod
     def open(
@@ -43,12 +37,12 @@ class SafetensorsStore:
         layers: Sequence[Sequence[BankSpec]],
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     ) -> SafetensorsStore:
-        """Serve the experts of a model that exists already from the files of its checkpoint. Reads headers only.
+        """Serve the experts of a model from the files of the checkpoint that it was loaded from. Reads headers only.
 
         Args:
             checkpoint: a local folder, a `.safetensors` file or an index file.
-            model: says how the checkpoint's names become the model's; nothing of it is changed.
-            layers: per MoE layer its parameters, as `promoe.model.opening.bank_specs` gives them.
+            model: determines how the checkpoint's names become the model's; it is not changed.
+            layers: the parameters of each MoE layer, as `promoe.model.opening.bank_specs` returns them.
             chunk_bytes: longest chunk, a multiple of 4096.
 
         Raises:
@@ -57,7 +51,7 @@ class SafetensorsStore:
         """
         from transformers.conversion_mapping import get_model_conversion_mapping
 
-        # Not state_dict(): that would touch the parameters' values.
+        # Not state_dict(), which would touch the parameters' values.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         files = SafetensorsFiles.open(locate_files(checkpoint))
@@ -72,21 +66,10 @@ class SafetensorsStore:
         return store
 
     def close_others(self) -> None:
-        """Close the files that have no expert: a large checkpoint has more files than a process may have open."""
+        """Close the files without experts: a large checkpoint has more files than a process may have open."""
         for file_idx, file in enumerate(self.files):
             if file_idx not in self._needed:
                 file.close()
-
-    def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
-        """The expert's chunks in slot order; made at the first call, the same objects afterwards."""
-        chunks = self._chunks.get(key)
-        if chunks is None:
-            chunks = self._chunks.setdefault(key, tuple(self._layers[key.layer_idx].chunks(key.expert_idx)))
-        return chunks
-
-    def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
-        """Destination bytes of each chunk, the same for every expert of the layer."""
-        return self._chunk_bytes[layer_idx]
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
         """Read the chunk's bytes as they are in the file into `destination`, `source_nbytes` long.
@@ -103,11 +86,11 @@ class SafetensorsStore:
         self.files[chunk.source_idx].read_into(chunk.source_offset_bytes, destination)
 
     def source(self, chunk: Chunk) -> tuple[Path, int]:
-        """The chunk's file and the offset of its first byte there, for links with descriptors of their own."""
+        """Return the chunk's file and the offset of its first byte there."""
         return self.files[chunk.source_idx].path, chunk.source_offset_bytes
 
     def describe(self, chunk: Chunk) -> str:
-        """For error messages: "tensor model.layers.0.mlp.experts.3.up_proj.weight, file model.safetensors, offset 1234"."""
+        """Return where the chunk lies: "tensor layers.0.mlp.experts.3.up_proj.weight, file model.safetensors, offset 1234"."""
         file, start = self.files[chunk.source_idx], chunk.source_offset_bytes
         names = [
             tensor.name

@@ -1,6 +1,6 @@
-"""Experts in files of their own, one per MoE layer, each as it lies in a slot: nothing is put together when it is read.
+"""Experts in files of their own, one per MoE layer, stored as they lie in a slot: reading one is a plain copy.
 
-A file is a safetensors file whose only tensor, `slots[E, slot_bytes]`, begins at a page, as O_DIRECT wants it.
+A file is a safetensors file whose only tensor, `slots[E, slot_bytes]`, begins at a page, as O_DIRECT requires.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from pathlib import Path
 import torch
 
 from promoe.stores.checkpoint_plan import CheckpointPlan
-from promoe.stores.expert_pieces import LayerPlan, Piece, SourceRange, coalesce
+from promoe.stores.layer_plan import LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore
 
-# What the tensor of a layer's file is called.
+# The name of the tensor in a layer's file.
 SLOTS = "slots"
 
 
 def layer_path(folder: Path, layer_idx: int) -> Path:
-    """The file of a MoE layer."""
+    """Return the path of a MoE layer's file."""
     return folder / f"layer-{layer_idx:05}.safetensors"
 
 
 def header_of(metadata: Mapping[str, str], num_experts: int, layout: ExpertLayout) -> bytes:
-    """How a layer's file begins; `metadata` is whatever its writer wants to find there."""
+    """Return the header of a layer's file. `metadata` is for its writer's own use."""
     shape = [num_experts, layout.slot_bytes]
     header = {
         "__metadata__": dict(metadata),
         SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
     }
     content = json.dumps(header).encode()
-    # The format allows spaces at the end.
+    # The format allows spaces at the end of the header; with them the tensor begins at a page.
     content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
     return len(content).to_bytes(HEADER_LENGTH_BYTES, "little") + content
 
 
 def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
-    """Write a layer's file, in place of one that is there, down to the disk; a slot is not looked at again.
+    """Write a layer's file to disk, replacing an existing one. Each slot is written before the next one is taken.
 
     Raises:
-        OSError: it cannot be written. What was written of it stays.
+        OSError: it cannot be written; it is then left incomplete.
     """
-    path.unlink(missing_ok=True)  # who reads it keeps the one that it has
+    path.unlink(missing_ok=True)  # a process that has the old file open keeps it
     with path.open("wb") as file:
         file.write(header)
         for slot in slots:
@@ -101,4 +101,4 @@ def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_byte
         )
         for spec in layout.tensors
     ]
-    return LayerPlan(layout, num_experts, coalesce(pieces, chunk_bytes), chunk_bytes)
+    return LayerPlan(layout, num_experts, joined(pieces, chunk_bytes), chunk_bytes)

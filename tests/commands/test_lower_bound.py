@@ -6,8 +6,6 @@ from tiny_models import build, token_ids
 
 import promoe
 from promoe.commands.lower_bound import (
-    RoutedPass,
-    RoutingRecorder,
     bytes_per_token,
     link_bandwidth,
     missed_bytes,
@@ -17,6 +15,7 @@ from promoe.commands.lower_bound import (
 from promoe.commands.measure import generate
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.stats.counts import PhaseStats
+from promoe.stats.routing import RoutedPass, RoutingRecorder
 
 
 def config(num_slots: int, *, layers: int = 1, experts: int = 4, eviction: str = "lru") -> SchedulerConfig:
@@ -86,7 +85,7 @@ def test_recorded_routing_is_what_a_patched_model_fetches() -> None:
     ids = token_ids(length=6)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = build("qwen2_moe", num_experts=8, top_k=2)
-    with RoutingRecorder(model) as recorder:
+    with RoutingRecorder(model, promoe.find_moe_layers(model)) as recorder:
         answer = generate(model, inputs, 8)
         passes = recorder.take()
         assert recorder.take() == []

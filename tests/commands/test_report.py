@@ -7,7 +7,7 @@ import pytest
 from synthetic_runs import make_run, make_stats, make_token
 
 from promoe import cli
-from promoe.stats.text_report import save_run
+from promoe.stats.saved_run import save_run
 
 
 @pytest.fixture

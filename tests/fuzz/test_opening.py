@@ -26,7 +26,7 @@ from promoe.experts.guard import is_guard
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import bank_specs, open_without_experts
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import SafetensorsStore
 from promoe.training.collect_command import open_model
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from synthetic_runs import make_run, make_stats, make_token
 
 from promoe.commands.charts.html_report import html_report
-from promoe.stats.text_report import load_run, save_run, text_comparison
+from promoe.stats.saved_run import load_run, save_run
+from promoe.stats.text_report import text_comparison
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, VALUES, damaged, json_bytes

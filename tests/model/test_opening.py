@@ -36,7 +36,7 @@ import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.guard import is_guard
 from promoe.model.opening import OpenedModel, _Opening, open_without_experts
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 
 
 @pytest.fixture
@@ -575,7 +575,7 @@ class TestRefusedCheckpoints:
 
     def test_damaged_index(self, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text('{"weight_map": ')
-        self.refused(folder, r"index\.json is no sound JSON file: Expecting value")
+        self.refused(folder, r"index\.json is not a valid JSON file: Expecting value")
 
     def test_expert_missing_from_index_and_files(self, folder: Path) -> None:
         name = "model.layers.1.mlp.experts.4.down_proj.weight"

@@ -11,7 +11,7 @@ from synthetic_runs import make_run, make_stats
 from promoe.errors import ConfigError
 from promoe.runtime.popularity import most_used, usage_rates
 from promoe.scheduler import ExpertKey
-from promoe.stats.text_report import save_run
+from promoe.stats.saved_run import save_run
 
 COUNTS = [[4, 0, 12], [0, 1, 0], [0, 0, 0]]
 RATES = [[0.5, 0.0, 1.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]

@@ -1,7 +1,7 @@
-"""A scheduler with everything around it made of numbers: leases in flight, a memory that shows what its slots hold.
+"""Drives a scheduler with simulated surroundings: leases in flight, and a memory that shows what its slots hold.
 
-The memory is hostile: a transfer may write at any time between its lease's issue and its completion, so a slot's chunk
-is spoilt as soon as a lease for it is out, and right again only when that lease is completed.
+The memory is hostile: a transfer may write at any time between the issue and the completion of its lease. So a slot's
+chunk is spoilt as soon as a lease for it is issued, and right again only when that lease is completed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Driven:
         self._slot(lease)[lease.chunk_idx] = SPOILT
 
     def _is_awaited(self, lease: Lease) -> bool:
-        """Whether it is for more than to fill a slot that nobody has."""
+        """Return whether the lease does more than fill a free slot."""
         layer_idx, scheduler = lease.key.layer_idx, self.scheduler
         hinted = lease.code in scheduler._hinted.get(layer_idx, ())
         return lease.cause == "prefetch" or hinted or bool(scheduler.cache_of(layer_idx).pins[lease.code])
@@ -176,7 +176,7 @@ class Driven:
         self.check()
 
     def resize(self, pool_idx: int, num_slots: int) -> None:
-        """Nothing is in flight or pinned. As many residents as fit stay, with their bytes."""
+        """Resize a pool while nothing is in flight or pinned; check that as many residents as fit stay, with their bytes."""
         cache = self.scheduler._caches[pool_idx]
         before, evictions = set(cache.slot_of), self.tally.evictions
         kept = self.scheduler.prepare_resize(pool_idx, num_slots)
@@ -194,7 +194,7 @@ class Driven:
         self.check()
 
     def report_again(self, lease: Lease, failed: bool) -> None:
-        """A completion or failure of a lease that came back before: must change nothing."""
+        """Report a lease done or failed that came back before: this must change nothing."""
         before = self._summary()
         report = self.scheduler.chunk_failed if failed else self.scheduler.chunk_done
         if self.config.strict:
@@ -220,15 +220,15 @@ class Driven:
     # -- what must hold -----------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """One counted step: every conservation law, and the bytes of every complete expert."""
+        """Check every conservation law, and the bytes of every complete expert, and count a step."""
         self.steps += 1
         scheduler, tally = self.scheduler, self.tally
         scheduler.check_integrity()
         assert tally.moved["prefetch"] == (
-            tally.used + tally.wasted_bytes["prefetch"] + scheduler._ledger.pending_bytes()
+            tally.used + tally.wasted_bytes["prefetch"] + scheduler._fetched.pending_bytes()
         ), (tally.moved, tally.used, tally.wasted_bytes)
         assert tally.wasted_bytes["demand"] <= tally.moved["demand"]
-        for code in scheduler._ledger._unasked:  # pending bytes are somewhere, and nobody asked for them
+        for code in scheduler._fetched._unasked:  # pending bytes are somewhere, and nobody asked for them
             cache = scheduler.cache_of(code // scheduler.max_experts)
             assert cache.state[code] in (LOADING, RESIDENT), (code, cache.state[code])
             assert not cache.pins[code], code
@@ -263,7 +263,7 @@ class Driven:
         self._check_begun(opened, ready, failed)
 
     def _check_begun(self, opened: OpenVisit, ready: list[int], failed: list[int]) -> None:
-        """What was there of an expert stays, in its slot, until it is ready or has failed."""
+        """Check that the chunks of a begun expert stay in its slot until it is ready or has failed."""
         visit = opened.visit
         cache, begun = self.scheduler.cache_of(visit.layer_idx), visit.begun()
         slots, first = self.memory[self.pool_of[visit.layer_idx]], self.config.first_chunks[visit.layer_idx]
@@ -288,7 +288,7 @@ class Driven:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def end_all(self) -> None:
-        """Every open visit ends when the link works: each waits only for what is on its way or can be sent."""
+        """End every open visit, and check that each waits only for what is on its way or can be sent."""
         budget = 50 + 20 * sum(len(v.remaining) + 1 for v in self.visits) * (1 + max(map(len, self.config.chunk_bytes)))
         budget += len(self.outstanding) + len(self.scheduler._demand) * 4
         while self.visits:
@@ -307,7 +307,7 @@ class Driven:
                 self.complete(self.outstanding[-1])
 
     def drain(self) -> None:
-        """Nothing is open: what is still wanted is fetched, and then the link falls silent."""
+        """Fetch what is still wanted when no visit is open, and check that nothing more is sent then."""
         assert not self.visits
         total = sum(self.config.num_experts) * 4 * max(map(len, self.config.chunk_bytes))
         for _ in range(total):

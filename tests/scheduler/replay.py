@@ -1,4 +1,4 @@
-"""A deterministic replay: the real scheduler, made-up routing, and a link that moves so many chunks per layer step.
+"""A deterministic replay: the real scheduler, generated routing, and a link that moves a number of chunks per layer step.
 
 No clock: a layer's computation lasts as long as `chunks_per_step` chunks take, and waiting is counted in chunks.
 """
@@ -20,7 +20,7 @@ Forecaster = Callable[[int, int], "Probabilities | None"]
 
 
 class Tally:
-    """The observer: what was moved, and what became of it."""
+    """An observer that counts what was moved, used and wasted."""
 
     def __init__(self) -> None:
         self.moved: Counter[str] = Counter()
@@ -59,7 +59,7 @@ class Tally:
 
 @dataclass
 class Routing:
-    """Which experts each token uses in each layer, and, where the generator knows it, how probable that was."""
+    """The experts that each token uses in each layer, and how probable each was, if the generator knows it."""
 
     num_experts: int
     ids: list[list[list[int]]]  # [num_tokens][num_layers] -> distinct experts
@@ -157,7 +157,7 @@ class Replay:
         return self
 
     def step(self, token: int, layer_idx: int) -> None:
-        """One layer visit: hint, visit, forecasts, and the transfers that its computation covers."""
+        """Run one layer visit: hint, visit, forecasts, and the transfers that happen while it computes."""
         ids = self.routing.ids[token][layer_idx]
         scheduler = self.scheduler
         self.needed += len(ids)
@@ -208,7 +208,7 @@ class Replay:
 
 
 def global_pool(routing: Routing, cache_rate: float, num_chunks: int = 3, **switches: object) -> SchedulerConfig:
-    """One pool for all layers with this share of all experts as slots."""
+    """Return one pool for all layers, with slots for this share of all experts."""
     num_layers, num_experts = routing.num_layers, routing.num_experts
     return SchedulerConfig(
         num_experts=[num_experts] * num_layers,
@@ -223,19 +223,19 @@ def global_pool(routing: Routing, cache_rate: float, num_chunks: int = 3, **swit
 
 
 def oracle(routing: Routing) -> Forecaster:
-    """Always right."""
+    """Return forecasts that are always right."""
     return routing.used
 
 
 def exact(routing: Routing) -> Forecaster:
-    """The true probabilities, given the topic."""
+    """Return the true probabilities, given the topic."""
     assert routing.probabilities is not None
     probabilities = routing.probabilities
     return lambda token, layer_idx: probabilities[token, layer_idx]
 
 
 def good(routing: Routing, seed: int, precision: float = 0.85) -> Forecaster:
-    """Names as many experts as are used; each is right with this probability. The same answer at each lookahead."""
+    """Return forecasts of as many experts as are used, each right with this probability, the same at each lookahead."""
 
     def forecast(token: int, layer_idx: int) -> Probabilities:
         rng = np.random.default_rng((seed, token, layer_idx))
@@ -251,7 +251,7 @@ def good(routing: Routing, seed: int, precision: float = 0.85) -> Forecaster:
 
 
 def noise(routing: Routing, seed: int, top_k: int | None = None) -> Forecaster:
-    """Random probabilities, or, with `top_k`, certainty about random experts."""
+    """Return random probabilities, or, with `top_k`, certainty about random experts."""
     rng = np.random.default_rng(seed)
 
     def forecast(token: int, layer_idx: int) -> Probabilities:
@@ -265,7 +265,7 @@ def noise(routing: Routing, seed: int, top_k: int | None = None) -> Forecaster:
 
 
 def hostile(routing: Routing, seed: int, num_named: int = 4) -> Forecaster:
-    """Certain of experts that will not be used, and certain that the used ones will not."""
+    """Return forecasts that are certain and always wrong."""
     rng = np.random.default_rng(seed)
 
     def forecast(token: int, layer_idx: int) -> Probabilities:

@@ -1,4 +1,4 @@
-"""Slots and their states: one way only, one expert per slot, none re-let while something is on its way to it."""
+"""Slots and their states: one expert per slot, and no slot is assigned again while something is in flight to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forecast is worth, learned from outcomes."""
+"""How forecasts are calibrated by their outcomes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import pytest
 
 from promoe.scheduler.calibration import (
     BATCH_VISITS,
-    CORRELATED_STEPS,
     LAYER_BATCH_VISITS,
     MAX_COEFFICIENT,
     START_COEFFICIENTS,
+    TABLE_STEPS,
     Calibration,
 )
 
@@ -26,7 +26,7 @@ def outcomes(rng: np.random.Generator, p: np.ndarray) -> list[int]:
 
 
 def taught(kind: str, num_visits: int = 400, steps_ahead: int = 1) -> tuple[Calibration, np.ndarray, np.ndarray]:
-    """Returns the calibration, and a forecast with its prior, after visits that used experts with known odds."""
+    """Return the calibration, and a forecast with its prior, after visits that used experts with known odds."""
     rng = np.random.default_rng(0)
     calibration = calibration_of()
     prior = rng.uniform(0.05, 0.6, NUM_EXPERTS)
@@ -119,7 +119,7 @@ def test_a_layer_seen_for_the_first_time_starts_from_what_the_others_taught() ->
 
 
 def following(chosen: list[int]) -> list[int]:
-    """A layer that uses what follows the experts chosen before it."""
+    """Let a layer use the experts that follow those chosen before it."""
     return [(expert_idx + 5) % NUM_EXPERTS for expert_idx in chosen]
 
 
@@ -134,7 +134,7 @@ def taught_to_follow(steps_ahead: int) -> Calibration:
     return calibration
 
 
-@pytest.mark.parametrize("steps_ahead", [1, CORRELATED_STEPS])
+@pytest.mark.parametrize("steps_ahead", [1, TABLE_STEPS])
 def test_what_followed_what_is_learned_beside_a_worthless_forecast(steps_ahead: int) -> None:
     calibration, chosen, even = taught_to_follow(steps_ahead), [3, 14], np.full(NUM_EXPERTS, 0.2)
     p = calibration.calibrate(2, steps_ahead, even, even, chosen)
@@ -143,7 +143,7 @@ def test_what_followed_what_is_learned_beside_a_worthless_forecast(steps_ahead: 
     assert np.delete(p, following(chosen)).max() < 0.2
 
 
-@pytest.mark.parametrize(("steps_ahead", "chosen"), [(CORRELATED_STEPS + 1, [3, 14]), (1, [])])
+@pytest.mark.parametrize(("steps_ahead", "chosen"), [(TABLE_STEPS + 1, [3, 14]), (1, [])])
 def test_too_far_ahead_or_without_a_choice_nothing_is_correlated(steps_ahead: int, chosen: list[int]) -> None:
     even = np.full(NUM_EXPERTS, 0.2)
     p = taught_to_follow(steps_ahead).calibrate(2, steps_ahead, even, even, chosen)

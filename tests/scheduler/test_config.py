@@ -1,10 +1,10 @@
-"""What sizes a scheduler accepts."""
+"""The sizes that a scheduler accepts, and the names of experts."""
 
 from __future__ import annotations
 
 import pytest
 
-from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.scheduler import ExpertKey, PoolSpec, SchedulerConfig
 from promoe.scheduler.config import NullObserver
 
 
@@ -66,3 +66,9 @@ def test_an_expert_is_begun_with_some_of_its_chunks(first_chunks: tuple[int, ...
     SchedulerConfig([4, 4], [(10, 10), (5, 5)], [PoolSpec(2, (0, 1))], first_chunks=(1, 0))
     with pytest.raises((AssertionError, ValueError)):
         SchedulerConfig([4, 4], [(10, 10), (5, 5)], [PoolSpec(2, (0, 1))], first_chunks=first_chunks)
+
+
+def test_keys_sort_by_layer_then_expert_and_unpack() -> None:
+    assert sorted([ExpertKey(1, 0), ExpertKey(0, 7), ExpertKey(0, 2)]) == [(0, 2), (0, 7), (1, 0)]
+    layer_idx, expert_idx = ExpertKey(layer_idx=3, expert_idx=5)
+    assert (layer_idx, expert_idx) == (3, 5)

@@ -35,7 +35,7 @@ def drive(
     duration_s: Callable[[bool, int], float],
     fetched_bytes: Callable[[int], float] = lambda number: 1e8,
 ) -> list[bool]:
-    """The setting under which each of the next passes ran; `duration_s(setting, number of the pass)`."""
+    """Return the setting of each of the next passes, which take `duration_s(setting, number of the pass)`."""
     settings = []
     for number in range(passes):
         settings.append(governor.on)
@@ -72,7 +72,7 @@ def test_a_tie_is_no_reason_to_move_bytes() -> None:
 
 
 def noisy(difference: float, seed: int) -> Callable[[bool, int], float]:
-    """Passes of 10 ms, give or take 1.5 ms; with prefetch so much shorter."""
+    """Return durations of about 10 ms (1.5 ms more or less), so much shorter with prefetch."""
     draw = random.Random(seed)
     return lambda on, number: 0.010 + draw.gauss(0.0, 0.0015) - (difference if on else 0.0)
 
@@ -143,7 +143,7 @@ def test_a_change_during_the_hold_is_seen_by_the_next_test() -> None:
 
 
 def test_the_first_passes_of_a_trial_do_not_count() -> None:
-    """They still see what the other setting left behind, which here would turn the verdict."""
+    """They depend on what the other setting left in the cache, which here would reverse the verdict."""
 
     def misleading(on: bool, number: int) -> float:
         settings.append(on)
@@ -163,7 +163,7 @@ def test_the_first_passes_of_a_trial_do_not_count() -> None:
 
 @pytest.mark.parametrize("verdict", [True, False])
 def test_outliers_do_not_decide(verdict: bool) -> None:
-    """A pass in each trial of the better setting that took a hundred times as long."""
+    """In each trial of the better setting, one pass takes a hundred times as long."""
 
     def with_outliers(on: bool, number: int) -> float:
         better = on is verdict
@@ -176,7 +176,7 @@ def test_outliers_do_not_decide(verdict: bool) -> None:
 
 
 def test_a_drift_that_hits_both_settings_does_not_decide() -> None:
-    """Passes get slower as the context grows: trials in pairs see about the same of it."""
+    """Passes get slower as the context grows: paired trials are affected about equally."""
     governor = Governor()
     drive(governor, LONGEST_PASSES, lambda on, number: prefetch_pays(on) + 0.0002 * number)
     assert governor.on is True
@@ -204,7 +204,7 @@ def pass_many(governor: Governor, passes: int, stall_share: float) -> list[bool]
 
 
 def test_where_there_was_nothing_to_win_waiting_is_watched() -> None:
-    """A repetitive stretch of text, say, needs next to nothing; what comes after it does."""
+    """For example, repetitive text needs next to no fetches, and the text after it does."""
     governor = Governor()
     pass_many(governor, 3 * TRIAL_PASSES, 0.0)
     between = (LEAST_STALL_SHARE + RENEWED_STALL_SHARE) / 2
@@ -226,7 +226,7 @@ def test_what_ended_without_a_verdict_confirms_none() -> None:
 
 
 def test_a_round_that_is_clear_is_not_thrown_away_for_want_of_waiting() -> None:
-    """From without prefetch on, a round ends without it: what it has shown counts before what its trials waited."""
+    """A round that began without prefetch ends without it: its verdict counts before the stall of its trials."""
     governor = Governor()
     pass_many(governor, 2 * TRIAL_PASSES, 0.0)
     pass_many(governor, WATCHED_PASSES, 2 * RENEWED_STALL_SHARE)
@@ -245,7 +245,7 @@ def test_a_verdict_that_was_measured_is_not_broken_off_by_waiting() -> None:
 
 
 def uneven(seed: int) -> Callable[[int], float]:
-    """Bytes that passes fetch: nothing to 200 MB, at random."""
+    """Return the bytes that passes fetch: 0 to 200 MB, at random."""
     draw = random.Random(seed)
     drawn: dict[int, float] = {}
     return lambda number: drawn.setdefault(number, draw.uniform(0.0, 2e8))

@@ -1,4 +1,4 @@
-"""Whole runs of made-up routings: what policies and predictions cost and save, in bytes, hits and waiting."""
+"""Whole runs of generated routing: what policies and predictions cost and save, in bytes, hits and stall."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from promoe.scheduler import PoolSpec, SchedulerConfig
-from promoe.scheduler.scheduler import LEAST_SPAN_EXPERTS
+from promoe.scheduler.fetch_queue import LEAST_SPAN_EXPERTS
 
 from .replay import (
     Forecaster,
@@ -55,7 +55,7 @@ SEEDS = (1, 2, 3)
 
 @cache
 def moved_by_token(seed: int, wrong: str | None, cache_rate: float) -> tuple[Replay, list[int]]:
-    """A long run, and the bytes moved up to each of its tokens."""
+    """Return a long run, and the bytes moved up to each of its tokens."""
     long = markov_routing(seed, 600, num_layers=4)
     forecaster = {
         None: None,
@@ -72,7 +72,7 @@ def moved_by_token(seed: int, wrong: str | None, cache_rate: float) -> tuple[Rep
 
 
 def total_after(wrong: str | None, cache_rate: float, token: int) -> int:
-    """Bytes moved after a token, in all of the long runs."""
+    """Return the bytes moved after a token, in all of the long runs."""
     moved = [moved_by_token(seed, wrong, cache_rate)[1] for seed in SEEDS]
     return sum(run[-1] - run[token] for run in moved)
 
@@ -92,7 +92,7 @@ def test_wrong_predictions_cost_at_most_five_percent_and_only_at_first(wrong: st
 
 
 def test_taken_at_their_word_wrong_predictions_cost_a_lot() -> None:
-    """What the calibration is for."""
+    """Calibration is there for this."""
     run = with_forecasts("markov", 0.5, hostile(routing("markov"), 7), calibrate=False)
     assert run.tally.moved_bytes > 1.5 * without_forecasts("markov", 0.5).tally.moved_bytes
 
@@ -151,7 +151,7 @@ def test_a_forecast_equal_to_the_reuse_prior_changes_nothing(name: str, cache_ra
 
 @every_run
 def test_wrong_predictions_waste_no_more_than_their_budget(name: str, cache_rate: float) -> None:
-    """Half of what is predicted with 90% is wrong, and is taken at its word."""
+    """Half of the experts predicted with 90% are wrong, and the forecasts are not calibrated."""
     runs = {
         share: with_forecasts(name, cache_rate, good(routing(name), 5, 0.5), calibrate=False, waste_share=share)
         for share in (0.025, 1.0)
@@ -173,7 +173,7 @@ def test_with_prefetch_off_nothing_is_moved_for_a_forecast() -> None:
 
 def test_every_prefetched_byte_is_used_wasted_or_pending() -> None:
     run = with_forecasts("markov", 0.25, good(routing("markov"), 3))
-    pending = run.scheduler._ledger.pending_bytes()
+    pending = run.scheduler._fetched.pending_bytes()
     assert run.tally.used + run.tally.wasted_bytes["prefetch"] + pending == run.tally.moved["prefetch"]
     assert run.tally.used > run.tally.wasted_bytes["prefetch"] > 0
 
@@ -196,7 +196,7 @@ def test_next_use_beats_lru_where_experts_differ_in_popularity(cache_rate: float
 
 
 def passes_over_all(num_passes: int, num_layers: int, num_experts: int = 16) -> Routing:
-    """Prompts so long that every expert of every layer is used."""
+    """Return prompts so long that every expert of every layer is used."""
     return Routing(num_experts, [[list(range(num_experts)) for _ in range(num_layers)] for _ in range(num_passes)])
 
 
@@ -242,7 +242,7 @@ def test_reordering_has_more_ready_at_once(name: str, cache_rate: float) -> None
 
 @every_run
 def test_early_preemption_lowers_waiting(name: str, cache_rate: float) -> None:
-    """From the gate on, the link fetches what is needed for certain instead of what was forecast."""
+    """Once the gate has chosen, the link fetches what is certainly needed instead of what was forecast."""
     waited = {}
     for hints in (True, False):
         config = global_pool(routing(name), cache_rate, hints=hints)

@@ -1,4 +1,4 @@
-"""The reuse prior: decayed frequencies per token, and what follows what."""
+"""The reuse prior: decayed frequencies per token, and which expert follows which."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from promoe.scheduler.reuse import (
 
 
 def by_frequency(*frequencies: float) -> float:
-    """Probability of use at one visit, of an expert with these frequencies, where nothing was learned yet."""
+    """Return the probability of use at one visit of an expert with these frequencies, before anything was learned."""
     f = np.clip(frequencies, P_MIN, P_MAX)
     within = 1 / (1 + np.exp(-(START_WEIGHTS[:3] @ np.log(f / (1 - f)) + START_WEIGHTS[3])))
     return float(1 - (1 - within) ** (1 / HORIZON_VISITS))
@@ -128,7 +128,7 @@ def test_each_sequence_of_a_batch_is_followed_by_its_own() -> None:
     for _ in range(300):
         prior.observe(0, [[0], [1]])
         prior.probability(0, 2)
-    weights = prior._associations[0]._weights
+    weights = prior._same_layer[0]._weights
     assert weights[0, 0] > 0 > weights[0, 1]
     assert weights[1, 1] > 0 > weights[1, 0]
     # Of the visit: by either sequence.
@@ -144,14 +144,14 @@ def test_other_sequences_are_not_taken_for_what_follows(other: list[list[int]]) 
         prior.probability(0)
         prior.observe(0, other)
         prior.probability(0)
-    assert not prior._associations[0]._weights.any()
+    assert not prior._same_layer[0]._weights.any()
 
 
 def test_visits_without_experts_are_nothing_to_learn_from() -> None:
     prior = ReusePrior(1, 3)
     for _ in range(50):
         prior.observe(0, [[]])
-    assert not prior._associations[0]._weights.any()
+    assert not prior._same_layer[0]._weights.any()
 
 
 def test_what_waits_to_be_learned_is_bounded() -> None:
@@ -162,7 +162,7 @@ def test_what_waits_to_be_learned_is_bounded() -> None:
 
 
 def test_how_much_lately_counts_is_learned() -> None:
-    """Whoever was used just now is used again, or any expert is as probable."""
+    """The expert that was just used is used again, or all experts are equally probable."""
     rng, found = np.random.default_rng(0), {}
     for repeats in (True, False):
         prior, latest = ReusePrior(4, 40), [0] * 4
@@ -228,7 +228,7 @@ def test_a_layer_with_fewer_experts_is_told_of_those_that_it_has() -> None:
 
 
 def foreseeing(num_layers: int, num_experts: int, weight: float, typical: float = 0.0) -> ReusePrior:
-    """A prior that a predictor's word is a feature of, of this weight to begin with."""
+    """Return a prior in which a predictor's forecast is a feature with this starting weight."""
     shape = (num_layers, num_experts)
     return ReusePrior(*shape, learned=LearnedReuse.foreseeing(np.full(shape, typical, dtype=np.float32), weight))
 

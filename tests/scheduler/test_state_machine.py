@@ -65,7 +65,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 
 def some_of(number: int, num_experts: int) -> list[int]:
-    """A non-empty set of experts in some order, named by a number."""
+    """Return a non-empty set of experts in some order, named by a number."""
     mask = number % (2**num_experts - 1) + 1
     ids = [e for e in range(num_experts) if mask >> e & 1]
     turn = number // 64 % len(ids)
@@ -205,7 +205,7 @@ class Storm(RuleBasedStateMachine):
 
     @rule(orders=st.binary(min_size=160, max_size=480))
     def busy_stretch(self, orders: bytes) -> None:
-        """A run of the above, four bytes each; what they mean, if anything, depends on the state they meet."""
+        """Run the operations above, four bytes each; what they do, if anything, depends on the state."""
         table = CALM if orders[0] % 4 == 0 else DENSE
         for (order,) in struct.iter_unpack("<I", orders[: len(orders) // 4 * 4]):
             # Drawn bytes are often alike; spread them.

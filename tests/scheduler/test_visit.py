@@ -186,7 +186,7 @@ def test_without_reordering_the_first_missing_ends_a_grant() -> None:
 
 
 def begun_after(run: Driven, count: int) -> list[int]:
-    """Experts of the first visit that can be begun once `count` more chunks have been sent and come."""
+    """Return the experts of the first visit that can be begun once `count` more chunks have been sent and arrived."""
     for lease in run.issue(count):
         run.complete(lease)
     return run.visits[0].visit.begun()

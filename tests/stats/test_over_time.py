@@ -9,7 +9,7 @@ from promoe.stats.recorder import Recorder
 
 
 def counted(passes: int, experts: int = 2) -> list[Stretch]:
-    """Of passes of which the i-th needs i experts, all of them expert 0."""
+    """Return the stretches of passes of which the i-th needs i experts, all of them expert 0."""
     needed = 0
     over_time = OverTime(lambda begun: Stretch(begun, needed, 0, 0, (needed, *[0] * (experts - 1))))
     for i in range(passes):

@@ -10,7 +10,8 @@ from synthetic_runs import make_run, make_stats, resident_stats
 
 from promoe.commands.charts.html_report import html_report
 from promoe.errors import ConfigError
-from promoe.stats.text_report import Run, text_comparison, text_report
+from promoe.stats.run import Run
+from promoe.stats.text_report import text_comparison, text_report
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for the tests of stores and opening, and the tensors that a plain load makes of them."""
+"""Tiny checkpoints for the tests of stores and opening, and the tensors that a plain load gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import build
 from transformers import AutoModelForCausalLM
 
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import Store, read_expert
 
 
@@ -25,7 +25,7 @@ def save(
 
 
 def plain_tensors(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer, tied ones under each name, of a plain load."""
+    """Return every parameter and buffer of a plain load, tied ones under each name."""
     model = AutoModelForCausalLM.from_pretrained(folder, **kwargs)
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -34,7 +34,7 @@ def plain_tensors(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
 
 
 def expert_tensors(store: Store, key: ExpertKey) -> dict[str, torch.Tensor]:
-    """One expert, read chunk by chunk into a slot that holds garbage before."""
+    """Return the tensors of one expert, read chunk by chunk into a slot that holds garbage before."""
     layout = store.layouts[key.layer_idx]
     slot = torch.full((layout.slot_bytes,), 0xA5, dtype=torch.uint8)
     read_expert(store, key, slot.numpy().data)
@@ -45,7 +45,7 @@ def expert_tensors(store: Store, key: ExpertKey) -> dict[str, torch.Tensor]:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The safetensors files, by name."""
+    """Return the safetensors files, by name."""
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -57,7 +57,7 @@ def rewrite(path: Path, edit: Any) -> None:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """The JSON header of a safetensors file."""
+    """Return the JSON header of a safetensors file."""
     content = path.read_bytes()
     header: dict[str, Any] = json.loads(content[8 : 8 + struct.unpack("<Q", content[:8])[0]])
     return header

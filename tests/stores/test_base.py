@@ -56,7 +56,7 @@ def test_conversion_rounds_as_torch_does(source_dtype: torch.dtype, dtype: torch
 
 
 def store_of(chunk_bytes: int = PAGE, **elements: int) -> HostStore:
-    """One layer of two experts whose tensors have so many bytes."""
+    """Return a store of one layer with two experts whose tensors have these sizes, in bytes."""
     return HostStore(
         [{name: torch.zeros(2, count, dtype=torch.uint8) for name, count in elements.items()}], chunk_bytes
     )

@@ -24,7 +24,7 @@ BANK = BankSpec("gate_up_proj", (f"{EXPERTS}.gate_up_proj",), 4, (32, 16), torch
 
 
 def in_files(shapes: dict[str, tuple[int, ...]], dtype_name: str = "BF16") -> dict[str, TensorRange]:
-    """Tensors one after the other in file 3."""
+    """Return tensors that lie one after the other in file 3."""
     ranges, offset_bytes = {}, 128
     for name, shape in shapes.items():
         nbytes = 2 * torch.Size(shape).numel()

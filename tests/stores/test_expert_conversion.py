@@ -1,4 +1,4 @@
-"""Experts that are computed on arrival: each tensor equals the one that Transformers' own loading makes of all."""
+"""Experts that are computed on arrival: each tensor equals the one that Transformers' own loading gives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zoo.families import names
 
 from promoe.errors import CheckpointError
 from promoe.model.opening import OpenedModel, open_without_experts
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.expert_conversion import ExpertConversion
 from stores.checkpoints import expert_tensors, rewrite, shards
@@ -24,7 +24,7 @@ BANK = BankSpec("w", ("experts.w",), 4, (6, 8), torch.float32, (4, 6, 8))
 
 
 def assert_all_experts_equal(opened: OpenedModel, stock: torch.nn.Module) -> int:
-    """Every tensor of every expert, read from the files, is the stock model's. Returns their number."""
+    """Check that every tensor of every expert, read from the files, equals the stock model's. Returns their number."""
     compared = 0
     for layer in opened.layers:
         experts: Any = stock.get_submodule(layer.name)

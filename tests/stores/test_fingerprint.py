@@ -57,7 +57,7 @@ def test_nothing_changed(path: Path, fd: int) -> None:
 
 
 def test_the_time_alone_changed(path: Path, fd: int) -> None:
-    """Compared once; then the new time is what it is compared with."""
+    """The bytes are compared once; from then on, the file is compared with the new time."""
     found = Fingerprint.of(fd)
     touch(path)
     again, changes = found.look_again(fd, fd, path)

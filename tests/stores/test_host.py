@@ -8,7 +8,7 @@ from tiny_models import build
 
 from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore, Store
 from stores.checkpoints import expert_tensors
 
@@ -48,6 +48,8 @@ def test_a_models_parameters_are_served_without_a_copy() -> None:
     view = torch.frombuffer(bytearray(store.view(chunk)), dtype=torch.bfloat16)
     assert torch.equal(view, parameter[5].flatten())
     assert store.view(chunk).readonly
+    assert store.files == ()
+    assert any(tensor is parameter for tensor in store.tensors)
     with torch.no_grad():
         parameter[5].fill_(3.0)  # seen through the store: no second copy
     assert (expert_tensors(store, ExpertKey(1, 5))["down_proj"] == 3.0).all()

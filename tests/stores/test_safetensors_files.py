@@ -210,7 +210,7 @@ class TestLocateFiles:
     @pytest.mark.parametrize(
         ("index", "what"),
         [
-            ("", "is no sound JSON file: Expecting value"),
+            ("", "is not a valid JSON file: Expecting value"),
             ("{}", "cannot be used: KeyError: 'weight_map'"),
             ('{"weight_map": 3}', "cannot be used: AttributeError"),
             ('{"weight_map": {"a": 1, "b": "c"}}', "names 1 where the name of a file is expected"),
@@ -254,7 +254,7 @@ class TestLocateFiles:
 
 
 class TestRemedies:
-    """What is said to help does."""
+    """The remedy that the error names works."""
 
     def test_a_file_of_somebody_else(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Any) -> int:

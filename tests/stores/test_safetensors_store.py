@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from promoe.errors import CheckpointError, ConfigError
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import bank_specs
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import SafetensorsStore, Store
 from stores.checkpoints import expert_tensors, plain_tensors, read_header, rewrite, save, shards
 
 
 def open_store(folder: Path, model: PreTrainedModel | None = None, **kwargs: Any) -> SafetensorsStore:
-    """The store of a checkpoint for a model that was loaded from it in full."""
+    """Return the store of a checkpoint for a model that was loaded from it in full."""
     model = AutoModelForCausalLM.from_pretrained(folder) if model is None else model
     return SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in find_moe_layers(model)], **kwargs)
 
@@ -48,6 +48,10 @@ def test_every_expert_is_what_a_plain_load_makes_of_it(
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     store = open_store(tmp_path, model, chunk_bytes=4096)
     assert isinstance(store, Store)
+    assert [file.path.parent for file in store.files] == [tmp_path] * len(shards(tmp_path))
+    assert store.tensors == ()
+    with pytest.raises(OSError, match=r"Not in RAM: tensor .*, file model.*safetensors, offset \d+"):
+        store.tensor(store.chunks(ExpertKey(0, 0))[0])
     assert_equal_experts(store, model)
     assert store.expert_bytes == sum(
         getattr(layer.experts, name).nbytes for layer in find_moe_layers(model) for name in layer.paths

@@ -1,4 +1,4 @@
-"""Files with one expert's slot after the other: their header, and the store over them."""
+"""Files in which the experts' slots follow one another: their header, and the store over them."""
 
 from __future__ import annotations
 

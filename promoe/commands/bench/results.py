@@ -13,7 +13,7 @@ from promoe.commands.bench.systems import System
 from promoe.commands.bench.worker import Sizes
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate, Generation, estimate, paired_speedup, tpots_s, ttfts_s
-from promoe.stats.totals import PhaseStats
+from promoe.stats.counts import PhaseStats
 from promoe.transfer.cpu_contention import Taken
 from promoe.units import is_number
 

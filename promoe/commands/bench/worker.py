@@ -22,7 +22,6 @@ from promoe.commands.bench.peers import open_peer, prepare
 from promoe.commands.bench.systems import ORACLE, ORACLE_LOOKAHEAD, Kind, System
 from promoe.commands.contention import Contention, measure_contention
 from promoe.commands.demo.systems import load_stock
-from promoe.commands.lower_bound import RoutedPass, RoutingRecorder
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate
 from promoe.experts.kernels.formats import formats_in
 from promoe.experts.moe_layers import find_moe_layers
@@ -32,6 +31,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.loading import from_pretrained
 from promoe.runtime.sizes import plan_pools
 from promoe.scheduler import SchedulerConfig
+from promoe.stats.routing import RoutedPass, RoutingRecorder
 from promoe.stats.totals import Stats
 from promoe.transfer.links import EmulatedLink, FileLink
 from promoe.transfer.links.file import drop_files

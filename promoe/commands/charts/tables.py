@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from promoe.stats.run import Run
-from promoe.stats.text_table import Column, change, columns_for
+from promoe.stats.run_table import Column, change, columns_for
 from promoe.stats.words import BOUND_TOLERANCE
 from promoe.units import is_number
 

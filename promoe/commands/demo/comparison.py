@@ -16,8 +16,6 @@ from tqdm import tqdm
 
 from promoe.commands.demo.systems import RESIDENT, SYSTEMS, Source, System
 from promoe.commands.lower_bound import (
-    RoutedPass,
-    RoutingRecorder,
     bytes_per_token,
     link_bandwidth,
     needed_bytes,
@@ -37,7 +35,8 @@ from promoe.commands.measure import (
 from promoe.errors import PromoeError
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.stats.recorder import Recorder
-from promoe.stats.text_report import Run
+from promoe.stats.routing import RoutedPass, RoutingRecorder
+from promoe.stats.run import Run
 from promoe.stats.totals import Stats
 from promoe.units import is_number
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from promoe.commands.lower_bound import RoutedPass, RoutingRecorder
 from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn, token_ids
 from promoe.commands.plan.times import ComputeTimes, LinkSpeed
 from promoe.commands.simulate.answers import simulate_answers
@@ -24,6 +23,7 @@ from promoe.config import PromoeConfig
 from promoe.runtime.assembly import Parts, assemble, scheduler_config
 from promoe.runtime.patching import unpatch
 from promoe.runtime.sizes import plan_pools
+from promoe.stats.routing import RoutedPass, RoutingRecorder
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.transfer.link_timetable import Wire
 from promoe.transfer.links.probe import ProbeMode

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from promoe.commands.lower_bound import RoutedPass
 from promoe.commands.plan.sizes import ModelSizes
 from promoe.errors import ConfigError
+from promoe.stats.routing import RoutedPass
 from promoe.training.routing_traces import RoutingTrace
 
 Answers = list[list[RoutedPass]]

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from promoe.commands.lower_bound import RoutingRecorder
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.commands.plan.fits import cache_argument
 from promoe.commands.plan.routing import WARM_UP_TOKENS, Answers, Routing
 from promoe.commands.plan.time_model import Prediction, Speed, TimeModel
 from promoe.commands.terminal import opening_bar
+from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
+from promoe.stats.routing import RoutingRecorder
 
 ANSWERS = 3
 TEXT = """The harbour was quiet when the first boats came back. On the quay two men were sorting nets and talking about the
@@ -120,7 +121,8 @@ def _routing(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> An
     """Of the same answers, not timed."""
     routing: Answers = []
     runtime = getattr(model.promoe, "runtime", None)
-    with RoutingRecorder(model, None if runtime is None else runtime.layers) as recorder:
+    layers = find_moe_layers(model) if runtime is None else runtime.layers
+    with RoutingRecorder(model, layers) as recorder:
         _fill_slots(model, prompts[0], new_tokens)
         routing.append(recorder.take())
         for prompt in prompts[1:]:

@@ -23,7 +23,7 @@ from promoe.errors import ConfigError, UnsupportedModelError, check_at_least
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
 from promoe.runtime.sizes import CacheSize, check_cache, fixed_bytes
-from promoe.stats import saved
+from promoe.stats.saved_run import load_run
 
 if TYPE_CHECKING:
     import uvicorn
@@ -95,7 +95,7 @@ def run_serve(options: Options, out: TextIO) -> None:
         PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
     """
     require_server()
-    before = None if options.warm is None else saved.read(options.warm).run.stats
+    before = None if options.warm is None else load_run(options.warm).run.stats
     with _listening(options.host, options.port) as listener:
         transformers.logging.disable_progress_bar()  # ours shows bytes
         transformers.logging.set_verbosity_error()  # its server logs each request as a warning; ours says how it ended

@@ -18,7 +18,7 @@ from promoe.units import ratio
 
 
 class Pass(Protocol):
-    """One forward pass and what its gates chose; see `promoe.commands.lower_bound.RoutedPass`."""
+    """One forward pass and what its gates chose; see `promoe.stats.routing.RoutedPass`."""
 
     @property
     def phase(self) -> Literal["prefill", "decode"]:

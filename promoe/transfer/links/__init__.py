@@ -8,7 +8,7 @@ from __future__ import annotations
 from promoe.transfer.links.base import Link, QueueingLink
 from promoe.transfer.links.emulated import BoundEmulatedLink, EmulatedLink
 from promoe.transfer.links.faults import Fault, Faults, FaultyLink
-from promoe.transfer.links.file import FileLink, FileStore, drop_page_cache
+from promoe.transfer.links.file import FileLink, drop_page_cache
 from promoe.transfer.links.host import HostLink
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Faults",
     "FaultyLink",
     "FileLink",
-    "FileStore",
     "HostLink",
     "Link",
     "QueueingLink",

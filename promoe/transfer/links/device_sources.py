@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from promoe.stores import HostStore
-from promoe.stores.base import Chunk
+from promoe.stores.base import Chunk, Store
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.links.base import Link
 from promoe.units import format_memory
@@ -27,7 +26,7 @@ class PinnedSource:
         device: that they are copied to.
     """
 
-    def __init__(self, store: HostStore, device: Device) -> None:
+    def __init__(self, store: Store, device: Device) -> None:
         self._store = store
         self._pinned = device.pin(store.tensors)
         self.at_hand = all(map(self._pinned.covers, store.tensors))

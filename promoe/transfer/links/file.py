@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import Literal, get_args
 
 from promoe.errors import ConfigError
 from promoe.stores.base import Chunk, Store
@@ -20,34 +20,6 @@ logger = logging.getLogger(__name__)
 
 FileMode = Literal["auto", "page_cache", "direct"]
 SPARE_RAM_BYTES = 2 * 1024**3
-
-
-class SourceFile(Protocol):
-    """A file that chunks come from."""
-
-    @property
-    def path(self) -> Path:
-        """Where it is."""
-        ...
-
-    @property
-    def closed(self) -> bool:
-        """Whether it has no chunk, so that the store closed it."""
-        ...
-
-    def check_unchanged(self, fd: int) -> None:
-        """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
-        ...
-
-
-@runtime_checkable
-class FileStore(Store, Protocol):
-    """A store whose chunks are ranges of files: `chunk.source_idx` counts `files`, offsets are the file's own."""
-
-    @property
-    def files(self) -> Sequence[SourceFile]:
-        """The files that chunks come from."""
-        ...
 
 
 class FileLink:
@@ -68,7 +40,7 @@ class FileLink:
         OSError: a file cannot be opened, or is another than the one that the store opened.
     """
 
-    def __init__(self, store: FileStore, mode: FileMode = "auto", workers: int = 2, *, planned_bytes: int = 0) -> None:
+    def __init__(self, store: Store, mode: FileMode = "auto", workers: int = 2, *, planned_bytes: int = 0) -> None:
         if mode not in get_args(FileMode):
             raise ConfigError(
                 f"The 'mode' of a file link must be one of {', '.join(get_args(FileMode))}. Got {mode!r} instead."
@@ -123,7 +95,7 @@ class FileLink:
             self._direct.close()
 
 
-def drop_page_cache(store: FileStore) -> None:
+def drop_page_cache(store: Store) -> None:
     """Drop the store's files from the system's page cache, so that the next buffered read comes from the device.
 
     For benchmarks. Pages that some process has mapped stay. Does nothing where the system has no such call (macOS).

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
-from promoe.stores.base import Chunk
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import Chunk, Store
 from promoe.transfer.links.alignment import PAGE_BYTES
 from promoe.transfer.links.direct import Descriptor, DirectFiles
-from promoe.transfer.links.file import FileStore
 from promoe.transfer.memory import HugePageRegion
 
 MIB = 1024 * 1024
@@ -66,7 +65,7 @@ class BandwidthProbe:
 
 
 def probe_read_bandwidth(
-    store: FileStore,
+    store: Store,
     request_bytes: int = 4 * MIB,
     depth: int = 2,
     mode: ProbeMode = "direct",
@@ -142,7 +141,7 @@ def _probe(
 
 
 def best_bandwidth(
-    store: FileStore,
+    store: Store,
     mode: ProbeMode = "direct",
     *,
     request_bytes: Sequence[int] = REQUEST_BYTES,
@@ -174,7 +173,7 @@ def best_bandwidth(
     )
 
 
-def all_chunks(store: FileStore) -> Iterator[Chunk]:
+def all_chunks(store: Store) -> Iterator[Chunk]:
     """Every chunk of every expert, in model order."""
     for layer_idx, num_experts in enumerate(store.num_experts):
         for expert_idx in range(num_experts):

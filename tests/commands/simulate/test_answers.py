@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from promoe.commands.lower_bound import RoutedPass
 from promoe.commands.simulate.answers import simulate_answers
 from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.stats.routing import RoutedPass
 from promoe.transfer.link_timetable import Wire
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from promoe.scheduler.keys import ExpertKey
-from promoe.stores.base import Chunk
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import Chunk, Store
 from promoe.stores.layout import ExpertLayout
 from promoe.transfer.links.alignment import WHOLE_PAGES
 from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
@@ -24,7 +24,7 @@ class RawFile:
         """It may change as it likes."""
 
 
-class RawFileStore:
+class RawFileStore(Store):
     """Ranges of files of random bytes: experts of one MoE layer, given as lists of chunks."""
 
     def __init__(self, files: Sequence[RawFile], experts: Sequence[Sequence[Chunk]]) -> None:

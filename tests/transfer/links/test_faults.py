@@ -11,7 +11,7 @@ import torch
 from waiting import WAIT_S
 
 from promoe.errors import ConfigError
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import Chunk
 from promoe.stores.host import HostStore
 from promoe.transfer.links import Fault, Faults, FaultyLink, HostLink, Link

@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.host import HostStore
 from promoe.transfer.links import HostLink, Link

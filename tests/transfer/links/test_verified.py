@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import bank_specs
-from promoe.scheduler.keys import ExpertKey
+from promoe.scheduler import ExpertKey
 from promoe.stores import Chunk, SafetensorsStore, Store
 from promoe.stores.host import HostStore
 from promoe.transfer.links import Fault, FaultyLink, FileLink, HostLink, Link

@@ -1,4 +1,4 @@
-"""The tables that compare runs: one line per run, for text and HTML; of two, one line per quantity and what changed."""
+"""The quantities by which runs are compared, as columns of a table (text or HTML), and what changed from run to run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Number = float | None
 
 
 class Column(NamedTuple):
-    """A quantity: head, unit, what it means, its number in a run, how that is written, and which way it is better."""
+    """A quantity: its head, unit and meaning, its number in a run, how to write it, and whether less or more is better."""
 
     head: str
     unit: str
@@ -31,7 +31,7 @@ class Column(NamedTuple):
     better: Literal["less", "more", ""] = ""
 
     def cell(self, run: Run, baseline: Run) -> str:
-        """A run's number, in a table where `baseline` is one of the runs."""
+        """Return a run's number as text. `baseline` is the run that speed is compared with."""
         if self.head == "speed":
             return self.write(ratio(baseline.time_per_token_s, run.time_per_token_s))
         text = self.write(self.number(run))
@@ -96,20 +96,11 @@ COLUMNS: tuple[Column, ...] = (
         "less",
     ),
     Column(
-        "wasted",
-        "%",
-        "prefetched bytes that were never used",
-        lambda r: r.phase.wasted_share,
-        format_percent,
-        "less",
+        "wasted", "%", "prefetched bytes that were never used", lambda r: r.phase.wasted_share, format_percent, "less"
     ),
     Column("prefetch", "% on", "layer visits during which prefetch was on", _on_share, format_percent),
     Column(
-        "bound",
-        "ms",
-        "least TPOT possible: max(compute, missed bytes / bandwidth)",
-        lambda r: r.bound_s,
-        format_ms,
+        "bound", "ms", "least TPOT possible: max(compute, missed bytes / bandwidth)", lambda r: r.bound_s, format_ms
     ),
     Column(
         "ratio",
@@ -123,13 +114,13 @@ COLUMNS: tuple[Column, ...] = (
 
 
 def columns_for(runs: Sequence[Run]) -> list[Column]:
-    """The columns in which at least one run has a value; the speed column only where there is something to compare."""
+    """Return the columns in which at least one run has a value; the speed column only if there are several runs."""
     shown = [c for c in COLUMNS if any(c.cell(run, runs[0]) != DASH for run in runs)]
     return [c for c in shown if c.head != "speed" or len(runs) > 1]
 
 
 def text_table(runs: Sequence[Run], baseline: Run) -> str:
-    """The comparison as aligned text, units in the second line."""
+    """Return the comparison as aligned text, with units in the second line."""
     columns = columns_for(runs)
     lines = [["", *(c.head for c in columns)], ["", *(c.unit for c in columns)]]
     lines += [[run.name, *(c.cell(run, baseline) for c in columns)] for run in runs]
@@ -137,14 +128,14 @@ def text_table(runs: Sequence[Run], baseline: Run) -> str:
 
 
 class Change(NamedTuple):
-    """From one run to another: in words, and whether that is better; None: neither."""
+    """A change from one run to another: as text, and whether it is better (None: neither better nor worse)."""
 
     text: str
     better: bool | None
 
 
 def change(column: Column, before: Run, after: Run) -> Change:
-    """What became of a quantity: shares in points, all else in per cent."""
+    """Return how a quantity changed: shares in percentage points, all others in per cent."""
     old, new = column.number(before), column.number(after)
     if old is None or new is None or not is_number(old) or not is_number(new):
         return Change(DASH, None)

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
-from promoe.scheduler.accuracy import BATCH_OUTCOMES, Accuracy
+from promoe.scheduler.forecast_accuracy import BATCH_OUTCOMES, ForecastAccuracy
 
 from .replay import Tally
 
 
 def scored(*forecasts: tuple[int, list[float]], used: list[int] | None) -> list[tuple[int, int, int, float]]:
-    """What forecasts (steps ahead, probabilities) of a visit that used these experts are told to be worth."""
+    """Return the scores of forecasts (steps ahead, probabilities) of a visit that used these experts."""
     tally = Tally()
-    accuracy = Accuracy(tally)
+    accuracy = ForecastAccuracy(tally)
     for steps_ahead, probabilities in forecasts:
         accuracy.forecast(3, steps_ahead, np.array(probabilities))
     accuracy.visited(3, used)
@@ -39,7 +39,7 @@ def test_what_is_no_outcome_is_not_scored() -> None:
 
 def test_a_predictor_may_reuse_its_array() -> None:
     tally = Tally()
-    accuracy = Accuracy(tally)
+    accuracy = ForecastAccuracy(tally)
     probabilities = np.array([1.0, 0.0])
     accuracy.forecast(0, 1, probabilities)
     probabilities[:] = (0.0, 1.0)
@@ -68,7 +68,7 @@ def with_visit(scheduler: Scheduler, layer: int, ids: list[int], tokens: list[li
 
 def test_forecasts_are_scored_unasked_once_there_are_some() -> None:
     tally = Tally()
-    accuracy = Accuracy(tally)
+    accuracy = ForecastAccuracy(tally)
     for _ in range(BATCH_OUTCOMES + 1):
         accuracy.forecast(0, 1, np.array([1.0, 0.0]))
         accuracy.visited(0, [0])

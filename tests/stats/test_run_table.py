@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from synthetic_runs import make_run, make_stats
 
-from promoe.stats.text_table import COLUMNS, Change, change, columns_for
+from promoe.stats.run_table import COLUMNS, Change, change, columns_for
 
 BY_HEAD = {column.head: column for column in COLUMNS}
 

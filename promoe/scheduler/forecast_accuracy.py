@@ -1,8 +1,8 @@
-"""How many of the experts that a visit needed its forecasts had named.
+"""Measures how many of the experts that a visit needed its forecasts had named.
 
-The same measure as `promoe-train evaluate` takes of recorded traces, taken while running: of a forecast, as many of the most
-probable experts as the visit needed are the named ones. It judges the predictor's own probabilities: what a calibration
-makes of them, and whether anything is fetched, does not matter.
+`promoe-train evaluate` measures the same on recorded traces. If the visit needed n experts, the forecast's n most
+probable ones are those it named. This judges the predictor's own probabilities: neither the calibration nor whether
+anything is fetched matters.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 from .config import Observer
 from .reuse import Floats
 
-# Outcomes that are scored at once: a forward waits for this, and the first of some takes as long as all the others.
+# Outcomes that are scored at once. A forward waits for this, and the first of several takes as long as all the others.
 BATCH_OUTCOMES = 16
 
 
-class Accuracy:
+class ForecastAccuracy:
     """Scores forecasts once their visit has come.
 
     Args:
@@ -31,22 +31,22 @@ class Accuracy:
         self._outcomes: list[tuple[int, Floats, Sequence[int]]] = []  # not scored yet
 
     def forecast(self, layer_idx: int, steps_ahead: int, probabilities: Floats) -> None:
-        """A forecast of the layer's next visit, `[num_experts]`, came so many visits before it."""
+        """Remember a forecast `[num_experts]` of a layer's next visit, which is `steps_ahead` layer visits away."""
         if len(self._outcomes) >= BATCH_OUTCOMES:
             self.score()
         self._open.setdefault(layer_idx, {})[steps_ahead] = probabilities.copy()  # a predictor may reuse its own
 
     def visited(self, layer_idx: int, ids: Sequence[int] | None) -> None:
-        """The layer was visited with these distinct experts; None: drop what was forecast of it.
+        """Remember which distinct experts a layer's visit used; None: drop the forecasts of it.
 
-        A forward waits for this; so the counting is done later, of many at once.
+        A forward waits for this, so they are scored later, many at once.
         """
         for steps_ahead, probabilities in self._open.pop(layer_idx, {}).items():
             if ids:
                 self._outcomes.append((steps_ahead, probabilities, ids))
 
     def score(self) -> None:
-        """Tell the observer of all whose visit has come."""
+        """Tell the observer the scores of all forecasts whose visit has come."""
         for steps_ahead, probabilities, ids in self._outcomes:
             needed, num_experts = len(ids), len(probabilities)
             most_probable = np.argpartition(probabilities, num_experts - needed)[num_experts - needed :]

@@ -11,7 +11,7 @@ from synthetic_runs import make_run, make_stats, make_token, resident_stats
 
 from promoe.errors import ConfigError
 from promoe.stats.run import Run
-from promoe.stats.text_report import load_run, save_run
+from promoe.stats.saved_run import load_run, save_run
 
 RUNS = [
     make_run("plain"),
@@ -53,8 +53,8 @@ def written(tmp_path: Path, change: Callable[[dict[str, Any]], object] = lambda 
     ("content", "message"),
     [
         (b"{", "Cannot read"),
-        (b"[]", "is no saved run"),
-        (b'{"format": "something else"}', "is no saved run"),
+        (b"[]", "is not a saved run"),
+        (b'{"format": "something else"}', "is not a saved run"),
         (b'{"format": "promoe run", "version": 2}', "of version 2, and this promoe reads version 1"),
         (b'{"format": "promoe run", "version": 1}', "is damaged"),
     ],

@@ -1,15 +1,14 @@
-"""Who makes room, by what stands behind the one that comes and the one that goes."""
+"""Whose slot is freed, depending on who asks for it and who wants the expert that has it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from promoe.scheduler.budget import WasteBudget
 from promoe.scheduler.cache import DRAINING, LOADING, RESIDENT, ExpertCache, Load
 from promoe.scheduler.eviction import Static
-from promoe.scheduler.ledger import Ledger
-from promoe.scheduler.room import HINT, PIN, SPECULATION, Room
+from promoe.scheduler.slot_reclaim import HINT, PIN, SPECULATION, SlotReclaimer
 from promoe.scheduler.speculation import Speculation
+from promoe.scheduler.waste import FetchedBytes, WasteBudget
 
 from .replay import Tally
 
@@ -26,8 +25,10 @@ class Pool:
         self.hinted: dict[int, set[int]] = {}
         self.speculation = Speculation()
         self.tally = Tally()
-        self.ledger = Ledger(self.tally, WasteBudget(0.5, 0.025, 1000))
-        self.room = Room(self.cache, NUM_EXPERTS, self.eviction, self.hinted, self.speculation, self.ledger)
+        self.fetched = FetchedBytes(self.tally, WasteBudget(0.5, 0.025, 1000))
+        self.reclaimer = SlotReclaimer(
+            self.cache, NUM_EXPERTS, self.eviction, self.hinted, self.speculation, self.fetched
+        )
 
     def resident(self, *codes: int) -> Pool:
         for code in codes:
@@ -61,7 +62,7 @@ class Pool:
         return self
 
     def make(self, code: int, level: int) -> bool:
-        made = self.room.make(code, level, 0)
+        made = self.reclaimer.free_a_slot(code, level, 0)
         assert made == (self.cache.num_free > 0)
         self.cache.check_integrity()
         return made
@@ -186,7 +187,7 @@ def test_what_is_hinted_is_stopped_last() -> None:
 
 def test_a_stopped_transfers_bytes_are_wasted() -> None:
     pool = Pool(1).paused(6).wish(6)
-    pool.ledger.arrived(0, 6, "prefetch", 10, pinned=False)
+    pool.fetched.arrived(0, 6, "prefetch", 10, pinned=False)
     assert pool.make(1, PIN)
     assert pool.tally.wasted_bytes == {"prefetch": 10}
     assert pool.tally.evictions == 0  # it was never complete
@@ -200,7 +201,7 @@ def test_the_order_of_victims_is_kept_until_a_layer_event() -> None:
     assert pool.make(2, PIN)
     assert pool.here == {1, 6}  # still by the old scores
     pool.resident(2)
-    pool.room.invalidate()
+    pool.reclaimer.invalidate()
     assert pool.make(3, PIN)
     assert pool.here == {2, 6}
 
@@ -221,4 +222,4 @@ def test_spare_slots_are_neither_pinned_nor_waiting_for_a_chunk() -> None:
     pool = Pool(6).resident(1, 2).paused(3).pin(1, 30)
     pool.moving(4)
     # Of six: two pinned (one of them still without a slot), one in flight.
-    assert pool.room.spare_slots() == 3
+    assert pool.reclaimer.spare_slots() == 3

@@ -1,0 +1,171 @@
+"""How the experts of one MoE layer are put together in their slots, and a store that follows such plans.
+
+It knows ranges of sources (files or tensors) and of slots; not names, files or models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import Chunk, ChunkPart, Store, split_at_pages
+from promoe.stores.expert_conversion import ExpertConversion
+from promoe.stores.layout import ExpertLayout
+
+
+class SourceRange(NamedTuple):
+    """Where a piece of one expert lies: an offset in a source, and the dtype there."""
+
+    source_idx: int
+    offset_bytes: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A range of the slot that is one range of one source, for each expert of a layer (`sources[expert_idx]`)."""
+
+    slot_offset_bytes: int
+    nbytes: int
+    dtype: torch.dtype
+    sources: tuple[SourceRange, ...]
+
+    def split(self, chunk_bytes: int) -> list[tuple[int, int]]:
+        """Return the (offset, bytes) of each chunk in the piece, in bytes of the slot."""
+        return split_at_pages(self.slot_offset_bytes, self.nbytes, chunk_bytes)
+
+    def chunk(self, expert_idx: int, offset_bytes: int, nbytes: int) -> Chunk:
+        """Return an expert's chunk at an offset in the piece."""
+        source = self.sources[expert_idx]
+        converted = source.dtype != self.dtype
+        return Chunk(
+            slot_offset_bytes=self.slot_offset_bytes + offset_bytes,
+            nbytes=nbytes,
+            source_idx=source.source_idx,
+            source_offset_bytes=source.offset_bytes + _source_bytes(offset_bytes, self.dtype, source.dtype),
+            source_nbytes=_source_bytes(nbytes, self.dtype, source.dtype),
+            source_dtype=source.dtype if converted else None,
+            dtype=self.dtype if converted else None,
+        )
+
+    def is_followed_by(self, other: Piece) -> bool:
+        """Return whether `other` follows this piece without a gap, in the slot and in the source of every expert."""
+        return (
+            self.dtype == other.dtype
+            and self.slot_offset_bytes + self.nbytes == other.slot_offset_bytes
+            and all(
+                a.source_idx == b.source_idx
+                and a.dtype == b.dtype
+                and a.offset_bytes + _source_bytes(self.nbytes, self.dtype, a.dtype) == b.offset_bytes
+                for a, b in zip(self.sources, other.sources, strict=True)
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPiece:
+    """A range of the slot that is computed, for each expert of a layer, from several ranges (`sources[expert_idx]`)."""
+
+    slot_offset_bytes: int
+    nbytes: int
+    dtype: torch.dtype
+    sources: tuple[tuple[ChunkPart, ...], ...]
+    conversion: ExpertConversion
+
+    def split(self, chunk_bytes: int) -> list[tuple[int, int]]:
+        """Return the (offset, bytes) of the only chunk: the piece is computed as a whole."""
+        return [(0, self.nbytes)]
+
+    def chunk(self, expert_idx: int, offset_bytes: int, nbytes: int) -> Chunk:
+        """Return an expert's chunk, which is the whole piece."""
+        parts = self.sources[expert_idx]
+        return Chunk(
+            slot_offset_bytes=self.slot_offset_bytes,
+            nbytes=self.nbytes,
+            source_idx=parts[0].source_idx,
+            source_offset_bytes=parts[0].source_offset_bytes,
+            source_nbytes=parts[-1].offset_bytes + parts[-1].nbytes,
+            source_dtype=parts[0].dtype,
+            dtype=self.dtype,
+            parts=parts,
+            compute=self.conversion,
+        )
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The pieces of every expert of one MoE layer, in slot order.
+
+    Args:
+        layout: where the tensors lie in a slot.
+        num_experts: experts of the layer.
+        pieces: the pieces of an expert.
+        chunk_bytes: longest chunk, a multiple of 4096.
+    """
+
+    layout: ExpertLayout
+    num_experts: int
+    pieces: tuple[Piece | ComputedPiece, ...]
+    chunk_bytes: int
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Piece | ComputedPiece, int, int], ...]:
+        """The piece, the offset in it and the bytes (both in the slot) of each chunk of an expert."""
+        return tuple((piece, *part) for piece in self.pieces for part in piece.split(self.chunk_bytes))
+
+    def chunks(self, expert_idx: int) -> list[Chunk]:
+        """Return the expert's chunks, in slot order."""
+        return [piece.chunk(expert_idx, offset_bytes, nbytes) for piece, offset_bytes, nbytes in self.parts]
+
+
+def joined(pieces: Sequence[Piece | ComputedPiece], chunk_bytes: int) -> tuple[Piece | ComputedPiece, ...]:
+    """Join neighbours that are contiguous in the slot and in the sources, and together fit into one chunk."""
+    result: list[Piece | ComputedPiece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if (
+            isinstance(last, Piece)
+            and isinstance(piece, Piece)
+            and last.nbytes + piece.nbytes <= chunk_bytes
+            and last.is_followed_by(piece)
+        ):
+            result[-1] = replace(last, nbytes=last.nbytes + piece.nbytes)
+        else:
+            result.append(piece)
+    return tuple(result)
+
+
+class PlannedStore(Store):
+    """The part of a store that follows from its layers' plans: sizes and chunks. How bytes are read is left open.
+
+    Args:
+        layers: the plan of each MoE layer.
+    """
+
+    def __init__(self, layers: Sequence[LayerPlan]) -> None:
+        self._layers = layers
+        self.layouts: Sequence[ExpertLayout] = [layer.layout for layer in layers]
+        self.num_experts: Sequence[int] = [layer.num_experts for layer in layers]
+        self.expert_bytes = sum(layer.layout.payload_bytes * layer.num_experts for layer in layers)
+        self._chunks: dict[ExpertKey, tuple[Chunk, ...]] = {}
+        self._chunk_bytes = [tuple(nbytes for _, _, nbytes in layer.parts) for layer in layers]
+
+    def chunks(self, key: ExpertKey) -> tuple[Chunk, ...]:
+        """Return the expert's chunks in slot order; made at the first call, the same objects afterwards."""
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            chunks = self._chunks.setdefault(key, tuple(self._layers[key.layer_idx].chunks(key.expert_idx)))
+        return chunks
+
+    def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
+        """Return the destination bytes of each chunk; the same for every expert of that layer."""
+        return self._chunk_bytes[layer_idx]
+
+
+def _source_bytes(nbytes: int, dtype: torch.dtype, source_dtype: torch.dtype) -> int:
+    return nbytes // dtype.itemsize * source_dtype.itemsize
