@@ -13,7 +13,7 @@
 A prediction changes *when* bytes move, never what is computed.
 """
 
-from .base import Forecast, LayerVisit, Predictor, PredictorContext, ReuseForecast
+from .base import Forecast, LayerVisit, Predictor, PredictorContext, ReuseForecast, Traits
 from .registry import KINDS, check_kind, create
 from .trained import TrainedPredictor
 
@@ -25,6 +25,7 @@ __all__ = [
     "PredictorContext",
     "ReuseForecast",
     "TrainedPredictor",
+    "Traits",
     "check_kind",
     "create",
 ]

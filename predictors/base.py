@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from promoe.scheduler.reuse import LearnedReuse
 from promoe.stats.counts import Phase
 
 
@@ -104,14 +105,43 @@ class ReuseForecast:
 class Predictor(Protocol):
     """Answers a layer visit with forecasts of later ones. Called by one thread at a time, in the order of the visits.
 
-    It runs in a thread of its own, unless it has an attribute `quick` that is true and the model computes on every core:
-    then it runs in the forward. On a core that the model uses too, a thread costs the forward as much as some 0.4 ms of
-    predicting would, so a predictor that takes less should be quick.
+    Only `predict` is required. A predictor may also have the attributes of `Traits`, which say what else it can do.
     """
 
     def predict(self, visit: LayerVisit) -> Sequence[Forecast | ReuseForecast]:
-        """Forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
+        """Return forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a predictor can do besides `predict`. Each field is an attribute that a predictor may have, with its default.
+
+    Args:
+        quick: it predicts in less time than it takes to hand a visit to another thread, some 0.4 ms. Then it runs in the
+            forward if the model computes on every core, and otherwise, like any other, in a thread of its own.
+        needs_every_visit: it has to be asked about every visit. Of others, visits are skipped when they come faster than
+            they are predicted from, or when a forecast could have no effect.
+        reuse: what the reuse prior starts from; None: nothing was learned of the model.
+    """
+
+    quick: bool = False
+    needs_every_visit: bool = False
+    reuse: LearnedReuse | None = None
+
+    @classmethod
+    def of(cls, predictor: Predictor | None) -> Traits:
+        """Return a predictor's traits; those that it does not mention, and all of no predictor, have their defaults."""
+        return cls(
+            quick=bool(getattr(predictor, "quick", False)),
+            needs_every_visit=bool(getattr(predictor, "needs_every_visit", False)),
+            reuse=getattr(predictor, "reuse", None),
+        )
+
+    @property
+    def foresees_reuse(self) -> bool:
+        """Whether it answers with `ReuseForecast`s, for eviction, too."""
+        return self.reuse is not None and self.reuse.foreseen is not None
 
 
 def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

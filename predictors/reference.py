@@ -35,6 +35,8 @@ class OraclePredictor:
         wrong: forecast the experts that will *not* be used, with certainty.
     """
 
+    needs_every_visit = True  # it counts them, to know where in the run it is
+
     def __init__(
         self,
         context: PredictorContext,
