@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import promoe
 from promoe.commands.demo.example import find_example
 from promoe.predictors import LayerVisit, Predictor, PredictorContext, TrainedPredictor
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.gate import GatePredictor
-from promoe.predictors.learned import LearnedPredictor
 from promoe.runtime.assembly import predictor_context
 from promoe.units import aligned
 
@@ -101,7 +101,7 @@ def main() -> None:
     predictors = {
         "gates as they are": FixedGates(context, options.lookahead),
         "gate": GatePredictor(context, options.lookahead),
-        "trained": LearnedPredictor(TrainedPredictor.load(str(example.predictor)), context, options.lookahead),
+        "trained": FoldedPredictor(TrainedPredictor.load(str(example.predictor)), context, options.lookahead),
     }
     bounds = [*(start for start in STRETCHES if start < len(tokens)), len(tokens)]
     spans = list(pairwise(bounds))

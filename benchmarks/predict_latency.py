@@ -30,7 +30,7 @@ from promoe.commands.demo.command import DTYPE, Demo
 from promoe.commands.demo.options import Options
 from promoe.commands.measure import paired_speedup
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
-from promoe.predictors.learned import LearnedPredictor
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor
 from promoe.runtime.prediction import Forecaster
 from promoe.scheduler.reuse import LearnedReuse
@@ -48,7 +48,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
 
 
-def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
+def make_predictor(kind: str, lookahead: int) -> FoldedPredictor:
     """Random weights, of the size that real models need."""
     width = default_width(kind, HIDDEN)
     foresees_reuse = NETWORKS[kind].may_foresee_reuse
@@ -58,13 +58,13 @@ def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
     if foresees_reuse:
         trained.keep_reuse(LearnedReuse.foreseeing(trained.typical_reuse(), weight=1.0))
     context = PredictorContext([Gate() for _ in range(LAYERS)], [EXPERTS] * LAYERS, [TOP_K] * LAYERS, "any")
-    return LearnedPredictor(trained, context, lookahead)
+    return FoldedPredictor(trained, context, lookahead)
 
 
 class InTurn:
     """Asks a predictor of another model's size, at each visit for its next layer; answers nothing."""
 
-    def __init__(self, predictor: LearnedPredictor) -> None:
+    def __init__(self, predictor: FoldedPredictor) -> None:
         self._predictor = predictor
         self._layers = itertools.cycle(range(LAYERS))
         self._gate_input = torch.randn(1, HIDDEN).to(DTYPE)

@@ -1,4 +1,4 @@
-"""What a predictor is given, and what it answers."""
+"""The contract between a model that is served and a predictor: what it is given, and what it answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class PredictorContext:
         num_experts: routed experts of each MoE layer.
         top_k: experts per token of each MoE layer.
         model_type: the model's family in Transformers; None: unknown.
-        chosen: of each MoE layer, what reads the chosen ids `[T, K]` out of its gate's output; None: by dtype.
-        num_ids: ids that each gate may choose, where some need no weights (those from `num_experts` on).
+        chosen: for each MoE layer, the function that reads the chosen ids `[T, K]` from its gate's output; None: find
+            them by their dtype.
+        num_ids: ids that each gate may choose. Those from `num_experts` on need no weights.
     """
 
     gates: Sequence[nn.Module]
@@ -42,7 +43,7 @@ class PredictorContext:
 
     @property
     def hidden_size(self) -> int | None:
-        """Of the gate input, as the first gate's weight `[num_experts, hidden_size]` has it; None: it has none."""
+        """Size of the gate input, from the first gate's weight `[num_experts, hidden_size]`; None: there is no such weight."""
         shapes = [tuple(parameter.shape) for parameter in self.gates[0].parameters()]
         return next((shape[1] for shape in shapes if len(shape) == 2 and shape[0] == self.num_experts[0]), None)
 
@@ -52,14 +53,14 @@ class LayerVisit:
     """One pass of tokens through one gate.
 
     Args:
-        pass_idx: counts forward passes of the model.
+        pass_idx: number of this forward pass of the model.
         phase: "prefill" or "decode".
         layer_idx: MoE layer.
-        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Long visits are not
-            predicted from.
-        chosen: experts chosen by each of these tokens, `[num_tokens][top_k]`.
-        gate_args: what the gate was called with after its input.
-        gate_kwargs: its keyword arguments.
+        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Predictors are not
+            asked about visits of many tokens.
+        chosen: experts chosen for each of these tokens, `[num_tokens][top_k]`.
+        gate_args: the gate's positional arguments after its input.
+        gate_kwargs: the gate's keyword arguments.
         token_shape: shape of the tokens in the gate's call, `(num_tokens,)` or `(sequences, tokens)`; () if unknown.
     """
 
@@ -73,16 +74,20 @@ class LayerVisit:
     token_shape: tuple[int, ...] = ()
 
     def is_of_tokens(self, value: Any) -> bool:
-        """Whether a gate's argument has something for each token, in the tokens' shape."""
+        """Return whether a gate's argument holds one entry per token: whether its first dimensions are the tokens'."""
         shape = self.token_shape or (len(self.gate_input),)
         return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == shape
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Probability `[num_experts]` that the visit of `layer_idx`, `steps_ahead` layer visits from now, uses each expert.
+    """The probability that a later visit uses each expert.
 
-    `steps_ahead` counts on across the end of the pass: layer 0 of the next token is L - i steps from layer i.
+    Args:
+        steps_ahead: how many layer visits later. It counts on into the next pass: layer 0 of the next token is
+            `num_layers - i` steps from layer i.
+        layer_idx: the layer of that visit.
+        probabilities: `[num_experts]`.
     """
 
     steps_ahead: int
@@ -92,10 +97,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class ReuseForecast:
-    """How likely each expert of the layer just visited is used within its next visits, as log odds `[num_experts]`.
+    """How likely the layer's next visits use each of its experts. Eviction goes by it, if `Traits.foresees_reuse`.
 
-    How many visits, says `promoe.scheduler.reuse.HORIZON_VISITS`. Eviction goes by it where the predictor has a `reuse` that
-    says so (`LearnedReuse.foreseen`).
+    Args:
+        layer_idx: the layer that was just visited.
+        log_odds: `[num_experts]`, that one of the next `promoe.scheduler.reuse.HORIZON_VISITS` visits uses the expert.
     """
 
     layer_idx: int
@@ -145,11 +151,11 @@ class Traits:
 
 
 def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Probability `[...]` that at least one of the tokens `[num_tokens, ...]` uses an expert: 1 - prod(1 - p)."""
+    """Return the probability `[...]` that at least one of the tokens `[num_tokens, ...]` uses an expert, 1 - prod(1 - p)."""
     result: npt.NDArray[np.float64] = per_token[0] if len(per_token) == 1 else 1.0 - np.prod(1.0 - per_token, axis=0)
     return result
 
 
 def horizon(layer_idx: int, lookahead: int, num_layers: int) -> list[tuple[int, int]]:
-    """(steps ahead, layer) of the next `lookahead` visits, on into the next pass."""
+    """Return (steps ahead, layer) of the next `lookahead` visits, which may reach into the next pass."""
     return [(k, (layer_idx + k) % num_layers) for k in range(1, min(lookahead, num_layers) + 1)]

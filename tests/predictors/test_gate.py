@@ -330,13 +330,13 @@ def test_a_gate_that_differs_from_its_matrix_once_is_never_taken_for_it() -> Non
     for pass_idx in range(2 * AGREEMENTS):
         predictor.predict(stream.visits(pass_idx)[0])
     assert calls == 2 * AGREEMENTS  # asked each time
-    assert (1, 1) not in predictor._followed
+    assert (1, 1) not in predictor._corrected
 
 
 def examples_of(predictor: GatePredictor) -> dict[tuple[int, int], int]:
     """Tokens that each (steps ahead, layer) has seen since it last learned."""
     return {
-        key: sum(len(seen) for _, seen in one._examples) for key, one in predictor._followed.items() if one._examples
+        key: sum(len(seen) for _, seen in one._examples) for key, one in predictor._corrected.items() if one._examples
     }
 
 
@@ -347,7 +347,7 @@ def predictor_of_linear(stream: Stream) -> GatePredictor:
         for visit in stream.visits(pass_idx):
             predictor.predict(visit)
             predictor._latest.clear()  # as if there had been something between
-    assert predictor._followed.keys() == {(1, 0), (1, 1), (1, 2)}
+    assert predictor._corrected.keys() == {(1, 0), (1, 1), (1, 2)}
     assert examples_of(predictor) == {}
     return predictor
 
@@ -360,7 +360,7 @@ def test_it_learns_from_the_same_tokens_only() -> None:
     for visit in (one[0], other[0], one[1], other[1]):
         predictor.predict(visit)
     assert examples_of(predictor) == {(1, 1): 1}  # of the other, which came last
-    ((before, seen),) = predictor._followed[1, 1]._examples
+    ((before, seen),) = predictor._corrected[1, 1]._examples
     assert before is other[0].gate_input
     assert seen is other[1].gate_input
 
