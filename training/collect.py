@@ -26,9 +26,8 @@ from promoe.training.collect_options import CollectOptions, check_positions
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.prompt_encoding import encode
 from promoe.training.prompts import Prompt
-from promoe.training.trace_folder import DECODE, PREFILL, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter, write_gates
+from promoe.training.recorded_traces import TraceWriter, write_gates
+from promoe.training.trace_folder import DECODE, PREFILL, Rows, TraceInfo
 
 logger = logging.getLogger(__name__)
 

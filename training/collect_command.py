@@ -18,8 +18,8 @@ from promoe.model.tokenizer import load_tokenizer
 from promoe.training.collect import collect, describe, save_gates
 from promoe.training.collect_options import CollectOptions, check_disk, check_positions
 from promoe.training.prompts import read_exclusions, read_prompts
+from promoe.training.recorded_traces import TraceWriter
 from promoe.training.trace_folder import check_folder
-from promoe.training.trace_writer import TraceWriter
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

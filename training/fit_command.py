@@ -25,7 +25,7 @@ from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.reuse_fit import fit_reuse
 from promoe.training.tables import spread
-from promoe.training.trace_folder import require_same_settings
+from promoe.training.trace_folder import require_same
 from promoe.training.trainer_options import TrainerOptions
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -128,7 +128,7 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
             raise ValueError(f"{SETTINGS_FILE} holds no object")
     except (OSError, ValueError) as error:
         raise ConfigError(f"The folder '{folder}' cannot be used: {error}. Choose another --out.") from error
-    require_same_settings(settings, found, folder, "run")
+    require_same(settings, found, folder, "run")
 
 
 def _train(task: Fit, module: PredictorModule, data: TraceData) -> lightning.Trainer:

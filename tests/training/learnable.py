@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from promoe.training.fit_command import Fit
-from promoe.training.trace_folder import GATES_FILE, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter
+from promoe.training.recorded_traces import TraceWriter
+from promoe.training.trace_folder import GATES_FILE, Rows, TraceInfo
 from promoe.training.trainer_options import TrainerOptions
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 16, 6, 2

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from promoe.training.recorded_traces import RecordedTrace
-from promoe.training.trace_folder import DECODE, PREFILL, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter
+from promoe.training.trace_folder import DECODE, PREFILL, Rows, TraceInfo
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 5, 4, 2
 

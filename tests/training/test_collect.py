@@ -31,10 +31,9 @@ from promoe.training.collect import collect, describe, gate_width, save_gates
 from promoe.training.collect_options import CollectOptions, check_disk
 from promoe.training.prompt_encoding import encode
 from promoe.training.prompts import Message, Prompt, PromptError
-from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import TraceInfo, part_paths
-from promoe.training.trace_writer import TraceWriter
 
 from .recordings import assert_same_rows, columns
 

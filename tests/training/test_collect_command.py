@@ -20,9 +20,8 @@ from transformers import GenerationMixin
 from waiting import until
 
 from promoe.training import cli, collect_command
-from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter
 from promoe.training.trace_folder import INFO_FILE, part_paths
-from promoe.training.trace_writer import TraceWriter
 
 from .recordings import assert_same_rows
 
@@ -162,7 +161,7 @@ def test_a_killed_run_goes_on_without_loss_or_duplication(
     small_parts = "collect_command.TraceWriter = partial(TraceWriter, part_bytes=1)\n"
     program = (
         "import sys, torch\nfrom functools import partial\nfrom promoe.training import cli, collect_command\n"
-        "from promoe.training.trace_writer import TraceWriter\n" + small_parts + "torch.set_num_threads(1)\n"
+        "from promoe.training.recorded_traces import TraceWriter\n" + small_parts + "torch.set_num_threads(1)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
     )
     arguments = command(tmp_path / "killed", tokens=1200)

@@ -20,11 +20,9 @@ import torch
 from safetensors.torch import save_file
 
 from promoe.errors import ConfigError, PromoeError
-from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter, write_gates
 from promoe.training.routing_traces import TraceError
-from promoe.training.trace_folder import GATES_FILE, INFO_FILE, TraceInfo, check_folder, part_paths, read_info
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter, write_gates
+from promoe.training.trace_folder import GATES_FILE, INFO_FILE, Rows, TraceInfo, check_folder, part_paths, read_info
 
 from .recordings import EXPERTS, HIDDEN, LAYERS, TOP_K, assert_same_rows, make_info, make_rows, write
 
@@ -93,7 +91,7 @@ def test_one_layers_inputs(trace: RecordedTrace, rows: slice) -> None:
 
 
 def test_one_layers_inputs_of_rows_that_do_not_follow_each_other(trace: RecordedTrace) -> None:
-    with pytest.raises(AssertionError, match="do not follow each other"):
+    with pytest.raises(AssertionError, match="not consecutive rows"):
         trace.layer_inputs(0, slice(0, 9, 2))
 
 
