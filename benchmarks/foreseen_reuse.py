@@ -25,7 +25,7 @@ from promoe.scheduler.replay import Replay
 from promoe.scheduler.reuse import LearnedReuse
 from promoe.training.kinds import folder_of_predictor
 from promoe.training.recorded_traces import RecordedTrace
-from promoe.training.reuse_fit import fit_reuse
+from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned
 

@@ -22,7 +22,7 @@ from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.config import EvictionName
 from promoe.scheduler.replay import Replay
 from promoe.stores.layout import ExpertLayout
-from promoe.training.evaluate_command import open_trace
+from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_percent
 

@@ -27,8 +27,8 @@ from common import on_the_way, save
 
 from promoe.commands.simulate.machine import MACHINES, geometry_of
 from promoe.commands.simulate.run import Scenario, simulate
-from promoe.training.evaluate_command import open_trace
-from promoe.training.reuse_fit import fit_reuse
+from promoe.training.evaluate import open_trace
+from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_ms
 

@@ -34,7 +34,7 @@ from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor
 from promoe.runtime.prediction import Forecaster
 from promoe.scheduler.reuse import LearnedReuse
-from promoe.training.fit_command import default_width
+from promoe.training.fit import default_width
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 27, 2048, 64, 8
 WARM_UP_TOKENS = 10

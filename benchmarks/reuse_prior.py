@@ -15,8 +15,8 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 
 from promoe.scheduler.reuse import HALF_LIVES_TOKENS, HORIZON_VISITS, P_MAX, P_MIN
+from promoe.training.baselines import used
 from promoe.training.routing_traces import load_npz
-from promoe.training.tables import used
 
 SAMPLES, WARM_UP = 500_000, 1000
 

@@ -19,7 +19,7 @@ from common import save
 
 from promoe.commands.simulate.machine import MACHINES, geometry_of
 from promoe.commands.simulate.run import PolicyName, Scenario, simulate
-from promoe.training.evaluate_command import open_trace
+from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned
 

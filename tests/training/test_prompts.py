@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from promoe.errors import PromoeError
-from promoe.training import prompt_encoding, prompts, sharegpt
-from promoe.training.prompt_encoding import encode
+from promoe.training import encoding, prompts, sharegpt
+from promoe.training.encoding import encode
 from promoe.training.prompts import Message, Prompt, PromptError, read_exclusions, read_prompts
 from promoe.training.sharegpt import ShareGptError
 
@@ -408,7 +408,7 @@ def test_tokenizing_does_not_grow_with_the_square_of_the_messages(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int
 ) -> None:
     rendered = 0
-    render = prompt_encoding._render
+    render = encoding._render
 
     def counting(messages: Any, tokenizer: Any) -> list[int]:
         nonlocal rendered
@@ -416,7 +416,7 @@ def test_tokenizing_does_not_grow_with_the_square_of_the_messages(
         rendered += len(ids)
         return ids
 
-    monkeypatch.setattr(prompt_encoding, "_render", counting)
+    monkeypatch.setattr(encoding, "_render", counting)
     messages = chat((USER, "question"), (ANSWER, "answer")) * 600
     encoded(messages, max_tokens)
     assert rendered < 12 * max_tokens, f"{rendered} tokens rendered for {max_tokens}"
