@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,8 +44,13 @@ class PredictorContext:
     @property
     def hidden_size(self) -> int | None:
         """Size of the gate input, from the first gate's weight `[num_experts, hidden_size]`; None: there is no such weight."""
-        shapes = [tuple(parameter.shape) for parameter in self.gates[0].parameters()]
-        return next((shape[1] for shape in shapes if len(shape) == 2 and shape[0] == self.num_experts[0]), None)
+        weight = gate_weight(self.gates[0].parameters(), self.num_experts[0])
+        return None if weight is None else weight.shape[1]
+
+
+def gate_weight(tensors: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor | None:
+    """Return a gate's weight, the first of its tensors that is `[num_experts, hidden_size]`; None: it has none."""
+    return next((tensor for tensor in tensors if tensor.dim() == 2 and len(tensor) == num_experts), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.model.hub import base_of
 from promoe.model.model_class import class_to_open
 from promoe.model.tokenizer import check_known, load_tokenizer
+from promoe.predictors.base import gate_weight
 from promoe.training.encoding import encode
 from promoe.training.gate_recorder import GateRecord, GateRecorder
 from promoe.training.options import Collect
@@ -151,10 +152,8 @@ def describe(model: Any, layers: Sequence[MoELayer], name: str, settings: dict[s
 
 def gate_width(layer: MoELayer) -> int | None:
     """Return the hidden size that a gate reads, from its weight `[num_experts, hidden_size]`; None: it has none."""
-    for parameter in layer.gate.parameters():
-        if parameter.dim() == 2 and parameter.shape[0] == layer.num_experts:
-            return int(parameter.shape[1])
-    return None
+    weight = gate_weight(layer.gate.parameters(), layer.num_experts)
+    return None if weight is None else weight.shape[1]
 
 
 def check_positions(model: Any, options: Collect) -> None:

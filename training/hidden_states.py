@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from promoe.predictors.base import gate_weight
 from promoe.predictors.gate import selection_probability
 from promoe.predictors.trained import TrainedPredictor, above_threshold
 from promoe.training.baselines import Kind, Scores, spread, used
@@ -106,8 +107,8 @@ def gate_scores(
         TraceError: there is no matrix with a row per expert.
     """
     named = {name: tensor.float().squeeze(0) for name, tensor in tensors.items()}
-    matrices = [tensor for tensor in named.values() if tensor.dim() == 2 and len(tensor) == num_experts]
-    if not matrices:
+    weight = gate_weight(named.values(), num_experts)
+    if weight is None:
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         raise TraceError(
             f"The gate of MoE layer {layer_idx} has no weight of {num_experts} rows, one per expert; it has "
@@ -118,7 +119,7 @@ def gate_scores(
     bias = next((t for name, t in per_expert.items() if name.endswith("bias") and t is not correction), None)
 
     def scores(x: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x, matrices[0], bias)
+        logits = F.linear(x, weight, bias)
         return logits if correction is None else logits.sigmoid() + correction
 
     return scores
@@ -196,9 +197,19 @@ class _Fitted(FromGateInput):
             pieces.append(x[torch.from_numpy(mine - start)].numpy())
         return np.concatenate(pieces)
 
-    @abstractmethod
     def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
-        """Fit a model from gate inputs `[n, hidden_size]` to 0/1 `[n, num_experts]`."""
+        """Fit a model from standardised gate inputs `[n, hidden_size]` to 0/1 `[n, num_experts]`."""
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # it stops after MLP_EPOCHS on purpose
+            return make_pipeline(StandardScaler(), self._estimator(len(inputs))).fit(inputs, chosen)
+
+    @abstractmethod
+    def _estimator(self, num_tokens: int) -> Any:
+        """Return the estimator of scikit-learn to fit on so many tokens."""
 
     @abstractmethod
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
@@ -211,12 +222,10 @@ class Linear(_Fitted):
     def __init__(self, fitted_on: RoutingTrace) -> None:
         super().__init__(fitted_on, LINEAR_TOKENS)
 
-    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
+    def _estimator(self, num_tokens: int) -> Any:
         from sklearn.linear_model import Ridge
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
-        return make_pipeline(StandardScaler(), Ridge(alpha=1.0)).fit(inputs, chosen)
+        return Ridge(alpha=1.0)
 
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
         scores: Scores = model.predict(inputs).astype(np.float32)
@@ -229,22 +238,16 @@ class SklearnMlp(_Fitted):
     def __init__(self, fitted_on: RoutingTrace) -> None:
         super().__init__(fitted_on, MLP_TOKENS)
 
-    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
-        from sklearn.exceptions import ConvergenceWarning
+    def _estimator(self, num_tokens: int) -> Any:
         from sklearn.neural_network import MLPClassifier
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
-        mlp = MLPClassifier(
+        return MLPClassifier(
             (MLP_WIDTH,),
             max_iter=MLP_EPOCHS,
-            batch_size=min(MLP_BATCH, len(inputs)),
+            batch_size=min(MLP_BATCH, num_tokens),
             learning_rate_init=MLP_LEARNING_RATE,
             random_state=0,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # it stops after MLP_EPOCHS on purpose
-            return make_pipeline(StandardScaler(), mlp).fit(inputs, chosen.astype(np.int8))
 
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
         scores: Scores = model.predict_proba(inputs).astype(np.float32)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from promoe.predictors.base import gate_weight
 from promoe.predictors.network import ResidualNetwork
 from promoe.predictors.trained import TrainedConfig, TrainedPredictor
 from promoe.scheduler.reuse import HORIZON_VISITS
@@ -241,12 +242,8 @@ def new_predictor(trace: RecordedTrace, rows: TraceRows, config: TrainedConfig, 
     predictor = TrainedPredictor(config)
     sample = trace.gate_inputs(spread(len(rows), STANDARDISE_ROWS)).float()
     predictor.network.standardise(sample.mean(0), sample.std(0))
-    weights = [_gate_weight(gate, config) for gate in trace.gates]
-    if isinstance(predictor.network, ResidualNetwork) and all(weight is not None for weight in weights):
-        predictor.network.start_from_gates([weight for weight in weights if weight is not None])
+    found = (gate_weight(gate.values(), config.num_experts) for gate in trace.gates)
+    weights = [weight for weight in found if weight is not None and weight.shape[1] == config.hidden_size]
+    if isinstance(predictor.network, ResidualNetwork) and len(weights) == config.num_layers:
+        predictor.network.start_from_gates(weights)
     return predictor
-
-
-def _gate_weight(gate: dict[str, torch.Tensor], config: TrainedConfig) -> torch.Tensor | None:
-    wanted = (config.num_experts, config.hidden_size)
-    return next((tensor for tensor in gate.values() if tuple(tensor.shape) == wanted), None)
