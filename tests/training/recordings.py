@@ -36,6 +36,9 @@ def make_rows(prompt: int, length: int = 4, generated: int = 1) -> Rows:
     )
 
 
+PROMPTS = [make_rows(0, 4), make_rows(2, 3, 0), make_rows(3, 6, 3), make_rows(7, 1, 0), make_rows(8, 5, 2)]
+
+
 def write(folder: Path, parts: Sequence[Sequence[Rows]], info: TraceInfo | None = None, shard_index: int = 0) -> Path:
     """A trace of these parts."""
     writer = TraceWriter(folder, info or make_info(), shard_index)
