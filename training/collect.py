@@ -75,7 +75,7 @@ def collect(options: Collect) -> None:
 
 
 def settings_of(options: Collect, excluded: Collection[str]) -> dict[str, Any]:
-    """Return what must be the same for a trace to be gone on with. More tokens may be asked for.
+    """Return the settings in which a collection must agree with a trace to go on with it. It may ask for more tokens.
 
     Args:
         options: how prompts are chosen and run.
@@ -311,9 +311,8 @@ def _end_ids(model: Any) -> frozenset[int]:
 
 def _pad_id(tokenizer: Any, model: Any) -> int:
     """Return a token to pad with. It is masked, so any one will do that the model has."""
-    num_known = (
-        model.get_input_embeddings().num_embeddings
-    )  # the padding token of some tokenizers is unknown to the model
+    # The model may not know the tokenizer's padding token.
+    num_known = model.get_input_embeddings().num_embeddings
     for pad_id in (tokenizer.pad_token_id, model.generation_config.pad_token_id, *sorted(_end_ids(model))):
         if isinstance(pad_id, int) and 0 <= pad_id < num_known:
             return pad_id

@@ -57,7 +57,7 @@ def fit(options: Fit) -> None:
 
 
 def _settings(options: Fit, trace: RecordedTrace) -> dict[str, Any]:
-    """Return what must be the same for a run to be gone on with."""
+    """Return the settings in which a command must agree with a run to go on with it."""
     values = asdict(options)
     del values["out"]
     return {

@@ -184,7 +184,7 @@ def check_folder(folder: Path, model: str, settings: Mapping[str, Any]) -> None:
 
 
 def require_same(asked: Mapping[str, Any], found: Mapping[str, Any], folder: Path, what: str = "trace") -> None:
-    """Raise ConfigError if a folder holds something that was made with other settings than were asked for."""
+    """Raise ConfigError if a folder holds something that was made with settings other than those asked for."""
     for name in dict.fromkeys([*asked, *sorted(found)]):
         if asked.get(name) != found.get(name):
             raise ConfigError(
