@@ -25,7 +25,8 @@ from promoe.predictors.base import gate_weight
 from promoe.predictors.gate import selection_probability
 from promoe.predictors.trained import TrainedPredictor, above_threshold
 from promoe.training.baselines import Kind, Scores, spread, used
-from promoe.training.routing_traces import GateRecords, RoutingTrace, TraceError
+from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.routing_traces import RoutingTrace, TraceError
 
 # The gate inputs of so many tokens are in memory as float32 at once.
 BLOCK_TOKENS = 8192
@@ -36,7 +37,7 @@ MLP_TOKENS = 8192
 MLP_WIDTH, MLP_EPOCHS, MLP_BATCH, MLP_LEARNING_RATE = 64, 16, 512, 5e-3
 
 
-def records_of(trace: RoutingTrace) -> GateRecords:
+def records_of(trace: RoutingTrace) -> RecordedTrace:
     """Return where a trace's gate inputs are."""
     assert trace.recorded is not None, "a trace of ids only reached a kind that needs hidden states"
     return trace.recorded

@@ -108,10 +108,9 @@ def _trained(folder: Path, trace: RoutingTrace) -> tuple[str, Fitting]:
     """
     from promoe.predictors.trained import TrainedPredictor
     from promoe.training.hidden_states import Trained
-    from promoe.training.recorded_traces import RecordedTrace
 
     predictor = TrainedPredictor.load(str(folder))
-    assert isinstance(trace.recorded, RecordedTrace)
+    assert trace.recorded is not None, "kinds that need hidden states were refused before"
     info, config = trace.recorded.info, predictor.config
     mismatch = config.mismatch(
         model_type=info.model_type,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from promoe.errors import PromoeError
 from promoe.files import open_plain
 
 if TYPE_CHECKING:
-    import torch
+    from promoe.training.recorded_traces import RecordedTrace
 
 REQUIRED = ("experts", "prompt_lengths", "token_index")
 # Bytes of memory that one array may take: a compressed one can be a thousand times as large as its file.
@@ -34,23 +34,6 @@ _HEADER_READERS = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.
 
 class TraceError(PromoeError):
     """A trace is missing or damaged; the message says what was expected and what was found."""
-
-
-class GateRecords(Protocol):
-    """Where the inputs of gates are kept; see `recorded_traces.RecordedTrace`."""
-
-    @property
-    def gates(self) -> Sequence[dict[str, torch.Tensor]]:
-        """Parameters and buffers of each layer's gate, by name."""
-        ...
-
-    def gate_inputs(self, rows: slice) -> torch.Tensor:
-        """Return the gate inputs of all layers: bfloat16 `[n, layers, hidden_size]`."""
-        ...
-
-    def layer_inputs(self, layer_idx: int, rows: slice) -> torch.Tensor:
-        """Return one layer's gate inputs: bfloat16 `[n, hidden_size]`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +55,7 @@ class RoutingTrace:
     prompt_lengths: npt.NDArray[np.integer[Any]]
     num_experts: int
     generated: npt.NDArray[np.bool_] | None = None
-    recorded: GateRecords | None = None
+    recorded: RecordedTrace | None = None
     first_row: int = 0
 
     @property
