@@ -28,8 +28,8 @@ from common import make_parser, print_table, save
 
 from promoe.commands.simulate.machine import MACHINES, geometry_of
 from promoe.commands.simulate.run import Scenario, simulate
-from promoe.training.evaluate_command import open_trace
-from promoe.training.reuse_fit import fit_reuse
+from promoe.training.evaluate import open_trace
+from promoe.training.reuse import fit_reuse
 from promoe.units import format_ms
 
 FITTED = "default, fitted"

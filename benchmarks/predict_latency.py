@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 
 from promoe.commands.measure import paired_speedup
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
-from promoe.predictors.learned import LearnedPredictor
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor
 from promoe.runtime.prediction import Forecaster
 from promoe.scheduler.reuse import LearnedReuse
-from promoe.training.fit_command import default_width
+from promoe.training.fit import default_width
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 27, 2048, 64, 8
 WARM_UP_TOKENS = 10
@@ -46,7 +46,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
 
 
-def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
+def make_predictor(kind: str, lookahead: int) -> FoldedPredictor:
     """Return a predictor with random weights, of the size that real models need."""
     width, foresees_reuse = default_width(kind, HIDDEN), NETWORKS[kind].may_foresee_reuse
     config = TrainedConfig(kind, "any", LAYERS, HIDDEN, EXPERTS, TOP_K, lookahead, width, foresees_reuse=foresees_reuse)
@@ -55,13 +55,13 @@ def make_predictor(kind: str, lookahead: int) -> LearnedPredictor:
     if foresees_reuse:
         trained.keep_reuse(LearnedReuse.foreseeing(trained.typical_reuse(), weight=1.0))
     context = PredictorContext([Gate() for _ in range(LAYERS)], [EXPERTS] * LAYERS, [TOP_K] * LAYERS, "any")
-    return LearnedPredictor(trained, context, lookahead)
+    return FoldedPredictor(trained, context, lookahead)
 
 
 class InTurn:
     """A predictor that asks one of another model's size at each visit, for the next of its layers, and forecasts nothing."""
 
-    def __init__(self, predictor: LearnedPredictor) -> None:
+    def __init__(self, predictor: FoldedPredictor) -> None:
         self._predictor = predictor
         self._layers = itertools.cycle(range(LAYERS))
         self._gate_input = torch.randn(1, HIDDEN).to(DTYPE)

@@ -81,6 +81,7 @@ SECTIONS = {
     ],
     "Predictors": [
         Entry("promoe.predictors.Predictor"),
+        Entry("promoe.predictors.Traits", ""),
         Entry("promoe.predictors.LayerVisit", "", made=False),
         Entry("promoe.predictors.Forecast"),
         Entry("promoe.predictors.ReuseForecast"),

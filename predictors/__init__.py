@@ -1,19 +1,20 @@
-"""Predictors: from what a gate sees now to which experts later layers will use.
+"""Predictors: from what a gate sees now, they foresee which experts later layers will use.
 
-    base       what a predictor is given and what it answers
-    gate       skip-based: a later layer's own gate on this layer's gate input (no training), corrected while running
-    linear_fit what corrects it: a linear map that learns
-    history    previous token's experts, popularity
-    network    what is trained: gate input at one layer -> scores at later ones
-    trained    a trained predictor as files: networks, calibration, and which model it is for
-    learned    a trained predictor at work
-    registry   predictors by name or place
-    reference  random, oracle and always-wrong predictions, for measurements and tests
+    base         what a predictor is given, what it answers, and its traits
+    gate         applies a later layer's own gate to this layer's gate input; learns while running, needs no training
+    early_calls  calls a gate before its turn
+    linear_fit   the linear map with which `gate` learns
+    history      what the previous token used; what is used most
+    reference    random, all-knowing and always-wrong predictions, for measurements and tests
+    network      the networks that `promoe-train` trains
+    trained      a trained predictor as files: networks, calibration, and the model that it is for
+    folded       a trained predictor at work, its networks folded into two products per visit
+    registry     finds a predictor by name, folder or hub id
 
 A prediction changes *when* bytes move, never what is computed.
 """
 
-from .base import Forecast, LayerVisit, Predictor, PredictorContext, ReuseForecast
+from .base import Forecast, LayerVisit, Predictor, PredictorContext, ReuseForecast, Traits
 from .registry import KINDS, check_kind, create
 from .trained import TrainedPredictor
 
@@ -25,6 +26,7 @@ __all__ = [
     "PredictorContext",
     "ReuseForecast",
     "TrainedPredictor",
+    "Traits",
     "check_kind",
     "create",
 ]

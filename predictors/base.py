@@ -1,8 +1,8 @@
-"""What a predictor is given, and what it answers."""
+"""The contract between a model that is served and a predictor: what it is given, and what it answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from promoe.scheduler.reuse import LearnedReuse
 from promoe.stats.counts import Phase
 
 
@@ -23,8 +24,9 @@ class PredictorContext:
         num_experts: routed experts of each MoE layer.
         top_k: experts per token of each MoE layer.
         model_type: the model's family in Transformers; None: unknown.
-        chosen: of each MoE layer, what reads the chosen ids `[T, K]` out of its gate's output; None: by dtype.
-        num_ids: ids that each gate may choose, where some need no weights (those from `num_experts` on).
+        chosen: for each MoE layer, the function that reads the chosen ids `[T, K]` from its gate's output; None: find
+            them by their dtype.
+        num_ids: ids that each gate may choose. Those from `num_experts` on need no weights.
     """
 
     gates: Sequence[nn.Module]
@@ -41,9 +43,14 @@ class PredictorContext:
 
     @property
     def hidden_size(self) -> int | None:
-        """Of the gate input, as the first gate's weight `[num_experts, hidden_size]` has it; None: it has none."""
-        shapes = [tuple(parameter.shape) for parameter in self.gates[0].parameters()]
-        return next((shape[1] for shape in shapes if len(shape) == 2 and shape[0] == self.num_experts[0]), None)
+        """Size of the gate input, from the first gate's weight `[num_experts, hidden_size]`; None: there is no such weight."""
+        weight = gate_weight(self.gates[0].parameters(), self.num_experts[0])
+        return None if weight is None else weight.shape[1]
+
+
+def gate_weight(tensors: Iterable[torch.Tensor], num_experts: int) -> torch.Tensor | None:
+    """Return a gate's weight, the first of its tensors that is `[num_experts, hidden_size]`; None: it has none."""
+    return next((tensor for tensor in tensors if tensor.dim() == 2 and len(tensor) == num_experts), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +58,14 @@ class LayerVisit:
     """One pass of tokens through one gate.
 
     Args:
-        pass_idx: counts forward passes of the model.
+        pass_idx: number of this forward pass of the model.
         phase: "prefill" or "decode".
         layer_idx: MoE layer.
-        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Long visits are not
-            predicted from.
-        chosen: experts chosen by each of these tokens, `[num_tokens][top_k]`.
-        gate_args: what the gate was called with after its input.
-        gate_kwargs: its keyword arguments.
+        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Predictors are not
+            asked about visits of many tokens.
+        chosen: experts chosen for each of these tokens, `[num_tokens][top_k]`.
+        gate_args: the gate's positional arguments after its input.
+        gate_kwargs: the gate's keyword arguments.
         token_shape: shape of the tokens in the gate's call, `(num_tokens,)` or `(sequences, tokens)`; () if unknown.
     """
 
@@ -72,16 +79,20 @@ class LayerVisit:
     token_shape: tuple[int, ...] = ()
 
     def is_of_tokens(self, value: Any) -> bool:
-        """Whether a gate's argument has something for each token, in the tokens' shape."""
+        """Return whether a gate's argument holds one entry per token: whether its first dimensions are the tokens'."""
         shape = self.token_shape or (len(self.gate_input),)
         return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == shape
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Probability `[num_experts]` that the visit of `layer_idx`, `steps_ahead` layer visits from now, uses each expert.
+    """The probability that a later visit uses each expert.
 
-    `steps_ahead` counts on across the end of the pass: layer 0 of the next token is L - i steps from layer i.
+    Args:
+        steps_ahead: how many layer visits later. It counts on into the next pass: layer 0 of the next token is
+            `num_layers - i` steps from layer i.
+        layer_idx: the layer of that visit.
+        probabilities: `[num_experts]`.
     """
 
     steps_ahead: int
@@ -91,10 +102,11 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class ReuseForecast:
-    """How likely each expert of the layer just visited is used within its next visits, as log odds `[num_experts]`.
+    """How likely the layer's next visits use each of its experts. Eviction goes by it, if `Traits.foresees_reuse`.
 
-    How many visits, says `promoe.scheduler.reuse.HORIZON_VISITS`. Eviction goes by it where the predictor has a `reuse` that
-    says so (`LearnedReuse.foreseen`).
+    Args:
+        layer_idx: the layer that was just visited.
+        log_odds: `[num_experts]`, that one of the next `promoe.scheduler.reuse.HORIZON_VISITS` visits uses the expert.
     """
 
     layer_idx: int
@@ -104,22 +116,51 @@ class ReuseForecast:
 class Predictor(Protocol):
     """Answers a layer visit with forecasts of later ones. Called by one thread at a time, in the order of the visits.
 
-    It runs in a thread of its own, unless it has an attribute `quick` that is true and the model computes on every core:
-    then it runs in the forward. On a core that the model uses too, a thread costs the forward as much as some 0.4 ms of
-    predicting would, so a predictor that takes less should be quick.
+    Only `predict` is required. A predictor may also have the attributes of `Traits`, which say what else it can do.
     """
 
     def predict(self, visit: LayerVisit) -> Sequence[Forecast | ReuseForecast]:
-        """Forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
+        """Return forecasts for layers after this visit, nearest first. May keep state; must not modify the visit."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a predictor can do besides `predict`. Each field is an attribute that a predictor may have, with its default.
+
+    Args:
+        quick: it predicts in less time than it takes to hand a visit to another thread, some 0.4 ms. Then it runs in the
+            forward if the model computes on every core, and otherwise, like any other, in a thread of its own.
+        needs_every_visit: it has to be asked about every visit. Of others, visits are skipped when they come faster than
+            they are predicted from, or when a forecast could have no effect.
+        reuse: what the reuse prior starts from; None: nothing was learned of the model.
+    """
+
+    quick: bool = False
+    needs_every_visit: bool = False
+    reuse: LearnedReuse | None = None
+
+    @classmethod
+    def of(cls, predictor: Predictor | None) -> Traits:
+        """Return a predictor's traits; those that it does not mention, and all of no predictor, have their defaults."""
+        return cls(
+            quick=bool(getattr(predictor, "quick", False)),
+            needs_every_visit=bool(getattr(predictor, "needs_every_visit", False)),
+            reuse=getattr(predictor, "reuse", None),
+        )
+
+    @property
+    def foresees_reuse(self) -> bool:
+        """Whether it answers with `ReuseForecast`s, for eviction, too."""
+        return self.reuse is not None and self.reuse.foreseen is not None
+
+
 def any_token(per_token: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Probability `[...]` that at least one of the tokens `[num_tokens, ...]` uses an expert: 1 - prod(1 - p)."""
+    """Return the probability `[...]` that at least one of the tokens `[num_tokens, ...]` uses an expert, 1 - prod(1 - p)."""
     result: npt.NDArray[np.float64] = per_token[0] if len(per_token) == 1 else 1.0 - np.prod(1.0 - per_token, axis=0)
     return result
 
 
 def horizon(layer_idx: int, lookahead: int, num_layers: int) -> list[tuple[int, int]]:
-    """(steps ahead, layer) of the next `lookahead` visits, on into the next pass."""
+    """Return (steps ahead, layer) of the next `lookahead` visits, which may reach into the next pass."""
     return [(k, (layer_idx + k) % num_layers) for k in range(1, min(lookahead, num_layers) + 1)]

@@ -1,8 +1,8 @@
-"""Skip-based prediction: a later layer's own gate, applied to this layer's gate input, and corrected while running.
+"""Predicts with a later layer's own gate, applied early, to this layer's gate input, and corrected while running.
 
-The residual stream changes slowly from layer to layer, so that gate sees nearly what it will see (Mixtral-offloading's
-speculative loading; ProMoE section 3 measures it at k = 1..8). Part of how it changes can be learned from some tokens
-(`linear_fit`). No training: it begins as the gate.
+The residual stream changes slowly from layer to layer, so a gate that is asked early sees nearly what it will see in its
+turn (Mixtral-offloading's speculative loading; ProMoE section 3 measures it at k = 1..8). Part of the change can be
+learned from some tokens (`linear_fit`). No training is needed, because the correction starts at zero.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch import nn
 from promoe.experts.gate_output import gate_indices, gate_logits
 
 from .base import Forecast, LayerVisit, PredictorContext, any_token, horizon
-from .gate_call import GateCaller
+from .early_calls import GateCaller
 from .linear_fit import LinearFit
 
-# Slope of the logistic that turns a router logit's distance from the selection threshold, in standard deviations of
-# the layer's logits, into a probability. The run-time calibration corrects it.
+# Slope of the logistic function that turns a router logit's distance from the selection threshold, in standard deviations
+# of the layer's logits, into a probability. The run-time calibration corrects it.
 SLOPE = 2.0
-# Log odds are kept within this; and this far from even, on the side that the selection says.
+# Bounds of the size of log odds. The lower one keeps the experts that are selected clearly apart from the others.
 MAX_LOG_ODDS = 7.0
 MIN_LOG_ODDS = math.log(0.6 / 0.4)
-# Visits of a gate in which its matrix alone must have chosen as the whole gate did, before the matrix is trusted.
+# A gate's matrix is trusted once it alone has chosen as the whole gate did in so many visits.
 AGREEMENTS = 3
-# Tokens that a correction is learned from at once, which is much cheaper than one by one.
+# A correction learns from so many tokens at once, which is much cheaper than one by one.
 BATCH_TOKENS = 8
 
 
 class GatePredictor:
     """Applies the gates of the next `lookahead` MoE layers to the present gate input.
 
-    Gates that are one matrix are corrected by what they then saw, of each layer and distance by itself, which takes
-    4 bytes per element of their weights. The last layers ask the first ones' gates about the next pass: far from what
-    those will see, yet better than chance.
+    A gate that is one matrix is corrected by what it then saw, for each layer and distance by itself; that takes 4 bytes
+    per element of its weight. The last layers ask the first layers' gates about the next pass: their input is far from
+    what those will see, but the answer is better than chance.
     """
 
     quick = True
@@ -49,10 +49,10 @@ class GatePredictor:
         self._caller = GateCaller(context.gates)
         self._targets = [_TargetGate(context, layer_idx, self._caller) for layer_idx in range(context.num_layers)]
         self._latest: dict[int, LayerVisit] = {}
-        self._followed: dict[tuple[int, int], _Followed] = {}  # (steps ahead, layer)
+        self._corrected: dict[tuple[int, int], _CorrectedGate] = {}  # (steps ahead, layer)
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """One forecast per layer i+1 .. i+lookahead whose gate can be asked, counted on across the end of the pass."""
+        """Return a forecast for each of the next `lookahead` layers whose gate can be asked."""
         self._caller.saw(visit)
         self._learn(visit)
         forecasts = []
@@ -65,26 +65,27 @@ class GatePredictor:
     def _probabilities(self, steps_ahead: int, layer_idx: int, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
         target = self._targets[layer_idx]
         if not target.is_linear:
-            # Only here, and not around everything: cold, to enter this mode takes as long as a linear gate's product.
+            # Only here, and not around everything: with cold caches, entering this mode takes as long as a linear gate's
+            # product.
             with torch.inference_mode():
                 return target.probabilities(visit)
-        followed = self._followed.get((steps_ahead, layer_idx))
-        if followed is None:
-            followed = self._followed[steps_ahead, layer_idx] = _Followed(target)
-        return followed.probabilities(visit.gate_input)
+        corrected = self._corrected.get((steps_ahead, layer_idx))
+        if corrected is None:
+            corrected = self._corrected[steps_ahead, layer_idx] = _CorrectedGate(target)
+        return corrected.probabilities(visit.gate_input)
 
     def _learn(self, visit: LayerVisit) -> None:
-        """From what this visit's gate sees, and what earlier ones saw of the same tokens."""
+        """Learn from what this visit's gate sees, and what earlier gates saw of the same tokens."""
         for steps_ahead in range(1, self._lookahead + 1):
-            followed = self._followed.get((steps_ahead, visit.layer_idx))
+            corrected = self._corrected.get((steps_ahead, visit.layer_idx))
             origin = self._latest.get((visit.layer_idx - steps_ahead) % len(self._targets))
-            if followed is not None and origin is not None and _is_followed_by(origin, visit):
-                followed.learn(origin.gate_input, visit.gate_input)
+            if corrected is not None and origin is not None and _is_followed_by(origin, visit):
+                corrected.learn(origin.gate_input, visit.gate_input)
         self._latest[visit.layer_idx] = visit
 
 
 def _is_followed_by(origin: LayerVisit, visit: LayerVisit) -> bool:
-    """Whether a forecast from the one is of the other: the same tokens, or those that the sequences went on with."""
+    """Return whether a forecast from `origin` is about `visit`: same tokens, or those with which the sequences went on."""
     if len(origin.gate_input) != len(visit.gate_input):
         return False
     if origin.layer_idx < visit.layer_idx:
@@ -92,41 +93,39 @@ def _is_followed_by(origin: LayerVisit, visit: LayerVisit) -> bool:
     return origin.pass_idx + 1 == visit.pass_idx and origin.phase == visit.phase == "decode"
 
 
-class _Followed:
-    """A linear gate as the layer so many steps before it foresees it.
-
-    Args:
-        target: the gate.
-    """
+class _CorrectedGate:
+    """A linear gate, corrected for the input of one earlier layer."""
 
     def __init__(self, target: _TargetGate) -> None:
         self._target = target
         self._fit = LinearFit(*target.matrix)
         self._examples: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._lacking = BATCH_TOKENS - target.layer_idx % BATCH_TOKENS  # not all layers learn at the same token
+        self._missing_tokens = (
+            BATCH_TOKENS - target.layer_idx % BATCH_TOKENS
+        )  # so that layers learn at different tokens
 
     def probabilities(self, hidden: torch.Tensor) -> npt.NDArray[np.float64]:
-        """Probability `[num_experts]` that any of the tokens `[n, hidden_dim]` uses an expert."""
+        """Return the probability `[num_experts]` that any of the tokens `[n, hidden_dim]` uses an expert."""
         per_token = [_one_token(logits, self._target.top_k) for logits in self._fit(hidden)]
         return per_token[0] if len(per_token) == 1 else any_token(np.stack(per_token))
 
     def learn(self, before: torch.Tensor, seen: torch.Tensor) -> None:
-        """What was seen `[n, hidden_dim]` when it was foreseen, and what the gate then saw."""
+        """Learn from the input `[n, hidden_dim]` of the earlier layer, and from what the gate then saw of these tokens."""
         self._examples.append((before, seen))
-        self._lacking -= len(seen)
-        if self._lacking <= 0:
+        self._missing_tokens -= len(seen)
+        if self._missing_tokens <= 0:
             with torch.inference_mode():
                 before, seen = (torch.cat(tensors) for tensors in zip(*self._examples, strict=True))
                 self._fit.learn(before, self._target.logits(seen))
             self._examples.clear()
-            self._lacking = BATCH_TOKENS
+            self._missing_tokens = BATCH_TOKENS
 
 
 class _TargetGate:
-    """A later layer's gate: asked as a whole, until its matrix alone was seen to choose the same.
+    """A later layer's gate. It is asked as a whole until its matrix alone has chosen the same experts often enough.
 
-    The forward waits for this, between products that leave nothing of it in the processor's caches: the whole gate and
-    the general formula take 0.8 ms then, the matrix 0.2.
+    The forward waits for this, with cold caches, because the products before it have used them for other data. The whole
+    gate and the general formula then take 0.8 ms, the matrix alone 0.2.
     """
 
     def __init__(self, context: PredictorContext, layer_idx: int, caller: GateCaller) -> None:
@@ -139,7 +138,7 @@ class _TargetGate:
         self.top_k = 0
         """Experts that a linear gate chooses."""
         self._agreements = 0
-        # Correction biases and groups change the choice, if seldom.
+        # Correction biases and groups change the choice, though seldom.
         tensors = {name for name, _ in itertools.chain(gate.named_parameters(), gate.named_buffers())}
         is_plain = self._num_ids == self._num_experts
         self._may_be_linear = (
@@ -147,7 +146,7 @@ class _TargetGate:
         )
 
     def probabilities(self, visit: LayerVisit) -> npt.NDArray[np.float64] | None:
-        """Probability `[num_experts]` that any of the visit's tokens uses an expert; None: the gate cannot be asked."""
+        """Return the probability `[num_experts]` that any of the visit's tokens uses an expert; None: it cannot be asked."""
         output = self._caller.ask(self.layer_idx, visit)
         if output is None:
             return None
@@ -163,7 +162,7 @@ class _TargetGate:
 
     @property
     def is_linear(self) -> bool:
-        """Whether its matrix is all there is to it."""
+        """Whether the gate is its matrix and nothing else."""
         return self._agreements == AGREEMENTS
 
     @property
@@ -173,7 +172,7 @@ class _TargetGate:
         return weight, getattr(self._gate, "bias", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What a linear gate makes of `[n, hidden_dim]`: `[n, num_experts]`."""
+        """Return a linear gate's logits `[n, num_experts]` for inputs `[n, hidden_dim]`."""
         return nn.functional.linear(hidden, *self.matrix)
 
     def _compare(self, hidden: torch.Tensor, chosen: torch.Tensor) -> None:
@@ -186,9 +185,9 @@ class _TargetGate:
 
 
 def _one_token(logits: list[float], top_k: int) -> npt.NDArray[np.float64]:
-    """`selection_probability` `[num_experts]` where the largest logits are what is selected.
+    """Return `selection_probability` `[num_experts]` of one token whose largest logits are selected.
 
-    In plain Python: cold, the dozen operations of numpy that this were take longer, for up to some hundred experts.
+    In plain Python: with cold caches, a dozen operations of numpy take longer, for up to some hundred experts.
     """
     ranked, count = sorted(logits), len(logits)
     threshold = (ranked[-top_k] + ranked[-top_k - 1]) / 2
@@ -203,10 +202,15 @@ def _selected(odds: float) -> float:
 
 
 def selection_probability(output: object, chosen: torch.Tensor | None, num_experts: int) -> npt.NDArray[np.float64]:
-    """Per token, how likely each expert is selected, from a gate's output.
+    """Return how likely each expert is selected for each token, from a gate's output.
 
     Logits above the threshold between the last selected and the first rejected expert give more than 1/2. Where the
-    gate's selection differs from the order of its logits (correction biases, groups), the selection wins.
+    gate's selection differs from the order of its logits (correction biases, groups), the selection counts.
+
+    Args:
+        output: what the gate returned.
+        chosen: the ids that it selected, `[num_tokens, top_k]`; None: unknown.
+        num_experts: ids that it may select.
 
     Returns:
         `[num_tokens, num_experts]`
@@ -223,7 +227,7 @@ def selection_probability(output: object, chosen: torch.Tensor | None, num_exper
         threshold = (ranked[:, :top_k].min(axis=1) + ranked[:, top_k:].max(axis=1)) / 2 if top_k < num_experts else 0
         scale = z.std(axis=1, keepdims=True) + 1e-9
         distance = (z - np.reshape(threshold, (-1, 1))) / scale
-        probability = 1.0 / (1.0 + np.exp(-np.clip(SLOPE * distance, -7.0, 7.0)))
+        probability = 1.0 / (1.0 + np.exp(-np.clip(SLOPE * distance, -MAX_LOG_ODDS, MAX_LOG_ODDS)))
     if ids is not None:
         rows = np.arange(len(ids))[:, None]
         selected = np.maximum(probability[rows, ids], 0.6)

@@ -1,4 +1,4 @@
-"""Predictions from a layer's own past: what the previous token used, and what is used most."""
+"""Predictors that go by a layer's own past: what the previous token used, and what is used most."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Forecast, LayerVisit, PredictorContext, horizon
 
 
 class PreviousPredictor:
-    """A layer uses again what its previous token used."""
+    """Expects that a layer uses again what its previous token used."""
 
     quick = True
 
@@ -21,7 +21,7 @@ class PreviousPredictor:
         self._last: dict[int, npt.NDArray[np.float64]] = {}
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """The last visit of each of the next layers, as it was."""
+        """Return the latest visit of each of the next layers as its forecast."""
         used = np.full(self._context.num_experts[visit.layer_idx], 0.05)
         latest = visit.chosen if visit.phase == "decode" else visit.chosen[-1:]  # decode: a token of each sequence
         used[list(itertools.chain.from_iterable(latest))] = 0.9
@@ -31,7 +31,7 @@ class PreviousPredictor:
 
 
 class PopularityPredictor:
-    """A layer uses what it has used most."""
+    """Expects that a layer uses what it has used most."""
 
     quick = True
 
@@ -42,7 +42,7 @@ class PopularityPredictor:
         self._tokens = [0] * context.num_layers
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """Shares of tokens so far that used each expert."""
+        """Return the share of tokens so far that used each expert."""
         chosen = list(itertools.chain.from_iterable(visit.chosen))
         np.add.at(self._uses[visit.layer_idx], chosen, 1.0)
         self._tokens[visit.layer_idx] += len(visit.chosen)

@@ -1,16 +1,17 @@
-"""Networks that predict routing, for all layers of a model at once: the gate input at one layer, scores at later ones.
+"""Networks that predict routing, for all layers of a model at once: from the gate input of one layer, scores of later ones.
 
-Both kinds are `inner`, a nonlinearity and `outer`, per layer i that is predicted from and distance k that is predicted:
+For each layer i that is predicted from, and each distance k that is predicted, both kinds compute:
 
-    residual   scores = linear[i,k] x + outer[i,k] relu(inner[i] x): the target layer's own gate in `linear`, to begin
-               with, and one trunk for all distances, which adds nothing to begin with
-    mlp        scores = outer[i,k] relu(inner[i,k] x): the published two layers (ProMoE section 4), one per target
+    residual   scores = linear[i,k] x + outer[i,k] relu(inner[i] x). `linear` starts as the target layer's own gate. All
+               distances share the trunk `inner`, which adds nothing at the start.
+    mlp        scores = outer[i,k] relu(inner[i,k] x): the two layers of the paper (ProMoE section 4), for each target
 
-With `foresees_reuse` a residual network has one more head per layer, like a distance: log odds that the layer's own next visits
-use its experts. It starts from the layer's own gate and shares the trunk.
+x is the gate input, standardised per feature. With `foresees_reuse` a residual network has one more head per layer, which
+counts like a distance: the log odds that the layer's own next visits use its experts. It starts from the layer's own gate
+and shares the trunk.
 
-x is the gate input, standardised per feature. relu: it is one operation where smoother ones are four, and those take
-longer to call than to compute when one token is predicted. Used by training and, layer by layer, by the runtime.
+The nonlinearity is relu because it is one operation. Smoother ones are four, which take longer to call than to compute when
+one token is predicted.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from torch import nn
 
 
 class Network(nn.Module):
-    """What both kinds share: standardised input, a bias per score.
+    """The base of both kinds: it standardises the input and has a bias per score.
 
     Args:
         num_layers: L, MoE layers.
         hidden_size: H, of the gate input.
         num_experts: E, of each layer.
-        lookahead: K, distances 1..K; layer i + k counts on into the next token.
-        width: W, of a hidden layer.
-        foresees_reuse: whether there is a head for the layer's own next visits, the last of all heads.
+        lookahead: K, for distances 1..K; layer i + k counts on into the next token.
+        width: W, units of a hidden layer.
+        foresees_reuse: whether the last head is for the layer's own next visits.
     """
 
     may_foresee_reuse = False
-    """Whether it may have that head."""
+    """Whether a network of this kind may have that head."""
 
     def __init__(
         self,
@@ -58,34 +59,37 @@ class Network(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_layers, heads, num_experts))
 
     def first_outer(self, *shape: int) -> torch.Tensor:
-        """What `outer` `[L, heads, E, W]` is to begin with: nothing is added."""
+        """Return the first `outer` `[L, heads, E, W]`: zeros, which add nothing."""
         return torch.zeros(shape)
 
     def num_shared_rows(self) -> int:
-        """Rows of `inner` that all distances use, before the others."""
+        """Return how many rows of `inner` all distances share; they come first."""
         raise NotImplementedError
 
     def num_step_rows(self) -> int:
-        """Rows of `inner` for one distance."""
+        """Return how many rows of `inner` each distance has for itself."""
         raise NotImplementedError
 
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
-        """Scores `[layers, K', n, E]` from `inner`'s results `[layers, n, rows]` for the K' first heads."""
+        """Return scores `[layers, K', n, E]` of the first K' heads from `inner`'s results `[layers, n, rows]`."""
         raise NotImplementedError
 
     def standardise(self, mean: torch.Tensor, deviation: torch.Tensor) -> None:
-        """Take the training data's mean and standard deviation `[L, H]` of each feature."""
+        """Standardise inputs by the mean and standard deviation `[L, H]` of each feature of the training data."""
         self.mean.copy_(mean)
         self.scale.copy_(1.0 / deviation.clamp_min(1e-4))
 
     def forward(self, gate_inputs: torch.Tensor) -> torch.Tensor:
-        """Scores `[L, heads, n, E]` for gate inputs `[n, L, H]`: entry [i, k - 1] is of layer i + k, counted on across the
-        end of the token, and the last, if reuse is foreseen, of layer i itself."""
+        """Return scores `[L, heads, n, E]` for gate inputs `[n, L, H]`.
+
+        Entry [i, k - 1] is of layer i + k, which may be one of the next token's. The last head, if reuse is foreseen, is of
+        layer i itself.
+        """
         x = ((gate_inputs.float() - self.mean) * self.scale).transpose(0, 1)
         return self.scores(torch.baddbmm(self.inner_bias[:, None], x, self.inner.transpose(1, 2)))
 
     def folded(self, layer_idx: int, steps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs, for some heads (distances k - 1) alone."""
+        """Return (weight `[rows, H]`, bias `[rows]`) of `inner` for raw gate inputs and some heads (distance - 1)."""
         shared, each = self.num_shared_rows(), self.num_step_rows()
         rows = [*range(shared), *(shared + step * each + row for step in steps for row in range(each))]
         weight = self.inner[layer_idx, rows].float() * self.scale[layer_idx].float()
@@ -93,20 +97,20 @@ class Network(nn.Module):
 
 
 class ResidualNetwork(Network):
-    """The target gate, re-normalised, plus a correction that is zero to begin with."""
+    """The target gate, re-normalised, plus a correction that starts at zero."""
 
     may_foresee_reuse = True
 
     def num_shared_rows(self) -> int:
-        """The trunk."""
+        """Return the rows of the trunk."""
         return self.width
 
     def num_step_rows(self) -> int:
-        """The linear part."""
+        """Return the rows of the linear part."""
         return self.num_experts
 
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
-        """See `Network`."""
+        """Compute scores, see `Network.scores`."""
         num_layers, n = inner.shape[:2]
         trunk = torch.relu(inner[..., : self.width])
         linear = inner[..., self.width :].reshape(num_layers, n, -1, self.num_experts).transpose(1, 2)
@@ -116,9 +120,9 @@ class ResidualNetwork(Network):
         return linear + correction + self.bias[layers, :steps, None]
 
     def start_from_gates(self, weights: Sequence[torch.Tensor]) -> None:
-        """Let the linear part be each target's own gate `[E, H]`, on inputs re-scaled to that layer's mean and deviation.
+        """Start the linear part from each target's own gate `[E, H]`, re-scaled to that layer's mean and deviation.
 
-        Call after `standardise`.
+        Call `standardise` first.
         """
         with torch.no_grad():
             for layer_idx in range(self.num_layers):
@@ -134,19 +138,19 @@ class MlpNetwork(Network):
     """Two layers per target and distance."""
 
     def first_outer(self, *shape: int) -> torch.Tensor:
-        """Drawn: there is nothing else that tells experts apart."""
+        """Return random numbers: nothing else tells experts apart at the start."""
         return nn.init.normal_(torch.empty(shape), std=1.0 / math.sqrt(self.width))
 
     def num_shared_rows(self) -> int:
-        """None."""
+        """Return 0: nothing is shared."""
         return 0
 
     def num_step_rows(self) -> int:
-        """A hidden layer."""
+        """Return the rows of a hidden layer."""
         return self.width
 
     def scores(self, inner: torch.Tensor, layers: slice = slice(None)) -> torch.Tensor:
-        """See `Network`."""
+        """Compute scores, see `Network.scores`."""
         num_layers, n = inner.shape[:2]
         hidden = torch.relu(inner).view(num_layers, n, -1, self.width).transpose(1, 2)
         steps = hidden.shape[1]

@@ -1,4 +1,4 @@
-"""Predictions that know everything, nothing, or the opposite: bounds for measurements, and hostile input for tests."""
+"""Predictors that know everything, nothing, or the opposite: bounds for measurements, and hostile input for tests."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ class RandomPredictor:
         self._random = np.random.default_rng(seed)
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """Noise for each of the next layers."""
+        """Return noise for each of the next layers."""
         steps = horizon(visit.layer_idx, self._lookahead, len(self._num_experts))
         return [Forecast(k, layer, self._random.random(self._num_experts[layer])) for k, layer in steps]
 
 
 class OraclePredictor:
-    """Knows the visits in advance, from a recorded run of the same tokens; `wrong` names exactly the others.
+    """Knows the visits in advance, from a recorded run of the same tokens.
 
     Args:
         context: the model.
-        lookahead: visits ahead to tell.
+        lookahead: how many visits ahead it forecasts.
         visits: (layer, experts used) of every visit, in order.
         wrong: forecast the experts that will *not* be used, with certainty.
     """
+
+    needs_every_visit = True  # it counts them, to know where in the run it is
 
     def __init__(
         self,
@@ -49,7 +51,7 @@ class OraclePredictor:
         self._position = -1
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
-        """The truth, or its opposite, about the next visits."""
+        """Return the truth about the next visits, or its opposite."""
         self._position += 1
         forecasts = []
         for k in range(1, self._lookahead + 1):

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from promoe.errors import ConfigError
 
 from .base import Predictor, PredictorContext
+from .folded import FoldedPredictor
 from .gate import GatePredictor
 from .history import PopularityPredictor, PreviousPredictor
-from .learned import LearnedPredictor
 from .reference import RandomPredictor
 from .trained import TrainedPredictor
 
@@ -23,7 +23,7 @@ KINDS: dict[str, Callable[[PredictorContext, int], Predictor]] = {
 
 
 def check_kind(kind: str) -> None:
-    """Raise ConfigError if there is no predictor of that name, or no trained one in that place."""
+    """Raise ConfigError if there is no predictor of that name, or no trained one in that folder or hub id."""
     if kind in KINDS:
         return
     if _names_a_place(kind):
@@ -36,13 +36,18 @@ def check_kind(kind: str) -> None:
 
 
 def create(kind: str, context: PredictorContext, lookahead: int) -> Predictor:
-    """The predictor of that name, or the trained one in that place, for a model.
+    """Make a predictor for a model.
+
+    Args:
+        kind: one of `KINDS`, or the folder or hub id of a trained predictor.
+        context: the model.
+        lookahead: how many layer visits ahead it forecasts.
 
     Raises:
-        ConfigError: there is none; or it was trained for another model.
+        ConfigError: there is no such predictor, or it was trained for another model.
     """
     if kind not in KINDS and _names_a_place(kind):
-        return LearnedPredictor(TrainedPredictor.load(kind), context, lookahead)
+        return FoldedPredictor(TrainedPredictor.load(kind), context, lookahead)
     check_kind(kind)
     return KINDS[kind](context, lookahead)
 

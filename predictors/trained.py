@@ -1,6 +1,6 @@
-"""A trained predictor as a thing to keep: networks, calibration, and which model it is for. Safetensors and JSON only."""
+"""A trained predictor as files, safetensors and JSON only: networks, calibration, and the model that it is for."""
 
-# No `from __future__ import annotations`: the mixin reads the type of `config` to rebuild it from JSON.
+# No `from __future__ import annotations`: the mixin reads the type of `config` to restore it from JSON.
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from promoe.errors import CheckpointError, ConfigError
+from promoe.files import read_json
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 from promoe.stores.safetensors_files import SafetensorsFile
-from promoe.untrusted import read_json
 
 from .network import MlpNetwork, Network, ResidualNetwork
 
@@ -57,9 +57,9 @@ Share of the experts used on held-out prompts that are among the top {{ top_k }}
 PUBLISHED = "promoe-paper"
 NETWORKS: dict[str, type[Network]] = {"residual": ResidualNetwork, "mlp": MlpNetwork, PUBLISHED: MlpNetwork}
 TRAINED_KINDS = tuple(NETWORKS)
-# Of any size in a configuration; what they make together is compared with the weights' file.
+# Bound of each size in a configuration. All of them together are compared with the weights' file.
 MAX_SIZE = 2**31
-# Where a file has no associations, which would be as large as its weights or larger, they are zeros: so many at most.
+# Tensors that a file may lack are zeros of up to so many elements. They could be larger than the file.
 MAX_ABSENT = 2**28
 OPTIONAL_TENSORS = ("reuse_weights", "reuse_associations")
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -76,12 +76,12 @@ class TrainedConfig:
         hidden_size: of the gate input.
         num_experts: of each layer.
         top_k: experts per token.
-        lookahead: largest distance.
-        width: of the hidden layers.
-        base_model: whose gates it predicts.
-        base_revision: its commit on the hub, if known.
-        foresees_reuse: whether it also says which experts a layer's own next visits use ("residual" alone).
-        versions: of the libraries that trained it.
+        lookahead: the largest distance.
+        width: units of the hidden layers.
+        base_model: the model whose gates it predicts.
+        base_revision: that model's commit on the hub, if known.
+        foresees_reuse: whether it also foresees which experts a layer's own next visits use; "residual" only.
+        versions: versions of the libraries that trained it.
     """
 
     kind: str
@@ -126,13 +126,16 @@ class TrainedConfig:
             )
 
     def mismatch(self, **sizes: Any) -> tuple[str, Any, Any] | None:
-        """(field, what it was trained for, what was found) of the first field that differs; None: it fits."""
+        """Return (field, what it was trained for, what was found) of the first field that differs; None: it fits."""
         differing = ((name, getattr(self, name), found) for name, found in sizes.items())
         return next(((name, own, found) for name, own, found in differing if own != found), None)
 
     def predicts(self, layer_idx: int, steps_ahead: int) -> bool:
-        """Whether it looks `steps_ahead` from this layer: on into the next token, or as the paper has it, at one distance,
-        and from the first layer what lies nearer."""
+        """Return whether it predicts the layer `steps_ahead` of this one.
+
+        "residual" also looks into the next token. "promoe-paper" looks at one distance, and from the first layer also at
+        what is nearer.
+        """
         if self.kind == "residual":
             return steps_ahead <= self.lookahead
         in_token = layer_idx + steps_ahead < self.num_layers
@@ -148,7 +151,7 @@ class TrainedPredictor(
     tags=["mixture-of-experts", "promoe"],
     model_card_template=CARD,
 ):
-    """Networks, and what turns their scores into probabilities. `save_pretrained`, `from_pretrained`, `push_to_hub`."""
+    """Networks and the calibration of their scores, with `save_pretrained`, `from_pretrained` and `push_to_hub`."""
 
     def __init__(self, config: TrainedConfig) -> None:
         super().__init__()
@@ -164,15 +167,15 @@ class TrainedPredictor(
         # Log odds = slope * (score - threshold) + offset, per layer and distance.
         self.slope = nn.Buffer(torch.ones(config.num_layers, config.lookahead))
         self.offset = nn.Buffer(torch.zeros(config.num_layers, config.lookahead))
-        # What the reuse prior has learned of the model; all zero: nothing.
+        # What the reuse prior has learned of the model; all zeros: nothing.
         self.reuse_weights = nn.Buffer(torch.zeros(len(START_WEIGHTS) + config.foresees_reuse))
         self.reuse_associations = nn.Buffer(torch.zeros(config.num_layers, config.num_experts, config.num_experts))
 
     def learned_reuse(self) -> LearnedReuse | None:
-        """What the model's reuse prior may start from; None: it was not fitted.
+        """Return what the model's reuse prior may start from; None: it was not fitted.
 
         Raises:
-            ConfigError: it holds what no fit can be.
+            ConfigError: not all of its numbers are finite.
         """
         if not self.reuse_weights.any():
             return None
@@ -184,7 +187,7 @@ class TrainedPredictor(
         return LearnedReuse(self.reuse_weights.float().numpy(), self.reuse_associations.float().numpy(), foreseen)
 
     def typical_reuse(self) -> npt.NDArray[np.float32]:
-        """Log odds of reuse `[L, E]` that it foresees where gates see the mean of what they saw in training."""
+        """Return the log odds of reuse `[L, E]` that it foresees when gates see the mean of the training data."""
         with torch.inference_mode():
             log_odds: npt.NDArray[np.float32] = (
                 self.reuse_log_odds(self.network.mean.float()[None])[:, 0].float().numpy()
@@ -192,34 +195,34 @@ class TrainedPredictor(
         return log_odds
 
     def keep_reuse(self, learned: LearnedReuse) -> None:
-        """Keep what a reuse prior has learned of the model."""
+        """Store what a reuse prior has learned of the model."""
         self.reuse_weights.copy_(torch.from_numpy(learned.weights))
         self.reuse_associations.copy_(torch.from_numpy(learned.associations))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        # Predictors that were trained before there was a reuse prior to fit have none.
+        # Predictors that were trained before there was a reuse prior do not have these.
         for name in OPTIONAL_TENSORS:
             state_dict.setdefault(f"{prefix}{name}", getattr(self, name))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def scores(self, gate_inputs: torch.Tensor) -> torch.Tensor:
-        """Scores `[L, K, n, E]` from gate inputs `[n, L, H]`, see `Network.forward`."""
+        """Return scores `[L, K, n, E]` from gate inputs `[n, L, H]`, see `Network.forward`."""
         result: torch.Tensor = self.network(gate_inputs)[:, : self.config.lookahead]
         return result
 
     def reuse_log_odds(self, gate_inputs: torch.Tensor) -> torch.Tensor:
-        """Log odds `[L, n, E]` that each layer's next visits use an expert, from gate inputs `[n, L, H]`."""
+        """Return the log odds `[L, n, E]` that each layer's next visits use an expert, from gate inputs `[n, L, H]`."""
         assert self.config.foresees_reuse, "not trained for it"
         result: torch.Tensor = self.network(gate_inputs)[:, -1]
         return result
 
     def log_odds(self, scores: torch.Tensor) -> torch.Tensor:
-        """Calibrated log odds `[L, K, n, E]` of use from such scores."""
+        """Return calibrated log odds `[L, K, n, E]` of use from scores of the same shape."""
         distance = above_threshold(scores, self.config.top_k)
         return distance * self.slope[..., None, None] + self.offset[..., None, None]
 
     def generate_model_card(self, *args: Any, evaluation: str = "", training: str = "", **kwargs: Any) -> ModelCard:
-        """The card, as Markdown; `evaluation` and `training` are sections of it."""
+        """Return the card as Markdown; `evaluation` and `training` are sections of it."""
         shown = asdict(self.config) | {"base_model": self.config.base_model or "the model"}
         missing = "Not said."
         return super().generate_model_card(
@@ -228,10 +231,10 @@ class TrainedPredictor(
 
     @classmethod
     def load(cls, path_or_id: str) -> "TrainedPredictor":
-        """Open a folder or hub id.
+        """Open a trained predictor in a folder or on the hub.
 
         Raises:
-            ConfigError: there is none, or its files are damaged or do not fit together.
+            ConfigError: there is none, or its files are damaged or contradict each other.
         """
         try:
             if os.path.isdir(path_or_id):
@@ -253,7 +256,7 @@ class TrainedPredictor(
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, config: Any = None, **kwargs: Any) -> "TrainedPredictor":
-        # Not through the mixin, which prints, makes networks of any size, and opens a pickle where there is nothing else.
+        # Not the mixin's own, which prints, makes networks of any size, and opens a pickle if there are no safetensors.
         if not isinstance(config, TrainedConfig):
             raise ValueError(f"{CONFIG_FILE} does not say what it is")
         if os.path.isdir(model_id):
@@ -277,7 +280,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_weights(predictor: type[TrainedPredictor], config: TrainedConfig, path: Path) -> None:
-    """Before memory is taken: raise ValueError if the file's tensors are not those of a predictor of these sizes."""
+    """Raise ValueError if the file's tensors are not those of a predictor of these sizes. Allocates no memory for them."""
     with torch.device("meta"):
         expected = predictor(config).state_dict()
     file = SafetensorsFile.open(path)
@@ -294,7 +297,7 @@ def _check_weights(predictor: type[TrainedPredictor], config: TrainedConfig, pat
 
 
 def above_threshold(scores: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Scores `[..., E]` less the middle between the last that would be chosen and the first that would not."""
+    """Return scores `[..., E]` minus the threshold between the last that is chosen and the first that is not."""
     if top_k >= scores.shape[-1]:
         return scores - scores.amin(-1, keepdim=True)
     ranked = scores.topk(top_k + 1, dim=-1).values

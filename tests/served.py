@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import promoe
 from promoe.experts.gate_output import gate_indices
 from promoe.predictors import Predictor
-from promoe.predictors.learned import LearnedPredictor
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.assembly import predictor_context
 from promoe.runtime.hot_path import MAX_PREDICTED_TOKENS
@@ -200,7 +200,7 @@ def predictor_of(name: str | None, model: nn.Module, visits: Sequence[Any], look
         sizes = sizes_of(context)
         trained = make(**sizes, lookahead=min(lookahead, context.num_layers), foresees_reuse=True)
         trained.reuse_weights.normal_()
-        return LearnedPredictor(trained, context, lookahead)
+        return FoldedPredictor(trained, context, lookahead)
     if name not in ("oracle", "wrong"):
         return name
     return OraclePredictor(context, lookahead, visits, wrong=name == "wrong")

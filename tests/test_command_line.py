@@ -78,8 +78,7 @@ def test_help_has_an_example_that_can_be_typed(
     program: str, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = PROGRAMS[program].COMMANDS[command].__doc__ or ""
-    found = examples(text)
+    found = examples(subparser(program, command).description or "")
     assert found
     for example in found:
         words = shlex.split(example)

@@ -1,251 +1,173 @@
-"""Trains the networks of a predictor on a recorded trace: Lightning's modules, and what they need of the trace."""
+"""What `promoe-train fit` does: train, stop early, calibrate, fit the reuse prior, store; go on after an interruption."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import json
+import logging
+import os
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import lightning
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from sklearn.linear_model import LogisticRegression
 
-from promoe.predictors.network import ResidualNetwork
-from promoe.predictors.trained import TrainedConfig, TrainedPredictor
-from promoe.scheduler.reuse import HORIZON_VISITS
-from promoe.training.losses import LOSSES
+import promoe
+from promoe.errors import ConfigError
+from promoe.files import read_json, write_atomically
+from promoe.predictors.trained import NETWORKS, TrainedConfig, TrainedPredictor, above_threshold
+from promoe.training.baselines import spread
+from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
+from promoe.training.lightning_modules import PredictorModule, TraceData, TraceRows, new_predictor
+from promoe.training.options import Fit
 from promoe.training.recorded_traces import RecordedTrace
-from promoe.training.routing_traces import TraceError
-from promoe.training.tables import spread
+from promoe.training.reuse import fit_reuse
+from promoe.training.trace_folder import require_same
 
-# Of the prompts that are fitted on, the share that decides when to stop, and calibrates.
-VALIDATION_SHARE = 0.1
-# Rows for the mean and deviation of the gate inputs.
-STANDARDISE_ROWS = 20_000
-
-
-class Batch(NamedTuple):
-    """Some tokens, with what their layers and the next token's chose.
-
-    Args:
-        gate_inputs: bfloat16 `[n, L, H]`.
-        chosen: 0/1 `[n, 2 L, E]`, of this token's layers, then of the next one's.
-        gate: the gates' log probabilities `[n, 2 L, E]`.
-        has_next: `[n]`, whether the next row continues the prompt.
-        reused: 0/1 `[n, L, E]`, whether a layer uses an expert within the next `HORIZON_VISITS` tokens.
-        has_horizon: `[n]`, whether the prompt has as many.
-    """
-
-    gate_inputs: torch.Tensor
-    chosen: torch.Tensor
-    gate: torch.Tensor
-    has_next: torch.Tensor
-    reused: torch.Tensor
-    has_horizon: torch.Tensor
+CHECKPOINT_FOLDER = "checkpoints"
+# Calibration uses so many rows, each with an outcome per expert, layer and distance.
+CALIBRATION_ROWS = 4096
 
 
-class TraceRows(Dataset[int]):
-    """Tokens of a trace, gathered a batch at a time.
-
-    Args:
-        trace: recorded.
-        start: first row.
-        stop: row after the last.
-    """
-
-    def __init__(self, trace: RecordedTrace, start: int, stop: int) -> None:
-        self._trace = trace
-        self._start = start
-        self._count = stop - start
-        routing = trace.routing
-        self._experts = routing.experts
-        self._num_experts = routing.num_experts
-        # Tokens that follow in the prompt.
-        ends = np.repeat(np.cumsum(routing.prompt_lengths), routing.prompt_lengths)
-        self._num_after = ends - np.arange(routing.num_tokens) - 1
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitems__(self, positions: Sequence[int]) -> Batch:
-        rows = self._start + np.asarray(positions)
-        num_after = self._num_after[rows]
-        both = np.stack([rows, rows + np.minimum(num_after, 1)], axis=1)
-        shape = (len(rows), 2 * self._experts.shape[1], self._num_experts)
-        logits = torch.from_numpy(self._trace.gate_logits(both.reshape(-1))).view(shape)
-        ahead = rows[:, None] + np.minimum(num_after[:, None], np.arange(1, HORIZON_VISITS + 1))
-        return Batch(
-            gate_inputs=self._trace.gate_inputs(rows),
-            chosen=self._used(both).view(shape),
-            gate=log_probabilities(logits),
-            has_next=torch.from_numpy(num_after >= 1).float(),
-            reused=self._used(ahead).amax(1),
-            has_horizon=torch.from_numpy(num_after >= HORIZON_VISITS).float(),
-        )
-
-    def _used(self, rows: npt.NDArray[np.intp]) -> torch.Tensor:
-        """0/1 `[.., L, E]` of rows `[..]`."""
-        ids = torch.from_numpy(self._experts[rows].astype(np.int64))
-        return torch.zeros(*ids.shape[:-1], self._num_experts).scatter_(-1, ids, 1.0)
-
-
-def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
-    """A gate's own distribution in logarithms, from logits, or from scores that are one already."""
-    sums_to_one = bool(((logits >= 0).all(-1) & ((logits.sum(-1) - 1).abs() < 0.02)).all())
-    return logits.clamp_min(1e-9).log() if sums_to_one else logits.log_softmax(-1)
-
-
-class TraceData(lightning.LightningDataModule):
-    """The prompts to fit on, the first 80% of a trace, divided once more by prompt into training and validation.
-
-    Args:
-        trace: recorded.
-        batch_size: tokens.
-        seed: of the order.
+def fit(options: Fit) -> None:
+    """Train a predictor, or go on with it, and keep it in `<out>/predictor`.
 
     Raises:
-        TraceError: too few prompts.
+        TraceError: the trace cannot be used.
+        ConfigError: the folder holds a run with other settings, or cannot be written.
     """
-
-    def __init__(self, trace: RecordedTrace, batch_size: int = 512, seed: int = 0) -> None:
-        super().__init__()
-        fit, _ = trace.routing.split()
-        training, _ = fit.split(1 - VALIDATION_SHARE)
-        self.training = TraceRows(trace, 0, training.num_tokens)
-        self.validation = TraceRows(trace, training.num_tokens, fit.num_tokens)
-        self._batch_size = batch_size
-        self._seed = seed
-        if len(self.training) < batch_size:
-            raise TraceError(
-                f"{trace.folder}: {len(self.training):,} tokens to train on, less than one batch of {batch_size:,}. Record "
-                "more with `promoe-train collect --max-tokens`, or choose a smaller --batch-size."
-            )
-
-    def train_dataloader(self) -> DataLoader[int]:
-        """Shuffled anew every epoch, the same way in a run that was interrupted; divided among processes."""
-        return self._loader(self.training, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[int]:
-        """In order."""
-        return self._loader(self.validation, shuffle=False)
-
-    def _loader(self, rows: TraceRows, shuffle: bool) -> DataLoader[int]:
-        trainer = self.trainer
-        sampler: DistributedSampler[int] = DistributedSampler(
-            rows,
-            num_replicas=1 if trainer is None else trainer.world_size,
-            rank=0 if trainer is None else trainer.global_rank,
-            shuffle=shuffle,
-            seed=self._seed,
-            drop_last=shuffle,
-        )
-        return DataLoader(rows, self._batch_size, sampler=sampler, drop_last=shuffle, collate_fn=_as_it_is)
+    trace, folder = RecordedTrace(options.trace), Path(options.out)
+    data = TraceData(trace, options.batch_size, options.seed)
+    predictor = new_predictor(trace, data.training, _config(options, trace), options.seed)
+    _claim(folder, _settings(options, trace))
+    module = PredictorModule(predictor, options.loss, options.learning_rate, options.weight_decay)
+    trainer = _train(options, module, data)
+    if not trainer.is_global_zero:
+        return  # one of several processes
+    calibrate(predictor, data.validation)
+    predictor.to(torch.bfloat16).float()  # as it will be stored: the reuse prior must learn from what that foresees
+    predictor.keep_reuse(fit_reuse(trace.routing.split()[0], predictor=predictor))
+    predictor.to(torch.bfloat16).save_pretrained(folder / PREDICTOR_FOLDER)
+    size = sum(parameter.numel() for parameter in predictor.parameters())
+    epochs = trainer.current_epoch
+    print(f"{options.kind} of {size:,} parameters, {epochs} epochs, in {folder / PREDICTOR_FOLDER}")
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _settings(options: Fit, trace: RecordedTrace) -> dict[str, Any]:
+    """Return the settings in which a command must agree with a run to go on with it."""
+    values = asdict(options)
+    del values["out"]
+    return {
+        **values,
+        "trainer": {"max_epochs": options.trainer.max_epochs, "precision": options.trainer.precision},
+        "reuse_foreseen": NETWORKS[options.kind].may_foresee_reuse,
+        "num_tokens": trace.num_tokens,
+    }
 
 
-class Scored(NamedTuple):
-    """What a network says of a batch, and what is true.
+def _config(options: Fit, trace: RecordedTrace) -> TrainedConfig:
+    info, routing = trace.info, trace.routing
+    return TrainedConfig(
+        kind=options.kind,
+        model_type=info.model_type,
+        num_layers=info.num_layers,
+        hidden_size=info.hidden_size,
+        num_experts=routing.num_experts,
+        top_k=routing.top_k,
+        lookahead=options.lookahead,
+        width=options.width or default_width(options.kind, info.hidden_size),
+        base_model=info.model,
+        base_revision=info.revision,
+        foresees_reuse=NETWORKS[options.kind].may_foresee_reuse,
+        versions={**info.versions, "promoe": promoe.__version__, "lightning": lightning.__version__},
+    )
 
-    Args:
-        scores: `[L, K, n, E]`.
-        chosen: 0/1 of the same.
-        weight: 0 or 1 `[L, K, n]`, whether it counts.
-        reuse: log odds `[L, n, E]` that a layer's next visits use an expert; None: not foreseen.
+
+def default_width(kind: str, hidden_size: int) -> int:
+    """Return half the hidden size (the paper's 2 M parameters at 2,048), or less for a trunk that all distances share."""
+    return min(max(hidden_size // 2, 32), 128) if kind == "residual" else max(hidden_size // 2, 32)
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of a run, or check that it holds a run with the same settings.
+
+    Raises:
+        ConfigError: it holds another run, or cannot be used.
     """
+    path = folder / SETTINGS_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.path.exists(path):
+            write_atomically(path, [json.dumps(settings, indent=2), "\n"])
+            return
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"{SETTINGS_FILE} holds no object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The folder '{folder}' cannot be used: {error}. Choose another --out.") from error
+    require_same(settings, found, folder, "run")
 
-    scores: torch.Tensor
-    chosen: torch.Tensor
-    weight: torch.Tensor
-    reuse: torch.Tensor | None
+
+def _train(options: Fit, module: PredictorModule, data: TraceData) -> lightning.Trainer:
+    folder = Path(options.out) / CHECKPOINT_FOLDER
+    best = ModelCheckpoint(folder, filename="best", monitor="val_loss", save_last=True, enable_version_counter=False)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*treespec", FutureWarning)  # between Lightning and torch
+        # Rows are gathered from a memory map: workers would only copy them between processes.
+        warnings.filterwarnings("ignore", ".*does not have many workers")
+        warnings.filterwarnings("ignore", ".*Checkpoint directory .* exists and is not empty")
+        warnings.filterwarnings("ignore", ".*The number of training batches .* is smaller than the logging interval")
+        trainer = lightning.Trainer(
+            **asdict(options.trainer),
+            callbacks=[best, EarlyStopping("val_loss", patience=options.patience)],
+            logger=False,
+            gradient_clip_val=5.0,
+            use_distributed_sampler=False,  # the data module divides rows itself
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+        last = folder / "last.ckpt"
+        trainer.fit(module, data, ckpt_path=_checked(last) if os.path.exists(last) else None, weights_only=True)
+    state = torch.load(best.best_model_path, weights_only=True, map_location="cpu")["state_dict"]
+    module.load_state_dict(state)
+    return trainer
 
 
-class PredictorModule(lightning.LightningModule):
-    """All layers and distances of a predictor, trained together.
+def _checked(path: Path) -> str:
+    """Return the path of Lightning's checkpoint if it holds only numbers, and otherwise raise: a pickle could run code.
 
-    Args:
-        predictor: to train.
-        loss: name in `LOSSES`.
-        learning_rate: the largest, of a one-cycle schedule.
-        weight_decay: of AdamW.
+    Raises:
+        ConfigError: it holds something else, or is damaged.
     """
-
-    def __init__(self, predictor: TrainedPredictor, loss: str, learning_rate: float, weight_decay: float) -> None:
-        super().__init__()
-        self.predictor = predictor
-        self._loss = LOSSES[loss]
-        self._learning_rate = learning_rate
-        self._weight_decay = weight_decay
-        config = predictor.config
-        layers, steps = torch.arange(config.num_layers)[:, None], torch.arange(1, config.lookahead + 1)[None]
-        self._targets = layers + steps  # [L, K], from L on: of the next token
-        self._predicted = torch.tensor(
-            [[config.predicts(i, k) for k in range(1, config.lookahead + 1)] for i in range(config.num_layers)]
-        )
-
-    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        """Mean loss over what is predicted."""
-        loss = self._mean_loss(batch, self._scored(batch))
-        self.log("loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss, and the share of chosen experts that were predicted, within the token, over all distances."""
-        scored = self._scored(batch)
-        loss = self._mean_loss(batch, scored)
-        in_token = scored.weight * (self._targets < len(self._targets))[..., None]
-        hits = scored.chosen.gather(-1, scored.scores.topk(self.predictor.config.top_k).indices).sum(-1)
-        accuracy = (hits * in_token).sum() / (scored.chosen.sum(-1) * in_token).sum().clamp_min(1)
-        size = len(batch.has_next)
-        self.log("val_loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
-        self.log("val_accuracy", accuracy, prog_bar=True, batch_size=size, sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        """AdamW on a one-cycle schedule over all steps that the trainer will take."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self._learning_rate, weight_decay=self._weight_decay)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, self._learning_rate, steps, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _scored(self, batch: Batch) -> Scored:
-        config = self.predictor.config
-        heads = self.predictor.network(batch.gate_inputs)
-        in_token = (self._targets < len(self._targets))[..., None]
-        return Scored(
-            scores=heads[:, : config.lookahead],
-            chosen=batch.chosen.transpose(0, 1)[self._targets],
-            weight=self._predicted[..., None] * torch.where(in_token, 1.0, batch.has_next),
-            reuse=heads[:, -1] if config.foresees_reuse else None,
-        )
-
-    def _mean_loss(self, batch: Batch, scored: Scored) -> torch.Tensor:
-        losses = self._loss(scored.scores, scored.chosen, batch.gate.transpose(0, 1)[self._targets])
-        total, count = (losses * scored.weight).sum(), scored.weight.sum()
-        if scored.reuse is not None:
-            # Of each expert by itself, whatever the loss: probabilities are wanted. Per choice, as large as a distance's.
-            reused = batch.reused.transpose(0, 1)
-            wrong = F.binary_cross_entropy_with_logits(scored.reuse, reused, reduction="none").sum(-1)
-            total = total + (wrong * batch.has_horizon).sum() / self.predictor.config.top_k
-            count = count + len(reused) * batch.has_horizon.sum()
-        return total / count
+    try:
+        torch.load(path, weights_only=True, map_location="meta")
+    except Exception as error:  # reading a damaged archive can raise anything
+        raise ConfigError(
+            f"The checkpoint {path} of an interrupted run cannot be read: {type(error).__name__}: {str(error)[:300]}. Delete "
+            "it to begin again."
+        ) from error
+    return str(path)
 
 
-def new_predictor(trace: RecordedTrace, rows: TraceRows, config: TrainedConfig, seed: int) -> TrainedPredictor:
-    """An untrained predictor for a trace's model: standardised inputs, and gates to start from where the kind has them."""
-    torch.manual_seed(seed)
-    predictor = TrainedPredictor(config)
-    sample = trace.gate_inputs(spread(len(rows), STANDARDISE_ROWS)).float()
-    predictor.network.standardise(sample.mean(0), sample.std(0))
-    weights = [_gate_weight(gate, config) for gate in trace.gates]
-    if isinstance(predictor.network, ResidualNetwork) and all(weight is not None for weight in weights):
-        predictor.network.start_from_gates([weight for weight in weights if weight is not None])
-    return predictor
-
-
-def _gate_weight(gate: dict[str, torch.Tensor], config: TrainedConfig) -> torch.Tensor | None:
-    wanted = (config.num_experts, config.hidden_size)
-    return next((tensor for tensor in gate.values() if tuple(tensor.shape) == wanted), None)
+def calibrate(predictor: TrainedPredictor, rows: TraceRows) -> None:
+    """Fit slope and offset of every layer and distance, so that a share p of the experts given probability p is used."""
+    config = predictor.config
+    sample = spread(len(rows), CALIBRATION_ROWS)
+    batch = rows.__getitems__(sample.tolist())
+    with torch.inference_mode():
+        distances = above_threshold(predictor.scores(batch.gate_inputs), config.top_k)
+    for i in range(config.num_layers):
+        for k in range(1, config.lookahead + 1):
+            usable = batch.has_next.bool() if i + k >= config.num_layers else torch.ones(len(sample), dtype=torch.bool)
+            if not config.predicts(i, k) or not usable.any():
+                continue
+            x = distances[i, k - 1][usable].reshape(-1, 1).numpy()
+            y = batch.chosen[usable, i + k].reshape(-1).numpy()
+            regression = LogisticRegression().fit(x, y)
+            # Positive, whatever a few outcomes say: a higher score never means less likely.
+            predictor.slope[i, k - 1] = max(1e-3, float(regression.coef_[0, 0]))
+            predictor.offset[i, k - 1] = float(regression.intercept_[0])

@@ -1,6 +1,6 @@
-"""Watches a model's gates during forward passes: what each read and what it answered, per sequence and token.
+"""Records a model's gates during forward passes: what each gate read and what it answered, per sequence and token.
 
-Hooks on the gates alone, so it works on a patched model as on any other. Knows models; not files or prompts.
+It only hooks gates, so it works on a patched model as on any other. Knows models; not files or prompts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from promoe.experts.moe_layers import MoELayer
 
 @dataclass(frozen=True)
 class GateRecord:
-    """One pass of B sequences of T tokens through all gates; padding is recorded like anything else.
+    """One pass of B sequences of T tokens through all gates. Padding is recorded like other tokens.
 
     Args:
         token_ids: `[B, T]`.
@@ -38,14 +38,14 @@ class GateRecord:
 
 
 class GateRecorder:
-    """Context in which every pass of a model is recorded.
+    """A context in which every pass of a model is recorded.
 
-    A pass raises UnsupportedModelError if it cannot be: the model does not read `input_ids`, or a gate did not run, or
-    does not say what it chose.
+    A pass that cannot be recorded raises UnsupportedModelError: the model does not read `input_ids`, a gate did not run, or a
+    gate does not say what it chose.
 
     Args:
-        model: whose forward takes `input_ids`.
-        layers: its MoE layers.
+        model: a model whose forward takes `input_ids`.
+        layers: the model's MoE layers.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayer]) -> None:
@@ -70,7 +70,7 @@ class GateRecorder:
         self._gates.clear()
 
     def take(self) -> list[GateRecord]:
-        """The passes since the last call, in order."""
+        """Return the passes since the last call, in order."""
         records, self._records = self._records, []
         return records
 
@@ -95,7 +95,7 @@ class GateRecorder:
                     f"experts and the ids of {layer.top_k} chosen ones, or hides its input: its routing cannot be "
                     "recorded. Choose a model of another family."
                 )
-            # Copies, at once: what follows the gate may write over what it read and returned.
+            # Copied at once: later layers may write over what the gate read and returned.
             self._gates[layer.layer_idx] = (
                 tensors[0].detach().to(torch.bfloat16, copy=True),
                 logits.detach().to(torch.float32, copy=True),

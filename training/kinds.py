@@ -1,6 +1,6 @@
-"""Every kind that `evaluate` can judge, by its name or, if it was trained, by its folder.
+"""Finds the kinds of predictors that `evaluate` judges: by name, or by folder if they were trained.
 
-Names are checked before anything is read, and torch is loaded only for kinds that need hidden states.
+Names are checked before anything is read. Torch is imported only for kinds that need hidden states.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from promoe.errors import ConfigError, PromoeError
+from promoe.files import read_json
+from promoe.training.baselines import KINDS, Kind
 from promoe.training.routing_traces import RoutingTrace, TraceError
-from promoe.training.tables import KINDS, Kind
-from promoe.untrusted import read_json
 
-# Those of `hidden_kinds.HIDDEN_KINDS`, which would have to be imported.
+# The keys of `hidden_states.HIDDEN_KINDS`, which would import torch.
 NAMES_OF_HIDDEN_KINDS = ("gate", "linear", "sklearn-mlp")
 CONFIG_FILE, PREDICTOR_FOLDER, SETTINGS_FILE = "config.json", "predictor", "fit.json"
 
 Fitting = Callable[[], Kind]
-"""Fits a kind when its turn comes."""
+"""Fits a kind, when its turn comes."""
 
 
 class UnknownKindError(PromoeError):
@@ -41,12 +41,12 @@ def check_kinds(names: Sequence[str]) -> None:
 
 
 def needs_hidden_states(name: str) -> bool:
-    """Whether a kind, or folder, predicts from more than ids."""
+    """Return whether a kind, or the predictor in a folder, needs hidden states."""
     return name not in KINDS
 
 
 def folder_of_predictor(name: str) -> Path:
-    """The folder itself, or that in a run of `promoe-train fit`.
+    """Return the folder of a trained predictor: the given one, or the one in a run of `promoe-train fit`.
 
     Raises:
         UnknownKindError: there is no predictor.
@@ -61,11 +61,11 @@ def folder_of_predictor(name: str) -> Path:
 
 
 def prepare(names: Sequence[str], trace: RoutingTrace, fit: RoutingTrace) -> dict[str, Fitting]:
-    """What to judge, under the name that results have it by: the kind, of trained predictors their config's kind.
+    """Return what to judge, by the name that it has in results. A trained predictor is called by its kind.
 
     Args:
         names: kinds, and folders of trained predictors.
-        trace: what they are judged on a part of.
+        trace: the trace; a part of it is judged.
         fit: the part to learn from.
 
     Raises:
@@ -85,7 +85,7 @@ def prepare(names: Sequence[str], trace: RoutingTrace, fit: RoutingTrace) -> dic
         if name in KINDS:
             result[name] = partial(KINDS[name], fit)
         elif name in NAMES_OF_HIDDEN_KINDS:
-            from promoe.training.hidden_kinds import HIDDEN_KINDS
+            from promoe.training.hidden_states import HIDDEN_KINDS
 
             result[name] = partial(HIDDEN_KINDS[name], fit)
         else:
@@ -101,13 +101,16 @@ def _run_name(name: str) -> str:
 
 
 def _trained(folder: Path, trace: RoutingTrace) -> tuple[str, Fitting]:
-    """(its kind, the kind to judge) of a trained predictor, if it is for the trace's model."""
+    """Return the kind of a trained predictor, and what to judge.
+
+    Raises:
+        ConfigError: it cannot be read, or is for another model than the trace's.
+    """
     from promoe.predictors.trained import TrainedPredictor
-    from promoe.training.hidden_kinds import Trained
-    from promoe.training.recorded_traces import RecordedTrace
+    from promoe.training.hidden_states import Trained
 
     predictor = TrainedPredictor.load(str(folder))
-    assert isinstance(trace.recorded, RecordedTrace)
+    assert trace.recorded is not None, "kinds that need hidden states were refused before"
     info, config = trace.recorded.info, predictor.config
     mismatch = config.mismatch(
         model_type=info.model_type,
@@ -127,11 +130,11 @@ def _trained(folder: Path, trace: RoutingTrace) -> tuple[str, Fitting]:
 
 
 def note_on_training(name: str, trace: RoutingTrace) -> str | None:
-    """What a reader must know of a run of `fit` that saw another number of tokens: its prompts were divided elsewhere."""
+    """Return a warning if a run of `fit` saw a trace of another number of tokens, which divides prompts elsewhere."""
     try:
         num_tokens = read_json(Path(name) / SETTINGS_FILE)["num_tokens"]
     except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None  # an exported predictor: nothing is known
+        return None  # an exported predictor does not say
     if num_tokens == trace.num_tokens or type(num_tokens) is not int:
         return None
     return (

@@ -1,10 +1,28 @@
-"""How good predictions are, counted: of one kind at one lookahead, layer by layer, over all tokens or some of them.
+"""Measures of how good predictions are: of one kind at one lookahead, layer by layer, over all tokens or some of them.
 
-The definitions are in `evaluation`. Knows arrays; not traces, kinds or files. scikit-learn is imported when it is asked.
+Layer j at lookahead k is predicted from what is known at layer max(0, j - k), and layer 0 only by kinds that know before
+the token begins. Definitions, for a prediction of the top-k experts of each held-out token and layer, and its scores:
+
+accuracy: share of the experts used that are among the predicted (the paper's ACCURACY); mean over layers.
+exact: share of tokens whose experts of a layer are all predicted; mean over layers.
+coverage error: how many experts, in the order of their scores, must be fetched to have all that are used; mean over layers.
+next-token accuracy: accuracy of layers j < k, predicted from layer L + j - k of the token before, in the same prompt.
+Brier score: mean squared difference of the probability given and what happened (0 or 1).
+calibration curve: mean probability and share used, in ten equal ranges of the probability.
+miss recall: share of the *absent* experts used that are among the predicted; only those cost anything.
+miss precision: share of the predicted absent experts, which a prefetch would fetch, that are used.
+FETCHRATE: share of the predicted absent experts, m per layer visit on average, that arrive within k layers:
+    min(1, k * layer_seconds * bandwidth / (expert_bytes * m)).
+GOODPRED: ACCURACY x FETCHRATE (ProMoE section 3).
+
+All are also given for prefill and decode alone, where the trace knows which tokens the model wrote itself.
+
+Knows arrays; not traces, kinds or files. scikit-learn is imported when it is needed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,23 +30,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from promoe.errors import ConfigError
 from promoe.scheduler.config import EvictionName
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Caches = Mapping[tuple[EvictionName, float], Bools]
-"""(policy, cache rate) -> `residency` of the held-out tokens, or of the first of them."""
+"""(policy, cache rate) -> whether each expert was in a slot when it was needed, `[num_tokens, num_layers, num_experts]`, of
+the held-out tokens or of the first of them."""
 
 CALIBRATION_BINS = 10
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """How fast experts move and layers compute: what FETCHRATE depends on.
+    """How fast experts move and layers compute, on which FETCHRATE depends.
 
     Args:
-        bandwidth_bytes_per_s: of the link.
-        expert_bytes: of one expert.
+        bandwidth_bytes_per_s: bandwidth of the link.
+        expert_bytes: bytes of one expert.
         layer_s: seconds from one MoE layer to the next.
     """
 
@@ -37,13 +57,48 @@ class Transfer:
     layer_s: float
 
     def fetch_rate(self, lookahead: int, experts: float) -> float:
-        """Share of so many experts that arrives within `lookahead` layers, at most 1."""
+        """Return the share of `experts` experts that arrives within `lookahead` layers, at most 1."""
         needed_bytes = self.expert_bytes * experts
         return min(1.0, lookahead * self.layer_s * self.bandwidth_bytes_per_s / needed_bytes) if needed_bytes else 1.0
 
 
+def transfer_of(bandwidth: str | None, expert_bytes: str | None, layer_seconds: float | None) -> Transfer | None:
+    """Return the link that the options of these names describe; None if none of them is given.
+
+    Raises:
+        ConfigError: one is missing, or is not a possible number.
+    """
+    given = {"--bandwidth": bandwidth, "--expert-bytes": expert_bytes, "--layer-seconds": layer_seconds}
+    missing = [option for option, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if bandwidth is None or expert_bytes is None or layer_seconds is None:
+        raise ConfigError(f"FETCHRATE needs all of {', '.join(given)}. {missing[0]} is missing.")
+    if not 0 < layer_seconds < float("inf"):
+        raise ConfigError(f"--layer-seconds must be more than 0, for example 0.002. Got {layer_seconds} instead.")
+    return Transfer(
+        _bytes(bandwidth, "--bandwidth", "24GB/s"), _bytes(expert_bytes, "--expert-bytes", "18.9MiB"), layer_seconds
+    )
+
+
+def _bytes(text: str, option: str, example: str) -> float:
+    """Return a number of bytes, from text with or without a unit and `/s`."""
+    from promoe.runtime.sizes import UNIT_BYTES
+
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)(?:/s)?\s*", text, re.IGNORECASE)
+    try:
+        value = float(match[1]) * UNIT_BYTES[match[2].upper() or "B"] if match else 0.0
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(
+            f"{option} must be a number of bytes more than 0, for example {example}. Got {text!r} instead."
+        )
+    return value
+
+
 def top(scores: Floats, count: int) -> Bools:
-    """The `count` largest of each row, as a mask of the same shape; of equal ones, the lower ids."""
+    """Return a mask of the `count` largest of each row, and of equal ones those with lower ids."""
     order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
     mask = np.zeros(scores.shape, dtype=np.bool_)
     np.put_along_axis(mask, order, True, axis=1)
@@ -51,12 +106,12 @@ def top(scores: Floats, count: int) -> Bools:
 
 
 def name_of_rate(rate: float) -> str:
-    """A cache rate as the results call it: "12.5%"."""
+    """Return the name that results have for a cache rate, such as "12.5%"."""
     return f"{rate * 100:g}%"
 
 
 class Misses:
-    """Counts over layers: absent experts that were used, predicted, and both."""
+    """Counts, over layers, of the absent experts that were used, predicted, and both."""
 
     def __init__(self) -> None:
         self.visits = self.used = self.predicted = self.both = 0
@@ -69,7 +124,7 @@ class Misses:
         self.both += int(np.count_nonzero(absent & needed & predicted))
 
     def to_json(self, accuracy: float | None, lookahead: int, transfer: Transfer | None) -> dict[str, float | None]:
-        """Shares; None where there is nothing to divide by, or no link was given."""
+        """Return shares; None where there is nothing to divide by, or no link was given."""
         fetched = _share(self.predicted, self.visits)
         rate = None if transfer is None or fetched is None else transfer.fetch_rate(lookahead, fetched)
         return {
@@ -82,7 +137,7 @@ class Misses:
 
 
 class Calibration:
-    """Probabilities against what was used, over layers: are of those given p a share p used?"""
+    """Compares probabilities with what was used, over layers: of experts given probability p, a share p should be used."""
 
     def __init__(self, num_layers: int) -> None:
         self.layers: list[float | None] = [None] * num_layers
@@ -96,7 +151,7 @@ class Calibration:
             self._outcomes.append((p, y))
 
     def to_json(self) -> dict[str, Any] | None:
-        """Brier score, over all and per layer, and the calibration curve: per bin with any, mean p and share used."""
+        """Return the Brier score, over all and per layer, and the calibration curve; None without any probabilities."""
         if not self._outcomes:
             return None
         from sklearn.calibration import calibration_curve
@@ -115,8 +170,8 @@ class Figures:
     """All measures of one kind at one lookahead, over some of the tokens.
 
     Args:
-        tokens: mask `[num_tokens]`; None: all.
-        num_layers: of the model.
+        tokens: mask `[num_tokens]` of these tokens; None: all.
+        num_layers: MoE layers of the model.
         caches: for misses.
     """
 
@@ -131,7 +186,7 @@ class Figures:
         self.calibration = Calibration(num_layers)
 
     def add(self, layer_idx: int, scores: Floats, predicted: Bools, needed: Bools) -> None:
-        """Measure a layer from scores, what they predict and what is used, each `[num_tokens, num_experts]`."""
+        """Measure a layer from its scores, the experts predicted and those needed, each `[num_tokens, num_experts]`."""
         from sklearn.metrics import coverage_error
 
         mine = slice(None) if self._tokens is None else self._tokens
@@ -140,9 +195,8 @@ class Figures:
             return
         self.accuracy[layer_idx] = float(np.count_nonzero(right) / np.count_nonzero(wanted))
         self.exact[layer_idx] = float((right == wanted).all(axis=1).mean())
-        self.coverage[layer_idx] = float(
-            coverage_error(wanted.astype(np.int8), scores)
-        )  # which it checks faster than bools
+        # coverage_error checks int8 faster than bools.
+        self.coverage[layer_idx] = float(coverage_error(wanted.astype(np.int8), scores))
         for cache, held in self._caches.items():
             replayed = slice(len(held)) if self._tokens is None else np.flatnonzero(self._tokens[: len(held)])
             self.misses[cache].add(~held[replayed, layer_idx], needed[replayed], predicted[replayed])
@@ -150,20 +204,22 @@ class Figures:
     def add_probabilities(
         self, layer_idx: int, sample: npt.NDArray[np.intp], probabilities: Floats, needed: Bools
     ) -> None:
-        """Measure a layer's probabilities `[len(sample), num_experts]`, of these tokens."""
+        """Measure a layer's probabilities `[len(sample), num_experts]` of a sample of the tokens."""
         mine = slice(None) if self._tokens is None else self._tokens[sample]
         self.calibration.add(layer_idx, probabilities[mine], needed[sample][mine])
 
     def add_next_token(self, layer_idx: int, continues: Bools, predicted: Bools, needed: Bools) -> None:
-        """Measure what each token's predecessor predicted of it, `[num_tokens, num_experts]`, where it `continues` one."""
+        """Measure what the previous token predicted of each token that continues a prompt, `[num_tokens, num_experts]`."""
         mine = continues if self._tokens is None else continues & self._tokens
         wanted = needed[mine]
         if len(wanted):
             self.next_token[layer_idx] = float(np.count_nonzero(predicted[mine] & wanted) / np.count_nonzero(wanted))
 
     def to_json(self, lookahead: int, transfer: Transfer | None) -> dict[str, Any]:
-        """See `evaluation.evaluate`. Where a layer other than the first is not predicted there are no means: they
-        could not be compared with another kind's."""
+        """Return the figures that `evaluate.judge` describes.
+
+        There are no means if a layer other than the first is not predicted: they could not be compared with another kind's.
+        """
         accuracy = _mean(self.accuracy, self.accuracy[1:])
         misses: dict[str, dict[str, Any]] = {}
         for (policy, rate), counts in self.misses.items():

@@ -1,4 +1,4 @@
-"""Plots of an evaluation as PNG files. Draws with its own canvas: pyplot and matplotlib's settings are left alone."""
+"""Draws an evaluation as PNG files. It does not use pyplot, nor change matplotlib's settings."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Series = tuple[str, Sequence[float], Sequence[float]]
 
 
 def check_plots(folder: Path) -> None:
-    """Make the folder, and raise ConfigError if that cannot be done or matplotlib is not installed."""
+    """Make the folder; raise ConfigError if that cannot be done or matplotlib is not installed."""
     check_matplotlib()
     make_folder(folder)
 
 
 def save_plots(result: Result, folder: Path, subject: str) -> list[Path]:
-    """Draw what there is to draw.
+    """Draw every plot for which there is something to draw.
 
     Args:
-        result: of `evaluation.evaluate`.
-        folder: where to.
+        result: result of `evaluate.judge`.
+        folder: the folder for the files.
         subject: what was judged, for the titles.
 
     Returns:
@@ -67,7 +67,7 @@ def save_plots(result: Result, folder: Path, subject: str) -> list[Path]:
 
 
 def draw_accuracy(result: Result, subject: str) -> Figure | None:
-    """Accuracy against lookahead, a line per kind; dashed what does not depend on it. None: nothing is predicted."""
+    """Draw accuracy by lookahead, a line per kind, dashed if it is the same for every lookahead. None: nothing is predicted."""
     lines: dict[str, tuple[list[int], list[float]]] = {}
     for kind, by_lookahead in result.items():
         known = {int(k): 100 * f["accuracy"] for k, f in by_lookahead.items() if f["accuracy"] is not None}
@@ -90,7 +90,7 @@ def draw_accuracy(result: Result, subject: str) -> Figure | None:
 
 
 def draw_layers(result: Result, subject: str) -> Figure | None:
-    """Accuracy of each layer, a panel per lookahead. None: nothing is predicted."""
+    """Draw the accuracy of each layer, a panel per lookahead. None: nothing is predicted."""
     panels: dict[str, list[Series]] = {}
     for lookahead, kind, figures in _each(result):
         points = [(i, 100 * value) for i, value in enumerate(figures["layers"]) if value is not None]
@@ -106,7 +106,7 @@ def draw_layers(result: Result, subject: str) -> Figure | None:
 
 
 def draw_calibration(result: Result, subject: str) -> Figure | None:
-    """Share used against probability given, a panel per lookahead. None: no kind gives probabilities."""
+    """Draw the share used by the probability given, a panel per lookahead. None: no kind gives probabilities."""
     panels: dict[str, list[Series]] = {}
     for lookahead, kind, figures in _each(result):
         calibration = figures["calibration"]
@@ -134,7 +134,7 @@ def _each(result: Result) -> Iterator[tuple[str, str, Any]]:
 def _panels(
     result: Result, panels: dict[str, list[Series]], x_label: str, y_label: str, height: float, beside: float = 0.0
 ) -> tuple[Figure, list[Axes]]:
-    """A panel of that height per lookahead, with so much room beside them, in inches."""
+    """Draw a panel per lookahead, `height` inches high, with `beside` inches of room beside them."""
     columns = min(PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     figure, grid = new_figure(rows, columns, (4.1 * columns + beside, height * rows + 0.6))
@@ -152,7 +152,7 @@ def _panels(
 
 
 def _style(result: Result, kind: str) -> dict[str, Any]:
-    """The same for a kind in all plots."""
+    """Return the style of a kind's lines, the same in all plots."""
     again, i = divmod(list(result).index(kind), len(COLOURS))
     return {
         "label": kind,
@@ -168,7 +168,7 @@ def _style(result: Result, kind: str) -> dict[str, Any]:
 
 
 def _legend_beside(figure: Figure, grid: Sequence[Axes], order: Sequence[int] | None = None) -> None:
-    """One legend of all lines of all panels."""
+    """Draw one legend for the lines of all panels."""
     handles: dict[Any, Any] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

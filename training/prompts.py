@@ -1,7 +1,7 @@
-"""Read prompts from ShareGPT, a JSONL file or a data set of the hub, one at a time.
+"""Reads prompts from ShareGPT, a JSONL file or a data set of the hub, one at a time.
 
-Every record of a source has a number, counted from 0 whether it is used or not: the same prompt has the same number in
-a run that was interrupted and goes on.
+Records are numbered from 0, whether they are used or not, so that a prompt has the same number in a run that was interrupted
+and goes on.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypedDict
 
 from promoe.errors import PromoeError
+from promoe.files import open_plain, read_json
 from promoe.training.sharegpt import read_conversations
-from promoe.untrusted import open_plain, read_json
 
 logger = logging.getLogger(__name__)
 
 SHAREGPT = "sharegpt"
 MAX_LINE_BYTES = 64 << 20
-# Of records, where ShareGPT itself has 0.46: beyond this, ids were probably only numbered.
+# A warning is given if more than this share of the records are later parts of a conversation. In ShareGPT itself 0.46 are.
+# With more, the ids are probably just numbers.
 LATER_PARTS_SHARE = 0.9
 
 Role = Literal["system", "user", "assistant"]
@@ -46,7 +47,7 @@ _RECORD = (
     'Expected {"messages": [{"role": str, "content": str}, ...]}, {"conversations": [{"from": str, "value": str}, '
     '...]}, {"prompt": str} or {"text": str}.'
 )
-# Of files that people have prompts in. Not every suffix: hub ids such as org/OpenHermes-2.5 have one too.
+# Suffixes of other files in which people have prompts. Not every suffix: hub ids such as org/OpenHermes-2.5 have one too.
 _OTHER_SUFFIXES = re.compile(
     r"\.(arrow|bz2|csv|db|gz|html?|md|ndjson|npz|parquet|pkl|tar|tsv|txt|xlsx|xml|xz|ya?ml|zip|zst)", re.IGNORECASE
 )
@@ -67,7 +68,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """The messages of one record: at least one of a user, none of white space only."""
+    """The messages of one record. At least one is of a user, and none is only white space."""
 
     idx: int
     """The record's number in its source, from 0."""
@@ -77,14 +78,14 @@ class Prompt:
 def read_prompts(data: str, exclude: Collection[str] = ()) -> Iterator[Prompt]:
     """Yield the prompts of a source in its order. Memory is bounded by the largest record.
 
-    Records are left out that have no message of a user, or one of neither user, assistant nor system, such as a tool.
-    Messages before the first of a user are dropped, unless of the system. Long conversations of ShareGPT lie in several
-    records: only the first is read, so that no conversation falls on both sides of a split by prompt.
+    A record is left out if it has no message of a user, or one of neither user, assistant nor system, such as a tool.
+    Messages before the first one of a user are dropped, except those of the system. ShareGPT splits long conversations into
+    several records: only the first one is read, so that no conversation is on both sides of a split by prompt.
 
     Args:
         data: "sharegpt", a ShareGPT file (.json), a file of JSON lines (.jsonl), or the hub id or folder of a data set
             with a split "train". Lines and rows hold `messages`, `conversations`, `prompt` or `text`.
-        exclude: Texts. A prompt whose first message of a user is one of them, but for white space around, is left out.
+        exclude: Texts. A prompt is left out if its first message of a user is one of them, ignoring white space around.
 
     Raises:
         PromptError: With the first prompt: there is no such source, or it cannot be opened. Later: a record of another
@@ -132,7 +133,7 @@ def read_exclusions(path: str | PathLike[str]) -> list[str]:
 
 
 def _records(data: str) -> Iterator[tuple[Message, ...]]:
-    """The messages of every record; none of records that are to be left out."""
+    """Yield the messages of every record; an empty tuple for a record that is left out."""
     if data == SHAREGPT:
         return _sharegpt_records(None)
     path = Path(data)
@@ -203,7 +204,7 @@ def _dataset_rows(data: str) -> Iterator[Any]:
         raise PromptError(f"Reading '{data}' needs the package datasets: `pip install 'promoe[train]'`.") from error
     try:
         yield from datasets.load_dataset(data, split="train", streaming=True)
-    except Exception as error:  # of `datasets`, its file formats and the network: no base class in common
+    except Exception as error:  # errors of `datasets`, of file formats and of the network have no base class in common
         raise PromptError(f"Cannot read the data set '{data}': {type(error).__name__}: {error}. {_DATA}") from error
 
 
@@ -219,7 +220,7 @@ def _cannot_open(path: str | PathLike[str], error: OSError) -> PromptError:
 
 
 def _parse_record(record: Any, where: str) -> tuple[Message, ...]:
-    """The messages of a line or row. Fields that are null count as empty: tables have every field in every row."""
+    """Return the messages of a line or row. Fields that are null count as missing: tables have every field in every row."""
     fields = [field for field in (*CHATS, *TEXTS) if isinstance(record, Mapping) and field in record]
     if not fields:
         raise PromptError(f"{where}, holds no prompt but {_described(record)}. {_RECORD}")
@@ -234,7 +235,7 @@ def _parse_record(record: Any, where: str) -> tuple[Message, ...]:
 
 
 def _parse_chat(chat: Any, field: str, where: str) -> list[tuple[str, str]]:
-    """(speaker, text) of each message."""
+    """Return (speaker, text) of each message."""
     if not isinstance(chat, list):
         raise PromptError(f'{where}: "{field}" must be a list. Found {_described(chat)} instead. {_RECORD}')
     speaker, text = CHATS[field]
@@ -262,11 +263,11 @@ def _described(value: Any) -> str:
 
 
 def _usable(pairs: Iterable[tuple[str, str]]) -> tuple[Message, ...]:
-    """The messages from (speaker, text); none if there is another speaker or no user who says anything."""
+    """Return messages from (speaker, text); none if there is another speaker, or no user who says anything."""
     pairs = list(pairs)
     if any(speaker not in ROLES for speaker, _ in pairs):
         return ()
-    # Half of an emoji, left where somebody cut a text, is no Unicode: tokenizers refuse it.
+    # Half an emoji, where somebody cut a text, is not valid Unicode: tokenizers refuse it.
     messages = [Message(role=ROLES[speaker], content=_LONE_SURROGATE.sub("\ufffd", text)) for speaker, text in pairs]
     messages = [message for message in messages if message["content"].strip()]
     roles = [message["role"] for message in messages]

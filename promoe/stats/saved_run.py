@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from promoe.errors import ConfigError, shown
-from promoe.files import PathLike, write_atomically
+from promoe.files import PathLike, read_json, write_atomically
 from promoe.stats.lanes import Lanes, Transfer, Work
 from promoe.stats.records import RecordError, from_plain, to_plain
 from promoe.stats.run import Run
 from promoe.stats.totals import Stats
-from promoe.untrusted import read_json
 
 FORMAT = "promoe run"
 VERSION = 1

@@ -24,7 +24,7 @@ from promoe.config import PromoeConfig
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import fixed_bytes, plan_pools
 from promoe.stores.layout import ExpertLayout
-from promoe.training.evaluate_command import transfer_of
+from promoe.training.measures import transfer_of
 
 from .inputs import fuzzed, outcome, refused, taken
 from .mutations import INTEGERS, LEAVES, TEXTS
@@ -135,8 +135,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr("promoe.model.tokenizer.load_tokenizer", stopped)
         patch.setattr("promoe.commands.demo.command.Demo", stopped)
         patch.setattr("promoe.commands.bench.command.run_bench", stopped)
-        patch.setattr("promoe.training.fit_command.RecordedTrace", stopped)
-        patch.setattr("promoe.training.collect_command.open_model", stopped)
+        patch.setattr("promoe.training.fit.RecordedTrace", stopped)
+        patch.setattr("promoe.training.collect.open_model", stopped)
         yield folder
 
 

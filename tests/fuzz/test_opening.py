@@ -28,7 +28,7 @@ from promoe.model.opening import bank_specs, open_without_experts
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.scheduler import ExpertKey
 from promoe.stores import SafetensorsStore
-from promoe.training.collect_command import open_model
+from promoe.training.collect import open_model
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, VALUES, damaged, json_bytes, mutated, written

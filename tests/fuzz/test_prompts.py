@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_checkpoint import byte_tokenizer
 
-from promoe.training.prompt_encoding import encode
+from promoe.training.encoding import encode
 from promoe.training.prompts import ROLES, Prompt, PromptError, read_exclusions, read_prompts
 from promoe.training.sharegpt import Conversation, ShareGptError, read_conversations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import shutil
@@ -17,9 +16,10 @@ from training.traces import random_trace
 
 from promoe.commands.demo.example import Example, read_prompts
 from promoe.errors import ConfigError
-from promoe.training.export_command import Export, evaluation_table, read_json, run_export
-from promoe.training.fit_command import _checked, _claim
+from promoe.training.export import accuracy_table, export, read_object
+from promoe.training.fit import _checked, _claim
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE, note_on_training
+from promoe.training.options import Export
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, damaged, json_bytes
@@ -56,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_evaluations(run: Path, content: bytes) -> None:
     path = run / "evaluation.json"
     path.write_bytes(content)
-    table = outcome("evaluation", lambda: evaluation_table(read_json(path)))
+    table = outcome("evaluation", lambda: accuracy_table(read_object(path)))
     if table:
         table.encode()
         assert len({line.count("|") - line.count("\\|") for line in table.splitlines() if line.startswith("|")}) <= 1
@@ -72,7 +72,7 @@ def test_exports(run: Path, content: bytes, settings: bytes) -> None:
     path.write_bytes(content)
     (run / SETTINGS_FILE).write_bytes(settings)
     shutil.rmtree(out, ignore_errors=True)
-    outcome("export", lambda: run_export(Export(run, out, path), io.StringIO()))
+    outcome("export", lambda: export(Export(run=str(run), out=str(out), evaluation=str(path))))
     if (out / "README.md").exists():
         assert "| 49" not in (out / "README.md").read_text()
 

@@ -197,7 +197,7 @@ def test_packed_parts_are_refused(whole: Whole) -> None:
     """Which could be a thousand times as large in memory as on disk; those that promoe writes are read in place."""
     whole.part.write_bytes(stream(whole.table(), compression="zstd"))
     try:
-        with pytest.raises(TraceError, match="packed"):
+        with pytest.raises(TraceError, match="compressed"):
             RecordedTrace(whole.folder)
     finally:
         whole.restore()

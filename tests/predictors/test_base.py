@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from promoe.predictors import Forecast, LayerVisit, PredictorContext
+from promoe.predictors import KINDS, Forecast, LayerVisit, Predictor, PredictorContext, Traits
 from promoe.predictors.base import any_token
+from promoe.predictors.reference import OraclePredictor
+from promoe.scheduler.reuse import LearnedReuse
 
 
 def test_one_token_is_itself() -> None:
@@ -55,3 +57,40 @@ def test_visits_share_no_arguments() -> None:
     assert visits[0].gate_args == ()
     assert visits[0].gate_kwargs == {}
     assert visits[0].gate_kwargs is not visits[1].gate_kwargs
+
+
+class Plain:
+    """All that is required of a predictor."""
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        return []
+
+
+def test_a_predictor_need_not_mention_any_trait() -> None:
+    predictor: Predictor = Plain()
+    assert Traits.of(predictor) == Traits() == Traits.of(None)
+    assert (Traits().quick, Traits().needs_every_visit, Traits().reuse) == (False, False, None)
+
+
+@pytest.mark.parametrize("name", ["quick", "needs_every_visit"])
+def test_a_trait_is_an_attribute_of_the_predictor(name: str) -> None:
+    predictor = Plain()
+    setattr(predictor, name, True)
+    assert Traits.of(predictor) == Traits(**{name: True})
+
+
+def test_reuse_is_foreseen_where_something_is_taken_for_foreseen_at_first() -> None:
+    predictor = Plain()
+    learned = LearnedReuse.foreseeing(np.zeros((1, 4), dtype=np.float32))
+    predictor.reuse = learned  # type: ignore[attr-defined]
+    assert Traits.of(predictor).reuse is learned
+    assert Traits.of(predictor).foresees_reuse
+    assert not Traits(reuse=learned._replace(foreseen=None)).foresees_reuse
+    assert not Traits().foresees_reuse
+
+
+def test_traits_of_the_predictors_that_come_with_promoe() -> None:
+    context = PredictorContext([nn.Linear(4, 8)] * 2, [8, 8], [2, 2])
+    for make in KINDS.values():
+        assert Traits.of(make(context, 1)) == Traits(quick=True)
+    assert Traits.of(OraclePredictor(context, 1, [])) == Traits(needs_every_visit=True)

@@ -16,7 +16,7 @@ from torch import nn
 import promoe
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
 from promoe.predictors.base import Phase
-from promoe.predictors.gate import AGREEMENTS, GatePredictor, _one_token, selection_probability
+from promoe.predictors.gate import AGREEMENTS, GatePredictor, selection_probability
 from promoe.predictors.linear_fit import LinearFit
 from promoe.runtime import prediction
 from promoe.runtime.assembly import predictor_context
@@ -330,13 +330,13 @@ def test_a_gate_that_differs_from_its_matrix_once_is_never_taken_for_it() -> Non
     for pass_idx in range(2 * AGREEMENTS):
         predictor.predict(stream.visits(pass_idx)[0])
     assert calls == 2 * AGREEMENTS  # asked each time
-    assert (1, 1) not in predictor._followed
+    assert (1, 1) not in predictor._corrected
 
 
 def examples_of(predictor: GatePredictor) -> dict[tuple[int, int], int]:
     """Tokens that each (steps ahead, layer) has seen since it last learned."""
     return {
-        key: sum(len(seen) for _, seen in one._examples) for key, one in predictor._followed.items() if one._examples
+        key: sum(len(seen) for _, seen in one._examples) for key, one in predictor._corrected.items() if one._examples
     }
 
 
@@ -347,7 +347,7 @@ def predictor_of_linear(stream: Stream) -> GatePredictor:
         for visit in stream.visits(pass_idx):
             predictor.predict(visit)
             predictor._latest.clear()  # as if there had been something between
-    assert predictor._followed.keys() == {(1, 0), (1, 1), (1, 2)}
+    assert predictor._corrected.keys() == {(1, 0), (1, 1), (1, 2)}
     assert examples_of(predictor) == {}
     return predictor
 
@@ -360,7 +360,7 @@ def test_it_learns_from_the_same_tokens_only() -> None:
     for visit in (one[0], other[0], one[1], other[1]):
         predictor.predict(visit)
     assert examples_of(predictor) == {(1, 1): 1}  # of the other, which came last
-    ((before, seen),) = predictor._followed[1, 1]._examples
+    ((before, seen),) = predictor._corrected[1, 1]._examples
     assert before is other[0].gate_input
     assert seen is other[1].gate_input
 
@@ -398,79 +398,3 @@ def test_layers_learn_at_different_tokens() -> None:
     assert max(map(len, learned)) <= 2
     assert [sum(map(len, learned[start : start + 8])) for start in (16, 24, 32)] == [8, 8, 8]
     assert {size for sizes in learned[16:] for size in sizes} == {8}
-
-
-# -- from a gate's output to probabilities ----------------------------------------------------------------------
-
-
-def sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x))
-
-
-def test_probability_by_hand() -> None:
-    """Logits 3, 1, -1, -3: deviation sqrt(5), threshold 0 between the second and the third."""
-    logits = torch.tensor([[1.0, -3.0, 3.0, -1.0]])
-    (found,) = selection_probability((logits, torch.tensor([[2, 0]])), torch.tensor([[2, 0]]), 4)
-    slope = 2 / math.sqrt(5)
-    assert found == pytest.approx([sigmoid(slope), sigmoid(-3 * slope), sigmoid(3 * slope), sigmoid(-slope)])
-
-
-def test_it_does_not_depend_on_the_logits_scale_or_offset() -> None:
-    logits, ids = torch.tensor([[1.0, -3.0, 3.0, -1.0]]), torch.tensor([[2, 0]])
-    wanted = selection_probability((logits, ids), ids, 4)
-    assert selection_probability((logits * 100 + 7, ids), ids, 4) == pytest.approx(wanted)
-
-
-def test_the_selection_wins_over_the_order_of_logits() -> None:
-    """A gate with groups or correction biases chose 3 and 0 although 2 and 0 have the largest logits."""
-    logits, ids = torch.tensor([[1.0, -3.0, 3.0, -1.0]]), torch.tensor([[3, 0]])
-    (found,) = selection_probability((logits, ids), ids, 4)
-    assert found == pytest.approx([sigmoid(2 / math.sqrt(5)), sigmoid(-6 / math.sqrt(5)), 0.4, 0.6])
-
-
-def test_far_logits_are_bounded() -> None:
-    """Nothing is certain: the run-time calibration could not come back from it."""
-    logits = torch.zeros(1, 1000)
-    logits[0, 5] = 1e6
-    (found,) = selection_probability((logits, torch.tensor([[5]])), torch.tensor([[5]]), 1000)
-    assert found[5] == pytest.approx(sigmoid(7))
-    assert found.min() > 0
-
-
-def test_equal_logits_are_no_reason_to_divide_by_zero() -> None:
-    (found,) = selection_probability((torch.ones(1, 4), torch.tensor([[0, 1]])), torch.tensor([[0, 1]]), 4)
-    assert found == pytest.approx([0.6, 0.6, 0.4, 0.4])
-
-
-def test_a_gate_that_takes_every_expert() -> None:
-    logits, ids = torch.tensor([[1.0, -3.0]]), torch.tensor([[0, 1]])
-    (found,) = selection_probability((logits, ids), ids, 2)
-    assert (found >= 0.6).all()
-
-
-def test_a_gate_that_returns_ids_only() -> None:
-    ids = torch.tensor([[2, 0], [1, 2]])
-    found = selection_probability((ids, torch.rand(2, 2)), ids, 4)
-    assert found.tolist() == [[0.6, 0.05, 0.6, 0.05], [0.05, 0.6, 0.6, 0.05]]
-
-
-def test_a_gate_that_returns_logits_only() -> None:
-    """As a plain linear layer does: its first expert is taken for chosen."""
-    (found,) = selection_probability(torch.tensor([[1.0, -3.0, 3.0, -1.0]]), None, 4)
-    assert np.flatnonzero(found > 0.5).tolist() == [2]
-
-
-def test_logits_of_any_shape_are_rows_of_experts() -> None:
-    logits, ids = torch.randn(2, 3, 4), torch.randint(0, 2, (6, 1))
-    assert selection_probability((logits, ids), ids, 4).shape == (6, 4)
-
-
-def test_a_gate_that_returns_neither_is_named_a_bug() -> None:
-    with pytest.raises(AssertionError, match="logits over its experts or the chosen indices"):
-        selection_probability((torch.rand(2, 3),), None, 4)
-
-
-def test_experts_at_the_threshold_are_forecast_as_selected() -> None:
-    """bf16 logits are often equal: better one too many than the one that is selected left out."""
-    np.testing.assert_allclose(_one_token([3.0, 2.0, 2.0, 1.0], 2)[1:3], 0.6)
-    assert (_one_token([3.0, 2.0, 2.0, 1.0], 3)[1:3] > 0.5).all()

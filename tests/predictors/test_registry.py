@@ -12,9 +12,9 @@ import promoe
 from predictors.trained_predictors import make
 from promoe.errors import ConfigError
 from promoe.predictors import KINDS, LayerVisit, PredictorContext, check_kind, create
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.history import PopularityPredictor, PreviousPredictor
-from promoe.predictors.learned import LearnedPredictor
 from promoe.predictors.reference import RandomPredictor
 from promoe.runtime.assembly import predictor_context
 
@@ -85,7 +85,7 @@ def test_a_trained_one_is_created_from_its_folder(tmp_path: Path, context: Predi
     make(**sizes, lookahead=2).save_pretrained(tmp_path)
     check_kind(str(tmp_path))
     predictor = create(str(tmp_path), context, 2)
-    assert isinstance(predictor, LearnedPredictor)
+    assert isinstance(predictor, FoldedPredictor)
     forecasts = predictor.predict(LayerVisit(1, "decode", 2, torch.randn(1, 64), [[0, 1]]))
     assert [(f.steps_ahead, f.layer_idx) for f in forecasts] == [(1, 0), (2, 1)]
 

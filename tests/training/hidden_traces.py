@@ -12,10 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from promoe.predictors.trained import TrainedConfig, TrainedPredictor
-from promoe.training.recorded_traces import RecordedTrace
-from promoe.training.trace_folder import GATES_FILE, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter
+from promoe.training.trace_folder import GATES_FILE, Rows, TraceInfo
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 6, 5, 2
 

@@ -10,11 +10,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from promoe.training.fit_command import Fit
-from promoe.training.trace_folder import GATES_FILE, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter
-from promoe.training.trainer_options import TrainerOptions
+from promoe.training.options import Fit, TrainerOptions
+from promoe.training.recorded_traces import TraceWriter
+from promoe.training.trace_folder import GATES_FILE, Rows, TraceInfo
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 16, 6, 2
 
@@ -54,7 +52,7 @@ def make_fit(trace: Path, out: Path, max_epochs: int = 3, **changes: Any) -> Fit
     """A fit of seconds."""
     fields: dict[str, Any] = {
         "trace": str(trace),
-        "out": out,
+        "out": str(out),
         "kind": "residual",
         "loss": "ce_kl",
         "lookahead": 2,

@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from promoe.training.recorded_traces import RecordedTrace
-from promoe.training.trace_folder import DECODE, PREFILL, TraceInfo
-from promoe.training.trace_parts import Rows
-from promoe.training.trace_writer import TraceWriter
+from promoe.training.recorded_traces import RecordedTrace, TraceWriter
+from promoe.training.trace_folder import DECODE, PREFILL, Rows, TraceInfo
 
 LAYERS, HIDDEN, EXPERTS, TOP_K = 3, 5, 4, 2
 
@@ -36,6 +34,9 @@ def make_rows(prompt: int, length: int = 4, generated: int = 1) -> Rows:
         gate_logits=rng.random((length, LAYERS * EXPERTS), np.float32),
         experts=ids.reshape(length, -1).astype(np.int16),
     )
+
+
+PROMPTS = [make_rows(0, 4), make_rows(2, 3, 0), make_rows(3, 6, 3), make_rows(7, 1, 0), make_rows(8, 5, 2)]
 
 
 def write(folder: Path, parts: Sequence[Sequence[Rows]], info: TraceInfo | None = None, shard_index: int = 0) -> Path:

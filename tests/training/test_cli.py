@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promoe.training import cli
+from promoe.training import cli, options
 
 from .traces import random_trace, save
 
@@ -72,7 +72,7 @@ def test_mistakes_are_answered_with_what_to_do(
 
 
 def test_a_library_may_be_missing(trace: str, monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(options, "find_spec", lambda name: None)
     assert cli.main(["evaluate", "--trace", trace]) == 2
     assert "sklearn is not installed. Try `pip install 'promoe[train]'`" in capsys.readouterr().err
 

@@ -1,137 +1,209 @@
 from __future__ import annotations
 
-from dataclasses import replace
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from waiting import until
 
-from promoe.predictors.trained import TrainedConfig
-from promoe.scheduler.reuse import HORIZON_VISITS
-from promoe.training.fit import PredictorModule, TraceData, log_probabilities, new_predictor
+from promoe.errors import ConfigError
+from promoe.predictors.trained import TRAINED_KINDS, TrainedConfig, TrainedPredictor
+from promoe.training import cli
+from promoe.training.fit import calibrate, default_width, fit
+from promoe.training.lightning_modules import TraceData, new_predictor
+from promoe.training.losses import LOSSES
 from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import TraceError
-from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, write_trace
+from training.learnable import EXPERTS, HIDDEN, LAYERS, TOP_K, make_fit, settings_of, write_trace
 
 
 @pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> RecordedTrace:
-    return RecordedTrace(write_trace(tmp_path_factory.mktemp("trace")))
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trace(tmp_path_factory.mktemp("trace"))
 
 
-def config(kind: str = "residual", lookahead: int = 2) -> TrainedConfig:
-    return TrainedConfig(kind, "qwen2_moe", LAYERS, HIDDEN, EXPERTS, TOP_K, lookahead, 8)
+def accuracy(predictor: TrainedPredictor, trace: RecordedTrace, layer_idx: int, steps_ahead: int) -> float:
+    """On the prompts kept out."""
+    rows = np.arange(480, 600)
+    scores = predictor.scores(trace.gate_inputs(rows))[layer_idx, steps_ahead - 1]
+    predicted = scores.topk(TOP_K).indices.numpy()
+    used = trace.routing.experts[rows, layer_idx + steps_ahead]
+    return float(
+        np.mean([len(set(a) & set(b)) / TOP_K for a, b in zip(predicted.tolist(), used.tolist(), strict=True)])
+    )
 
 
-def test_rows_are_divided_by_prompt(trace: RecordedTrace) -> None:
-    data = TraceData(trace, batch_size=32)
-    # Of 30 prompts of 20 tokens, the last 6 are kept out; of the 24, 2 validate.
-    assert (len(data.training), len(data.validation)) == (22 * 20, 2 * 20)
-
-
-def test_a_batch_has_this_token_and_the_next(trace: RecordedTrace) -> None:
-    data = TraceData(trace, batch_size=32)
-    for rows, start in ((data.training, 0), (data.validation, 440)):
-        batch = rows.__getitems__([5, 19, 0])
-        asked = start + np.array([5, 19, 0])
-        assert torch.equal(batch.gate_inputs, trace.gate_inputs(asked))
-        assert batch.has_next.tolist() == [1, 0, 1]  # the prompt's last token has none
-        experts = trace.routing.experts
-        for position, row in enumerate(asked):
-            for layer_idx in range(LAYERS):
-                now = batch.chosen[position, layer_idx].nonzero().flatten().tolist()
-                assert now == sorted(experts[row, layer_idx].tolist())
-                if batch.has_next[position]:
-                    then = batch.chosen[position, LAYERS + layer_idx].nonzero().flatten().tolist()
-                    assert then == sorted(experts[row + 1, layer_idx].tolist())
-        assert torch.allclose(batch.gate.exp().sum(-1), torch.ones(3, 2 * LAYERS))
-
-
-def test_a_batch_says_what_is_used_again_soon(trace: RecordedTrace) -> None:
-    rows = TraceData(trace, batch_size=32).training
-    batch, experts = rows.__getitems__([5, 16, 17, 19]), trace.routing.experts
-    assert batch.has_horizon.tolist() == [1, 1, 0, 0]  # prompts of 20 tokens
-    for position, row in ((0, 5), (1, 16)):
-        for layer_idx in range(LAYERS):
-            expected = {int(idx) for idx in experts[row + 1 : row + 1 + HORIZON_VISITS, layer_idx].ravel()}
-            assert set(batch.reused[position, layer_idx].nonzero().flatten().tolist()) == expected
-
-
-def test_reuse_is_trained_where_the_prompt_goes_on_for_long_enough(trace: RecordedTrace) -> None:
-    data = TraceData(trace, 32)
-    predictor = new_predictor(trace, data.training, replace(config(), foresees_reuse=True), seed=0)
-    module = PredictorModule(predictor, "ce_kl", 1e-3, 0.0)
-    for positions, is_trained in (([0, 5], True), ([17, 19], False)):
-        batch = data.training.__getitems__(positions)
-        predictor.zero_grad()
-        module._mean_loss(batch, module._scored(batch)).backward()
-        gradient = predictor.network.bias.grad
-        assert gradient is not None
-        assert bool(gradient[:, -1].any()) == is_trained
-        assert gradient[:, :-1].any()
-
-
-def test_every_training_row_is_seen_once_an_epoch_in_an_order_that_the_seed_and_epoch_give(
-    trace: RecordedTrace,
+@pytest.mark.parametrize("kind", TRAINED_KINDS)
+def test_what_is_fitted_predicts_better_than_it_began(
+    kind: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        sampler = TraceData(trace, 32, seed).train_dataloader().sampler
-        sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        return list(sampler)
-
-    assert sorted(order(0, 0)) == list(range(440))
-    assert order(0, 1) == order(0, 1)
-    assert len({tuple(order(seed, epoch)) for seed in (0, 10) for epoch in (0, 1)}) == 4
-
-
-def test_too_few_tokens_or_prompts(trace: RecordedTrace, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="440 tokens to train on, less than one batch of 512"):
-        TraceData(trace, batch_size=512)
-    with pytest.raises(TraceError, match="Collect more prompts"):
-        TraceData(RecordedTrace(write_trace(tmp_path, prompts=2)), batch_size=8)
+    fit(make_fit(trace, tmp_path, max_epochs=12, kind=kind))
+    predictor = TrainedPredictor.load(str(tmp_path / "predictor"))
+    assert predictor.config.base_model == "demo/model"
+    assert predictor.config.kind == kind
+    assert f"{kind} of " in capsys.readouterr().out
+    recorded = RecordedTrace(trace)
+    new = new_predictor(recorded, TraceData(recorded, 32).training, predictor.config, 0)
+    for layer_idx, steps_ahead in ((0, 1), (0, 2)):
+        assert (
+            accuracy(predictor, recorded, layer_idx, steps_ahead)
+            > accuracy(new, recorded, layer_idx, steps_ahead) + 0.05
+        )
 
 
-def test_log_probabilities_of_logits_and_of_probabilities() -> None:
-    logits = torch.randn(4, 6)
-    assert torch.equal(log_probabilities(logits), logits.log_softmax(-1))
-    torch.testing.assert_close(log_probabilities(logits.softmax(-1)), logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+def test_the_reuse_prior_learns_from_the_prompts_that_are_fitted_on(trace: Path, tmp_path: Path) -> None:
+    fit(make_fit(trace, tmp_path, max_epochs=1))
+    found = TrainedPredictor.load(str(tmp_path / "predictor")).learned_reuse()
+    assert found is not None
+    predictor = TrainedPredictor.load(str(tmp_path / "predictor"))
+    expected = fit_reuse(RecordedTrace(trace).routing.split()[0], predictor=predictor)
+    np.testing.assert_allclose(found.weights, expected.weights, rtol=0.01)  # kept in bf16
+    np.testing.assert_allclose(found.associations, expected.associations, rtol=0.01)
+    assert found.associations.any()
+    assert found.foreseen is not None
+    assert found.weights.shape == (5,)
 
 
-def test_a_new_residual_predictor_is_the_renormalised_gate(trace: RecordedTrace) -> None:
-    data = TraceData(trace, 32)
-    predictor = new_predictor(trace, data.training, config(), seed=0)
-    x = trace.gate_inputs(slice(0, 440)).float()
-    mean, deviation = x.mean(0), x.std(0)
-    renormalised = (x[:, 0] - mean[0]) / deviation[0] * deviation[1] + mean[1]
-    expected = renormalised @ trace.gates[1]["weight"].T
-    torch.testing.assert_close(predictor.scores(x)[0, 0], expected, atol=1e-3, rtol=1e-3)
-    again = new_predictor(trace, data.training, config(), seed=0)
-    assert all(torch.equal(a, b) for a, b in zip(predictor.parameters(), again.parameters(), strict=True))
+def test_kinds_as_published_foresee_no_reuse(trace: Path, tmp_path: Path) -> None:
+    fit(make_fit(trace, tmp_path, max_epochs=1, kind="mlp"))
+    found = TrainedPredictor.load(str(tmp_path / "predictor")).learned_reuse()
+    assert found is not None
+    assert found.foreseen is None
+    assert found.weights.shape == (4,)
 
 
-@pytest.mark.parametrize("kind", ["residual", "mlp", "promoe-paper"])
-def test_only_predicted_pairs_are_trained(kind: str, trace: RecordedTrace) -> None:
-    data = TraceData(trace, 32)
-    predictor = new_predictor(trace, data.training, config(kind), seed=0)
-    module = PredictorModule(predictor, "bce", 1e-3, 0.0)
-    batch = data.training.__getitems__([0, 19])
-    scored = module._scored(batch)
-    module._mean_loss(batch, scored).backward()
-    gradient = predictor.network.bias.grad
-    assert gradient is not None
-    for i in range(LAYERS):
-        for k in (1, 2):
-            assert bool(gradient[i, k - 1].any()) == predictor.config.predicts(i, k)
-            if i + k >= LAYERS:  # token 19 is its prompt's last
-                assert scored.weight[i, k - 1].tolist() == ([1, 0] if kind == "residual" else [0, 0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_trains(loss: str, trace: Path, tmp_path: Path) -> None:
+    fit(make_fit(trace, tmp_path, max_epochs=6, loss=loss))
+    recorded = RecordedTrace(trace)
+    predictor = TrainedPredictor.load(str(tmp_path / "predictor"))
+    new = new_predictor(recorded, TraceData(recorded, 32).training, predictor.config, 0)
+    assert accuracy(predictor, recorded, 0, 1) > accuracy(new, recorded, 0, 1) + 0.05
 
 
-def test_targets_are_the_layers_ahead(trace: RecordedTrace) -> None:
-    data = TraceData(trace, 32)
-    module = PredictorModule(new_predictor(trace, data.training, config(), 0), "bce", 1e-3, 0.0)
-    batch = data.training.__getitems__([3, 4])
-    chosen = module._scored(batch).chosen
-    for i in range(LAYERS):
-        for k in (1, 2):
-            assert torch.equal(chosen[i, k - 1], batch.chosen[:, i + k])
+def test_a_run_that_ended_is_not_trained_again(trace: Path, tmp_path: Path) -> None:
+    fit(make_fit(trace, tmp_path))
+    weights = (tmp_path / "predictor" / "model.safetensors").read_bytes()
+    fit(make_fit(trace, tmp_path))
+    assert (tmp_path / "predictor" / "model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(trace: Path, tmp_path: Path) -> None:
+    epochs = 40
+    options = [
+        "fit", "--trace", str(trace), "--out", str(tmp_path / "killed"), "--lookahead", "2", "--width", "8",
+        "--learning-rate", "5e-3", "--batch-size", "32", "--patience", "100", "--trainer.max_epochs", str(epochs),
+        "--trainer.accelerator", "cpu",
+    ]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "promoe.training.cli", *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    last = tmp_path / "killed" / "checkpoints" / "last.ckpt"
+    try:
+        until(lambda: last.exists() or process.poll() is not None)
+    finally:
+        process.kill()
+        process.wait()
+    assert last.exists()
+    done = torch.load(last, weights_only=True)["epoch"] + 1
+    assert done < epochs, "it was over before it could be killed"
+    assert not (tmp_path / "killed" / "predictor").exists()
+
+    same: dict[str, Any] = {"max_epochs": epochs, "patience": 100}
+    fit(make_fit(trace, tmp_path / "killed", **same))
+    fit(make_fit(trace, tmp_path / "whole", **same))
+    found, wanted = (TrainedPredictor.load(str(tmp_path / name / "predictor")) for name in ("killed", "whole"))
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_predictor(trace: Path, tmp_path: Path) -> None:
+    options = [
+        "fit", "--trace", str(trace), "--out", str(tmp_path), "--lookahead", "2", "--width", "8", "--batch-size", "32",
+        "--trainer.max_epochs", "4", "--trainer.devices", "2", "--trainer.strategy", "ddp", "--trainer.accelerator", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "promoe.training.cli", *options], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("residual of ") == 1  # one of them answers
+    state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    # 440 rows: each process takes 6 batches of 32 from its half, and all of them were steps of one optimiser.
+    assert state["global_step"] == 4 * 6
+    recorded = RecordedTrace(trace)
+    predictor = TrainedPredictor.load(str(tmp_path / "predictor"))
+    new = new_predictor(recorded, TraceData(recorded, 32).training, predictor.config, 0)
+    assert accuracy(predictor, recorded, 0, 1) > accuracy(new, recorded, 0, 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [("kind", "mlp"), ("lookahead", 1), ("seed", 3), ("loss", "bce")])
+def test_a_folder_with_another_run_is_left_alone(name: str, value: Any, trace: Path, tmp_path: Path) -> None:
+    fit(make_fit(trace, tmp_path, max_epochs=1))
+    before = settings_of(tmp_path)
+    with pytest.raises(ConfigError, match=f"holds a run with {name} = .*, and {value!r} was asked for"):
+        fit(make_fit(trace, tmp_path, **{"max_epochs": 1, name: value}))
+    assert settings_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "gate"}, "--kind must be of residual, mlp, promoe-paper. Got 'gate'"),
+        ({"loss": "mse"}, "--loss must be of bce, kl, ce_kl, ranking. Got 'mse'"),
+        ({"lookahead": 0}, "--lookahead must be at least 1. Got 0"),
+        ({"batch_size": 0}, "--batch-size must be at least 1. Got 0"),
+        ({"width": 0}, "--width must be at least 1. Got 0"),
+    ],
+)
+def test_options_that_cannot_be(changes: dict[str, Any], message: str, trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_fit(trace, tmp_path, **changes)
+    assert message in str(caught.value)
+
+
+def test_traces_that_cannot_be_fitted_on(trace: Path, tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="holds no recorded trace"):
+        fit(make_fit(tmp_path / "nowhere", tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"at most the number of MoE layers, 3\. Got 4"):
+        fit(make_fit(trace, tmp_path / "run", lookahead=4))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        fit(make_fit(trace, tmp_path / "file"))
+
+
+def test_a_mistake_on_the_command_line(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", "--trace", str(trace), "--out", str(tmp_path / "run"), "--batch-size", "100000"]) == 2
+    assert "less than one batch of 100,000" in capsys.readouterr().err
+
+
+def test_calibrated_probabilities_are_shares(trace: Path) -> None:
+    """Of what is given about p, a share of about p is used."""
+    recorded = RecordedTrace(trace)
+    rows = TraceData(recorded, 32).training
+    predictor = new_predictor(
+        recorded, rows, TrainedConfig("residual", "qwen2_moe", LAYERS, HIDDEN, EXPERTS, TOP_K, 2, 8), 0
+    )
+    calibrate(predictor, rows)
+    batch = rows.__getitems__(list(range(len(rows))))
+    with torch.inference_mode():
+        probability = torch.sigmoid(predictor.log_odds(predictor.scores(batch.gate_inputs)))[0, 0]
+    used = batch.chosen[:, 1]
+    for low, high in ((0.0, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 1.0)):
+        within = (probability >= low) & (probability < high)
+        assert int(within.sum()) > 20
+        assert abs(float(used[within].mean()) - float(probability[within].mean())) < 0.1
+
+
+def test_widths_follow_the_hidden_size() -> None:
+    assert (default_width("mlp", 2048), default_width("residual", 2048)) == (1024, 128)
+    assert (default_width("mlp", 16), default_width("residual", 16)) == (32, 32)

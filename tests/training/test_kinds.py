@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from promoe.errors import ConfigError
-from promoe.training.hidden_kinds import Gate, Trained
+from promoe.training.baselines import Token
+from promoe.training.hidden_states import Gate, Trained
 from promoe.training.kinds import UnknownKindError, check_kinds, note_on_training, prepare
 from promoe.training.recorded_traces import RecordedTrace
 from promoe.training.routing_traces import RoutingTrace, TraceError
-from promoe.training.tables import Token
 
 from . import traces
 from .hidden_traces import random_predictor, random_trace, save_run

@@ -32,7 +32,7 @@ from promoe.errors import ConfigError, PromoeError, check_at_least
 from promoe.experts.kernels.formats import Formats, formats_in
 from promoe.files import check_writable
 from promoe.model.packed_files import packable
-from promoe.training.evaluate_command import open_trace
+from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.transfer.cpu_contention import CoreWatch, Taken
 from promoe.transfer.devices import Device, open_device

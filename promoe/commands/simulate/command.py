@@ -12,8 +12,8 @@ from promoe.commands.simulate.machine import Geometry, geometry_of, machine_of
 from promoe.commands.simulate.run import PolicyName, Scenario, needs_fit, simulate
 from promoe.errors import ConfigError, check_at_least
 from promoe.files import write_atomically
-from promoe.training.evaluate_command import open_trace
-from promoe.training.reuse_fit import fit_reuse
+from promoe.training.evaluate import open_trace
+from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_megabytes, format_number, format_seconds, format_share, format_times, ratio
 

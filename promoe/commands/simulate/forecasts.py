@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from promoe.errors import ConfigError
+from promoe.training.baselines import KINDS, Kind, used
 from promoe.training.kinds import NAMES_OF_HIDDEN_KINDS
 from promoe.training.routing_traces import RoutingTrace
-from promoe.training.tables import KINDS, Kind, used
 
 Probabilities = npt.NDArray[np.float32]
 ORACLE = "oracle"

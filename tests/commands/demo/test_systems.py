@@ -7,7 +7,7 @@ from tiny_checkpoint import write_checkpoint
 from zoo import families
 
 from promoe.commands.demo.systems import load_stock
-from promoe.training.collect_command import open_model
+from promoe.training.collect import open_model
 
 
 def test_models_without_a_causal_class_are_opened_by_their_own(tmp_path: Path) -> None:

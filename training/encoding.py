@@ -1,4 +1,4 @@
-"""Token ids of a prompt, for a model to continue: as much of a conversation as fits. Knows chat templates; not models."""
+"""Encodes a prompt for a model to continue: as much of a conversation as fits. Knows chat templates; not models."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """Token ids for a model to continue, at most `max_tokens`.
+    """Return at most `max_tokens` token ids for a model to continue.
 
-    They are those of the longest run of messages from the first to one of a user that fits and that the chat template
-    accepts, with its generation prompt; without a template, of their contents with newlines between. If even the first
-    user's message is too long, its end is cut off. System messages are dropped if the template refuses them, or if they
-    leave no room.
+    They encode the first messages up to the last one of a user with which they fit and the chat template accepts them,
+    with the template's generation prompt. Without a template, the messages are joined with newlines. If the first user's
+    message alone is too long, its end is cut off. System messages are dropped if the template refuses them, or if they leave
+    no room.
 
     Raises:
         PromptError: The template refuses even the first user's message, or leaves no room for any of it.
@@ -42,7 +42,7 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) 
 
 
 def _encode_longest_run(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
-    """Raises TemplateError or PromptError if not even the first user's message can be encoded."""
+    """Encode as many messages as fit; raise TemplateError or PromptError if the first user's message cannot be encoded."""
     ends = [number for number, message in enumerate(prompt.messages, start=1) if message["role"] == "user"]
     if not ends:
         raise PromptError(f"Prompt {prompt.idx:,} has no message of a user to answer. Leave it out.")
@@ -51,7 +51,7 @@ def _encode_longest_run(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_
     best = _render(first, tokenizer)
     if len(best) > max_tokens:
         return _cut_question(Prompt(prompt.idx, first), len(best), tokenizer, max_tokens)
-    # Doubling, then halving: what is tokenized stays in proportion to the result, not to the conversation squared.
+    # Doubling, then halving, keeps what is tokenized in proportion to the result, not to the square of the conversation.
     fits, fails = 1, len(ends) + 1
     while fits + 1 < fails:
         count = min(2 * fits, len(ends)) if fails > len(ends) else (fits + fails) // 2
@@ -68,7 +68,7 @@ def _encode_longest_run(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_
 
 
 def _render(messages: Iterable[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    # verbose=False: longer than the model allows is what is being found out here, and nothing to warn of.
+    # verbose=False: a text may be longer than the model allows here, which is nothing to warn of.
     if tokenizer.chat_template is None:
         text = "\n".join(message["content"] for message in messages)
         return list(tokenizer(text, verbose=False)["input_ids"])
@@ -105,7 +105,7 @@ def _cut_question(prompt: Prompt, num_tokens: int, tokenizer: PreTrainedTokenize
         ids = _render([*before, Message(role=question["role"], content=text)], tokenizer)
         if len(ids) <= max_tokens:
             return ids
-        # The cut fell inside a character, or the new end is tokenized another way.
+        # The cut was inside a character, or the new end is tokenized in another way.
         kept -= len(ids) - max_tokens
     raise PromptError(
         f"Prompt {prompt.idx:,} cannot be cut to {max_tokens:,} tokens: the chat template, and messages before the "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -12,26 +11,20 @@ from typing import Any
 import pytest
 
 from promoe.errors import ConfigError
-from promoe.training.evaluate_command import Evaluation, open_trace, run_evaluation, transfer_of
-from promoe.training.measures import Transfer
+from promoe.training.evaluate import evaluate, open_trace
+from promoe.training.measures import Transfer, transfer_of
+from promoe.training.options import Evaluate
 
 from . import traces
 from .hidden_traces import random_trace, save_run
 
 
-def make_task(trace: Path, **changes: Any) -> Evaluation:
-    fields: dict[str, Any] = {
-        "trace": str(trace),
-        "kinds": ["token"],
-        "lookaheads": [1, 2],
-        "policies": ["lru"],
-        "cache_rates": [0.5],
-        "replay_tokens": 2000,
-        "transfer": None,
-        "json": None,
-        "plots": None,
-    }
-    return Evaluation(**fields | changes)
+def options(trace: Path, **changes: Any) -> Evaluate:
+    fields: dict[str, Any] = {"kinds": "token", "lookahead": "1,2", "policy": "lru", "cache": "50%"}
+    return Evaluate(trace=str(trace), **fields | changes)
+
+
+Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
@@ -40,50 +33,48 @@ def recorded(tmp_path: Path) -> Path:
     return tmp_path / "trace"
 
 
-def test_all_kinds_are_judged_on_a_recorded_trace(recorded: Path, tmp_path: Path) -> None:
+def test_all_kinds_are_judged_on_a_recorded_trace(recorded: Path, tmp_path: Path, capsys: Capture) -> None:
     run = save_run(tmp_path / "run", num_tokens=80)
     names = ["gate", "linear", "sklearn-mlp", "token", "previous", "popularity", "correlation", str(run)]
-    out = io.StringIO()
-    result = run_evaluation(make_task(recorded, kinds=names, json=tmp_path / "out.json"), out)
+    result = evaluate(options(recorded, kinds=",".join(names), json=str(tmp_path / "out.json")))
     assert list(result) == [*names[:-1], "residual"]
     assert json.loads((tmp_path / "out.json").read_text()) == result
     # Hidden states drift slowly after the second layer.
     assert result["gate"]["1"]["layers"][2] > result["popularity"]["1"]["layers"][2]
-    lines = out.getvalue().splitlines()
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert lines[0].endswith(f"{recorded}: 3 MoE layers, 5 experts, top 2")
     assert lines[1].startswith("fitted on 8 prompts (64 tokens), judged on 2 (16), misses on the first 16 of them")
     assert lines[4].split() == ["kind", "k", "all", "prefill", "decode", "next", "exact", "cover", "Brier", "50%"]
-    assert "note" not in out.getvalue()
+    assert "note" not in out
 
 
-def test_a_link_gives_a_table_of_its_own(recorded: Path) -> None:
-    out = io.StringIO()
-    result = run_evaluation(make_task(recorded, transfer=Transfer(24e9, 16e6, 0.0005)), out)
-    assert "link of 24.0 GB/s, experts of 16.0 MB, 500 µs from layer to layer" in out.getvalue()
-    assert "GOODPRED/FETCHRATE in %" in out.getvalue()
+def test_a_link_gives_a_table_of_its_own(recorded: Path, capsys: Capture) -> None:
+    result = evaluate(options(recorded, bandwidth="24GB/s", expert_bytes="16MB", layer_seconds=0.0005))
+    out = capsys.readouterr().out
+    assert "link of 24.0 GB/s, experts of 16.0 MB, 500 µs from layer to layer" in out
+    assert "GOODPRED/FETCHRATE in %" in out
     near, far = (result["token"][k] for k in ("1", "2"))
     predicted = near["misses"]["lru"]["50%"]["predicted_per_visit"]
     assert near["misses"]["lru"]["50%"]["fetch_rate"] == pytest.approx(min(1.0, 0.75 / predicted))
     assert far["misses"]["lru"]["50%"]["goodpred"] == pytest.approx(far["accuracy"] * min(1.0, 1.5 / predicted))
 
 
-def test_a_predictor_that_saw_another_trace_is_noted(recorded: Path, tmp_path: Path) -> None:
+def test_a_predictor_that_saw_another_trace_is_noted(recorded: Path, tmp_path: Path, capsys: Capture) -> None:
     run = save_run(tmp_path / "run", num_tokens=1234)
-    out = io.StringIO()
-    run_evaluation(make_task(recorded, kinds=[str(run)], cache_rates=[], policies=[]), out)
-    assert "was trained on a trace of 1,234 tokens, this one has 80" in out.getvalue()
+    evaluate(options(recorded, kinds=str(run), cache=""))
+    assert "was trained on a trace of 1,234 tokens, this one has 80" in capsys.readouterr().out
 
 
-def test_plots_are_drawn(recorded: Path, tmp_path: Path) -> None:
+def test_plots_are_drawn(recorded: Path, tmp_path: Path, capsys: Capture) -> None:
     pytest.importorskip("matplotlib")
-    out = io.StringIO()
-    run_evaluation(make_task(recorded, kinds=["gate"], plots=tmp_path / "plots"), out)
+    evaluate(options(recorded, kinds="gate", plots=str(tmp_path / "plots")))
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
         "accuracy.png",
         "accuracy_by_layer.png",
         "calibration.png",
     ]
-    assert f"drawn to {tmp_path / 'plots' / 'accuracy.png'}" in out.getvalue()
+    assert f"drawn to {tmp_path / 'plots' / 'accuracy.png'}" in capsys.readouterr().out
 
 
 def test_a_trace_is_an_archive_or_a_folder(recorded: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Kinds that predict from hidden states: a layer's experts from the gate input of an earlier one.
+"""Kinds of predictors that go by hidden states: they predict a layer's experts from the gate input of an earlier layer.
 
-    gate         the target layer's own gate, applied to the earlier gate input (skip-based; nothing is fitted or learned)
-    linear       ridge regression from the earlier gate input to which experts are chosen
-    sklearn-mlp  a small multi-layer perceptron of scikit-learn, likewise
-    trained      what `promoe-train fit` made
+    gate         the target layer's own gate, applied to the earlier gate input; nothing is fitted or learned
+    linear       ridge regression from the earlier gate input to the experts that are chosen
+    sklearn-mlp  a small multi-layer perceptron of scikit-learn, fitted to the same
+    trained      a predictor that `promoe-train fit` trained
 
 Gate inputs are read a block of tokens and one layer at a time, so a trace may be much larger than memory. Knows traces and
 predictors; not measures.
@@ -21,28 +21,30 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from promoe.predictors.base import gate_weight
 from promoe.predictors.gate import selection_probability
 from promoe.predictors.trained import TrainedPredictor, above_threshold
-from promoe.training.routing_traces import GateRecords, RoutingTrace, TraceError
-from promoe.training.tables import Kind, Scores, spread, used
+from promoe.training.baselines import Kind, Scores, spread, used
+from promoe.training.recorded_traces import RecordedTrace
+from promoe.training.routing_traces import RoutingTrace, TraceError
 
-# Tokens whose gate inputs are in memory as float32 at once.
+# The gate inputs of so many tokens are in memory as float32 at once.
 BLOCK_TOKENS = 8192
-# What is fitted per pair of layers, bounded so that all pairs of a dozen layers and four lookaheads take about 10 s
+# Each pair of layers is fitted on so many tokens. All pairs of a dozen layers and four lookaheads then take about 10 s
 # (linear) and a minute (sklearn-mlp) on two cores.
 LINEAR_TOKENS = 20_000
 MLP_TOKENS = 8192
 MLP_WIDTH, MLP_EPOCHS, MLP_BATCH, MLP_LEARNING_RATE = 64, 16, 512, 5e-3
 
 
-def records_of(trace: RoutingTrace) -> GateRecords:
-    """Where a trace's gate inputs are."""
+def records_of(trace: RoutingTrace) -> RecordedTrace:
+    """Return where a trace's gate inputs are."""
     assert trace.recorded is not None, "a trace of ids only reached a kind that needs hidden states"
     return trace.recorded
 
 
 def blocks(trace: RoutingTrace, layer_idx: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first token, float32 `[n, hidden_size]`): one layer's gate inputs of all tokens, some at a time."""
+    """Yield one layer's gate inputs of all tokens, a block at a time: (first token, float32 `[n, hidden_size]`)."""
     records = records_of(trace)
     for start in range(0, trace.num_tokens, BLOCK_TOKENS):
         stop = min(start + BLOCK_TOKENS, trace.num_tokens)
@@ -51,29 +53,32 @@ def blocks(trace: RoutingTrace, layer_idx: int) -> Iterator[tuple[int, torch.Ten
 
 
 class FromGateInput(Kind):
-    """Layer j at lookahead k from the gate input of layer j - k, or of layer 0 (ProMoE); layer 0 itself not at all."""
+    """A kind that predicts layer j at lookahead k from the gate input of layer j - k, or of layer 0 as ProMoE does.
+
+    Layer 0 itself is not predicted.
+    """
 
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """See `Kind`."""
+        """Return scores, see `Kind.scores`."""
         source = max(0, layer_idx - lookahead)
         return None if layer_idx == 0 else self.scores_from(trace, source, layer_idx - source)
 
     @abstractmethod
     def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores | None:
-        """Scores of the layer `distance` after `source`, which may be one of the next token's; None: not predicted."""
+        """Return scores of the layer `distance` after `source`, which may be one of the next token's; None: not predicted."""
 
 
 class _AcrossTokens(FromGateInput):
-    """One that also looks from a token's last layers to the first ones of the next."""
+    """A kind that also looks from a token's last layers to the first layers of the next token."""
 
     def next_token_scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """See `Kind`."""
+        """Return scores, see `Kind.next_token_scores`."""
         source = trace.num_layers + layer_idx - lookahead
         return self.scores_from(trace, source, lookahead) if 0 <= source < trace.num_layers else None
 
 
 class Gate(_AcrossTokens):
-    """The target layer's gate weights on the earlier gate input, as `predictors.gate` has it."""
+    """Applies the target layer's gate weights to the earlier gate input, as `predictors.gate` does."""
 
     def __init__(self, fitted_on: RoutingTrace) -> None:
         self._top_k = fitted_on.top_k
@@ -81,12 +86,12 @@ class Gate(_AcrossTokens):
         self._gates = [gate_scores(gate, i, fitted_on.num_experts) for i, gate in enumerate(gates)]
 
     def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores:
-        """See `FromGateInput`."""
+        """Return what the gate ranks experts by."""
         gate = self._gates[(source + distance) % trace.num_layers]
         return _mapped(trace, source, gate)
 
     def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
-        """What the runtime's gate predictor takes for granted before it is calibrated."""
+        """Return what the runtime's gate predictor assumes before it is calibrated."""
         logits = torch.from_numpy(np.ascontiguousarray(scores))
         chosen = logits.topk(self._top_k, dim=-1).indices
         return selection_probability(logits, chosen, scores.shape[1]).astype(np.float32)
@@ -95,16 +100,16 @@ class Gate(_AcrossTokens):
 def gate_scores(
     tensors: dict[str, torch.Tensor], layer_idx: int, num_experts: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What a gate of these parameters ranks experts by: `[n, hidden_size]` -> `[n, num_experts]`.
+    """Return the function by which a gate of these parameters ranks experts: `[n, hidden_size]` -> `[n, num_experts]`.
 
-    Logits, or DeepSeek-V3's sigmoid(logits) + e_score_correction_bias. Groups of experts are not regarded.
+    It gives logits, or DeepSeek-V3's sigmoid(logits) + e_score_correction_bias. Groups of experts are ignored.
 
     Raises:
         TraceError: there is no matrix with a row per expert.
     """
     named = {name: tensor.float().squeeze(0) for name, tensor in tensors.items()}
-    matrices = [tensor for tensor in named.values() if tensor.dim() == 2 and len(tensor) == num_experts]
-    if not matrices:
+    weight = gate_weight(named.values(), num_experts)
+    if weight is None:
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         raise TraceError(
             f"The gate of MoE layer {layer_idx} has no weight of {num_experts} rows, one per expert; it has "
@@ -115,20 +120,20 @@ def gate_scores(
     bias = next((t for name, t in per_expert.items() if name.endswith("bias") and t is not correction), None)
 
     def scores(x: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(x, matrices[0], bias)
+        logits = F.linear(x, weight, bias)
         return logits if correction is None else logits.sigmoid() + correction
 
     return scores
 
 
 class Trained(_AcrossTokens):
-    """A predictor that `promoe-train fit` trained, scores of its networks, and calibrated probabilities."""
+    """A predictor that `promoe-train fit` trained: the scores of its networks, and calibrated probabilities."""
 
     def __init__(self, predictor: TrainedPredictor) -> None:
         self._predictor = predictor
 
     def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores | None:
-        """See `FromGateInput`."""
+        """Return the scores of the networks; None at distances for which they were not trained."""
         predictor = self._predictor
         if not predictor.config.predicts(source, distance):
             return None
@@ -142,7 +147,7 @@ class Trained(_AcrossTokens):
         return _mapped(trace, source, scores)
 
     def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
-        """As `TrainedPredictor.log_odds` has them."""
+        """Return probabilities as `TrainedPredictor.log_odds` gives them."""
         predictor, source = self._predictor, max(0, layer_idx - lookahead)
         step = layer_idx - source - 1
         distance = above_threshold(torch.from_numpy(scores), predictor.config.top_k)
@@ -151,7 +156,7 @@ class Trained(_AcrossTokens):
 
 
 def _mapped(trace: RoutingTrace, layer_idx: int, function: Callable[[torch.Tensor], torch.Tensor]) -> Scores:
-    """A function of one layer's gate inputs, for all tokens."""
+    """Apply a function to one layer's gate inputs of all tokens."""
     result = np.empty((trace.num_tokens, trace.num_experts), dtype=np.float32)
     with torch.inference_mode():
         for start, x in blocks(trace, layer_idx):
@@ -160,11 +165,11 @@ def _mapped(trace: RoutingTrace, layer_idx: int, function: Callable[[torch.Tenso
 
 
 class _Fitted(FromGateInput):
-    """One that scikit-learn fits per pair of layers, on tokens spread evenly over those that are given.
+    """A kind that scikit-learn fits for each pair of layers, on tokens that are spread evenly over those given.
 
     Args:
-        fitted_on: recorded.
-        max_tokens: of these, at most so many.
+        fitted_on: a recorded trace.
+        max_tokens: at most so many of its tokens are used.
     """
 
     def __init__(self, fitted_on: RoutingTrace, max_tokens: int) -> None:
@@ -173,12 +178,12 @@ class _Fitted(FromGateInput):
         self._models: dict[tuple[int, int], Any] = {}
 
     def scores_from(self, trace: RoutingTrace, source: int, distance: int) -> Scores:
-        """See `FromGateInput`."""
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn needs it
+        """Return the scores of a model that is fitted when it is first asked for."""
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn depends on it
 
         pair = (source, source + distance)
-        # The threads of NumPy's and of torch's products wait for each other while spinning: on two cores, two threads are
-        # up to ten times slower here than one.
+        # NumPy's threads and torch's wait for each other while spinning: on two cores, two threads are up to ten times
+        # slower here than one.
         with threadpool_limits(1, user_api="blas"):
             if pair not in self._models:
                 chosen = used(self._fitted_on, pair[1])[self._tokens]
@@ -193,13 +198,23 @@ class _Fitted(FromGateInput):
             pieces.append(x[torch.from_numpy(mine - start)].numpy())
         return np.concatenate(pieces)
 
-    @abstractmethod
     def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
-        """A model from gate inputs `[n, hidden_size]` to 0/1 `[n, num_experts]`."""
+        """Fit a model from standardised gate inputs `[n, hidden_size]` to 0/1 `[n, num_experts]`."""
+        from sklearn.exceptions import ConvergenceWarning
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # it stops after MLP_EPOCHS on purpose
+            return make_pipeline(StandardScaler(), self._estimator(len(inputs))).fit(inputs, chosen)
+
+    @abstractmethod
+    def _estimator(self, num_tokens: int) -> Any:
+        """Return the estimator of scikit-learn to fit on so many tokens."""
 
     @abstractmethod
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
-        """Its scores `[n, num_experts]`."""
+        """Return a model's scores `[n, num_experts]`."""
 
 
 class Linear(_Fitted):
@@ -208,12 +223,10 @@ class Linear(_Fitted):
     def __init__(self, fitted_on: RoutingTrace) -> None:
         super().__init__(fitted_on, LINEAR_TOKENS)
 
-    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
+    def _estimator(self, num_tokens: int) -> Any:
         from sklearn.linear_model import Ridge
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
-        return make_pipeline(StandardScaler(), Ridge(alpha=1.0)).fit(inputs, chosen)
+        return Ridge(alpha=1.0)
 
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
         scores: Scores = model.predict(inputs).astype(np.float32)
@@ -226,29 +239,23 @@ class SklearnMlp(_Fitted):
     def __init__(self, fitted_on: RoutingTrace) -> None:
         super().__init__(fitted_on, MLP_TOKENS)
 
-    def _fit(self, inputs: npt.NDArray[np.float32], chosen: Scores) -> Any:
-        from sklearn.exceptions import ConvergenceWarning
+    def _estimator(self, num_tokens: int) -> Any:
         from sklearn.neural_network import MLPClassifier
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
 
-        mlp = MLPClassifier(
+        return MLPClassifier(
             (MLP_WIDTH,),
             max_iter=MLP_EPOCHS,
-            batch_size=min(MLP_BATCH, len(inputs)),
+            batch_size=min(MLP_BATCH, num_tokens),
             learning_rate_init=MLP_LEARNING_RATE,
             random_state=0,
         )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # it stops after so many epochs on purpose
-            return make_pipeline(StandardScaler(), mlp).fit(inputs, chosen.astype(np.int8))
 
     def _predict(self, model: Any, inputs: npt.NDArray[np.float32]) -> Scores:
         scores: Scores = model.predict_proba(inputs).astype(np.float32)
         return scores
 
     def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
-        """What it scores are probabilities."""
+        """Return the scores, which are probabilities."""
         return scores
 
 

@@ -1,4 +1,4 @@
-"""A trained predictor at work for one model: its networks folded into two products per layer visit."""
+"""Runs a trained predictor for one model, with its networks folded into two matrix products per layer visit."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ import torch
 from promoe.errors import ConfigError
 from promoe.scheduler.reuse import LearnedReuse
 
-from .base import Forecast, LayerVisit, PredictorContext, ReuseForecast, any_token
+from .base import Forecast, LayerVisit, PredictorContext, ReuseForecast, Traits, any_token
 from .linear_fit import ONE_THREAD_ELEMENTS
 from .trained import PUBLISHED, TrainedConfig, TrainedPredictor
 
-# What the published configuration says of an expert: among the top-k, or not.
+# Probabilities of the published configuration, which says of an expert only whether it is among the top-k.
 PREDICTED, NOT_PREDICTED = 0.99, 0.01
 Floats32 = npt.NDArray[np.float32]
-# Up to so many, one token's probabilities are computed in plain Python.
+# For up to so many targets, one token's probabilities are computed in plain Python.
 FEW_TARGETS = 2
 
 
-class LearnedPredictor:
+class FoldedPredictor:
     """Forecasts with a trained predictor's networks.
 
     Args:
-        trained: for this model.
+        trained: a predictor that was trained for this model.
         context: the model.
-        lookahead: largest distance to forecast, as far as it was trained for; "promoe-paper" has one of its own.
+        lookahead: the largest distance to forecast, as far as the predictor was trained for it. "promoe-paper" has a
+            distance of its own.
 
     Raises:
         ConfigError: it was trained for another model.
@@ -44,13 +45,13 @@ class LearnedPredictor:
         """What the model's reuse prior starts from; None: it was not fitted."""
         farthest = config.lookahead if config.kind == PUBLISHED else min(lookahead, config.lookahead)
         row = _Row(config.hidden_size)
-        foresees_reuse = self.reuse is not None and self.reuse.foreseen is not None
+        foresees_reuse = Traits.of(self).foresees_reuse
         self._layers = [
             _LayerPredictor(trained, layer_idx, farthest, foresees_reuse, row) for layer_idx in range(config.num_layers)
         ]
 
     def predict(self, visit: LayerVisit) -> list[Forecast | ReuseForecast]:
-        """The layer's own next visits, if that was trained, and one forecast per distance that was, nearest first."""
+        """Return what is foreseen of the layer's own next visits, if that was trained, and a forecast for each distance."""
         layer = self._layers[visit.layer_idx]
         if not layer.num_heads:
             return []
@@ -61,27 +62,28 @@ class LearnedPredictor:
 
 
 class _Row:
-    """One token's gate input in fp32, for numpy: always the same memory, which spares two operations at each visit."""
+    """One token's gate input in fp32, for numpy. It always uses the same memory, which saves two operations per visit."""
 
     def __init__(self, hidden_size: int) -> None:
-        with torch.inference_mode(False):  # what is made in that mode can only be written in it
+        with torch.inference_mode(False):  # tensors made in inference mode can only be written in it
             self._tensor = torch.empty(1, hidden_size)
         self._array: Floats32 = self._tensor.numpy()
 
     def holding(self, gate_input: torch.Tensor) -> Floats32:
-        """`gate_input[1, H]`, until the next call."""
+        """Return `gate_input[1, H]` as an array that is valid until the next call."""
         self._tensor.copy_(gate_input)
         return self._array
 
 
 class _Product:
-    """`x[n, H]` times a matrix: `[n, rows]` in fp32.
+    """Multiplies inputs `[n, H]` by a matrix: `[n, rows]` in fp32.
 
-    Of one token by numpy: beside a model that takes less time than torch's in bf16, though it reads twice the bytes.
+    Numpy multiplies one token: while a model runs, that takes less time than torch's product in bf16, although it reads
+    twice the bytes.
 
     Args:
         weight: `[rows, H]`.
-        row: where that one token's input goes.
+        row: holds the input of one token.
     """
 
     def __init__(self, weight: torch.Tensor, row: _Row) -> None:
@@ -100,14 +102,15 @@ class _Product:
 
 
 class _LayerPredictor:
-    """What is predicted from one layer: `TrainedPredictor.log_odds`, for few tokens and above all for one.
+    """Computes `TrainedPredictor.log_odds` of one layer, for few tokens and above all for one.
 
-    After a model's products nothing of this is in the processor's caches, and an operation takes ten times as long to
-    call as to compute. So slopes and biases are folded into the weights, all distances are computed at once, and what is
-    left are two products with a maximum between them, a sum, a threshold and a logistic function. What reuse is foreseen is one
-    more target, the last, without a threshold. The bias b of the hidden
-    layers is not added: relu(h + b) = max(h, -b) + b, and what the last b leads to is known beforehand. That constant is one
-    more hidden unit, max(0, 1).
+    A model's own products leave the processor's caches cold, and then an operation takes ten times as long to call as to
+    compute. So slopes and biases are folded into the weights and all distances are computed at once. What is left are two
+    products with a maximum between them, a sum, a threshold and a logistic function. Foreseen reuse is one more target, the
+    last, without a threshold.
+
+    The bias b of the hidden layers is not added, because relu(h + b) = max(h, -b) + b, and the effect of the last b is
+    known beforehand. That constant is one more hidden unit, max(0, 1).
     """
 
     def __init__(
@@ -146,9 +149,9 @@ class _LayerPredictor:
     def _with_trunk(
         self, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor, constant: torch.Tensor, slope: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """First matrix, least values of the hidden units, second matrix: one of each for all distances.
+        """Return the first matrix, the least values of the hidden units, and the second matrix: one of each for all distances.
 
-        In the first the linear part stands behind the hidden units.
+        In the first matrix, the linear part follows the hidden units.
         """
         width = outer.shape[-1]
         each = slope.expand(-1, self._num_experts).flatten()
@@ -161,7 +164,7 @@ class _LayerPredictor:
     def _without_trunk(
         self, weight: torch.Tensor, bias: torch.Tensor, outer: torch.Tensor, constant: torch.Tensor, slope: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same, with hidden units of each distance's own: `[targets, 1, width]` and `[targets, width, E]`."""
+        """Return the same where each distance has hidden units of its own: `[targets, 1, width]`, `[targets, width, E]`."""
         num_targets, _, width = outer.shape
         bias = bias.view(num_targets, width, 1)
         constant = constant[..., None] + outer @ bias
@@ -171,8 +174,12 @@ class _LayerPredictor:
         return weight, least, torch.cat([outer, constant], 2).transpose(1, 2)
 
     def predict(self, gate_input: torch.Tensor) -> tuple[Floats32 | None, list[npt.NDArray[np.float64]]]:
-        """Log odds of reuse `[E]`, the mean over the tokens, and of each target the probability `[E]` that any of them uses an
-        expert, from `[n, H]`."""
+        """Return what is foreseen from a gate's input `[n, H]`.
+
+        Returns:
+            Log odds of reuse `[E]`, the mean over the tokens; None: not trained. And for each target the probability `[E]`
+            that any of the tokens uses an expert.
+        """
         scores = self._scores(self._inner(gate_input))
         reuse: Floats32 | None = None
         if self._foresees_reuse:
@@ -183,14 +190,14 @@ class _LayerPredictor:
         return reuse, list(any_token(self._per_token(scores)))
 
     def _one_token(self, scores: list[float], offset: float) -> npt.NDArray[np.float64]:
-        """`_per_token` in plain Python: one operation of numpy, cold, takes longer than this."""
+        """Compute `_per_token` in plain Python: with cold caches, a single operation of numpy takes longer than this."""
         ranked = sorted(scores)
         zero = 0.5 * (ranked[-self._top_k] + ranked[-self._top_k - 1]) - offset
-        tanh = math.tanh  # the logistic function; unlike exp, without an overflow to guard against
+        tanh = math.tanh  # the logistic function, which cannot overflow in this form
         return np.array([0.5 + 0.5 * tanh(score - zero) for score in scores])
 
     def _per_token(self, scores: Floats32) -> npt.NDArray[np.float64]:
-        """Probabilities `[n, targets, E]`: how far scores lie above the middle of the last chosen and the first not."""
+        """Return probabilities `[n, targets, E]`, from how far scores lie above the selection threshold."""
         if self._num_experts <= self._top_k:
             return np.ones(scores.shape)
         if self._hard:
@@ -201,7 +208,7 @@ class _LayerPredictor:
         return result
 
     def _scores(self, inner: Floats32) -> Floats32:
-        """`[n, heads, E]`, times half their slope, from `[n, rows]`."""
+        """Return scores `[n, heads, E]`, times half their slope, from the first product `[n, rows]`."""
         shape = (len(inner), self.num_heads, -1)
         scores: Floats32
         if self._has_trunk:
@@ -213,7 +220,7 @@ class _LayerPredictor:
         return scores
 
     def _by_outer(self, hidden: Floats32) -> Floats32:
-        """The second product, of `[.., n, hidden units]`."""
+        """Return the second product, of `[.., n, hidden units]`."""
         product: Floats32
         if hidden.shape[-2] > 1 or self._by_torch:
             product = torch.matmul(torch.from_numpy(hidden), torch.from_numpy(self._outer)).numpy()
@@ -223,7 +230,7 @@ class _LayerPredictor:
 
 
 def _top(scores: Floats32, count: int) -> npt.NDArray[np.float64]:
-    """The `count` largest of each token as predicted, the others as not."""
+    """Return a high probability for the `count` largest scores of each token, and a low one for the others."""
     chosen = np.argpartition(-scores, count - 1, axis=-1)[..., :count]
     result = np.full(scores.shape, NOT_PREDICTED)
     np.put_along_axis(result, chosen, PREDICTED, axis=-1)
@@ -249,5 +256,5 @@ def check_fits(config: TrainedConfig, context: PredictorContext) -> None:
 
 
 def _common(values: Sequence[int]) -> int | list[int]:
-    """What all layers have, or what each has."""
+    """Return the value that all layers have, or else each layer's."""
     return values[0] if len(set(values)) == 1 else list(values)

@@ -1,4 +1,4 @@
-"""Fits the reuse prior of a model: it learns from the routing of some prompts what it would otherwise learn while serving."""
+"""Fits the reuse prior of a model: it learns from a trace what it would otherwise learn while serving."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from promoe.training.routing_traces import RoutingTrace
 if TYPE_CHECKING:
     from promoe.predictors.trained import TrainedPredictor
 
-# Enough for what it learns to settle.
+# After so many tokens, what the prior learns has settled.
 MAX_TOKENS = 20_000
-# Learned from between two looks at what gates saw.
+# Hidden states are read a block of so many tokens at a time.
 BLOCK_TOKENS = 512
 
 
 def fit_reuse(
     trace: RoutingTrace, num_experts: int | None = None, predictor: TrainedPredictor | None = None
 ) -> LearnedReuse:
-    """What a reuse prior learns from the last tokens of a trace, one by one.
+    """Return what a reuse prior learns from the last tokens of a trace, one by one.
 
-    The last, since the prompts at the end validate a predictor: what it was trained on, it foresees too well.
+    The last ones, because the prompts at the end validate a predictor. What it was trained on, it would foresee too well.
 
     Args:
-        trace: of the model.
-        num_experts: of each layer, where the trace may not have used the last ones.
-        predictor: whose word on reuse is learned to be weighed, too, if it has one; then the trace has what gates saw.
+        trace: a trace of the model.
+        num_experts: experts of each layer, if the trace may not have used all; None: as the trace says.
+        predictor: if it foresees reuse, the prior also learns how much that is worth. The trace must have hidden states.
     """
     foreseeing = predictor if predictor is not None and predictor.config.foresees_reuse else None
     trace = trace.last(MAX_TOKENS)
@@ -49,7 +49,7 @@ def fit_reuse(
 
 
 def _foreseen(predictor: TrainedPredictor, block: RoutingTrace) -> LogOdds:
-    """Log odds `[num_layers, num_tokens, num_experts]` of reuse after each token."""
+    """Return the log odds `[num_layers, num_tokens, num_experts]` of reuse after each token."""
     import torch
 
     assert block.recorded is not None, "there is nothing to foresee from"

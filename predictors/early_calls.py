@@ -1,4 +1,4 @@
-"""Asking a gate out of its turn: with another layer's input, and with what else it wants to be called with."""
+"""Calls a gate before its turn: on another layer's input, with the further arguments that it needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .base import LayerVisit
 class GateCaller:
     """Calls the gates of a model as their blocks would.
 
-    Besides its input a gate may take what belongs to it (a correction bias), which is kept from its own last call, and
-    what belongs to the tokens (their ids, the router's state), which comes from the visit, if that is to a gate of the same
-    class. A gate that wants something of the tokens which the visit does not have cannot be asked; nor can one that draws
-    random numbers, as then the model would draw others.
+    Besides its input, a gate may take arguments of its own (a correction bias): those of its latest call are used again.
+    And it may take arguments that belong to the tokens (their ids, the router's state): those come from the visit, if the
+    visited gate is of the same class. A gate cannot be asked if it needs something of the tokens that the visit does not
+    have, or if it draws random numbers, because the model would then draw others.
     """
 
     def __init__(self, gates: Sequence[nn.Module]) -> None:
         self._gates = gates
         self._last: dict[int, LayerVisit] = {}
-        self._draws: dict[int, bool] = {}  # of the layers that were asked
+        self._draws: dict[int, bool] = {}  # layer -> whether its gate draws random numbers, once it was asked
 
     def saw(self, visit: LayerVisit) -> None:
         """Remember how the visited gate was called."""
@@ -33,7 +33,7 @@ class GateCaller:
             self._last[visit.layer_idx] = visit
 
     def ask(self, layer_idx: int, visit: LayerVisit) -> Any:
-        """What the layer's gate returns for the visit's input; None if it cannot be asked."""
+        """Return the output of the layer's gate for the visit's input; None if it cannot be asked."""
         gate, own = self._gates[layer_idx], self._last.get(layer_idx)
         args, kwargs = visit.gate_args, visit.gate_kwargs
         if type(gate) is not type(self._gates[visit.layer_idx]):
@@ -48,13 +48,13 @@ class GateCaller:
         return self._without_chance(layer_idx, partial(type(gate).forward, gate, hidden, *args, **kwargs))
 
     def _without_chance(self, layer_idx: int, forward: Callable[[], Any]) -> Any:
-        """What `forward` returns; None, as soon as it asks for a random number."""
+        """Return the result of `forward`; None, if it asks for a random number."""
         draws = self._draws.get(layer_idx)
         if draws is None:
             try:
-                with _NoChance():  # type: ignore[no-untyped-call]
+                with _NoRandomNumbers():  # type: ignore[no-untyped-call]
                     output = forward()
-            except _Draws:
+            except _RandomNumberWanted:
                 self._draws[layer_idx] = True
                 return None
             self._draws[layer_idx] = False
@@ -62,16 +62,16 @@ class GateCaller:
         return None if draws else forward()
 
 
-class _Draws(Exception):
-    """A random number was asked for."""
+class _RandomNumberWanted(Exception):
+    """A gate asked for a random number."""
 
 
-class _NoChance(TorchDispatchMode):
-    """Raises before a random number is drawn."""
+class _NoRandomNumbers(TorchDispatchMode):
+    """A mode in which every operation that would draw a random number raises instead."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Draws
+            raise _RandomNumberWanted
         return func(*args, **(kwargs or {}))

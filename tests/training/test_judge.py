@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from promoe.training import evaluation
-from promoe.training.evaluation import evaluate, replay_caches
-from promoe.training.hidden_kinds import Gate, Trained
+from promoe.training import evaluate as evaluate_module
+from promoe.training.baselines import KINDS, Kind
+from promoe.training.evaluate import judge, replay_caches
+from promoe.training.hidden_states import Gate, Trained
 from promoe.training.measures import Caches, Transfer
 from promoe.training.routing_traces import RoutingTrace
-from promoe.training.tables import KINDS, Kind
 
 from . import hidden_traces
 from .traces import EXPERTS, LAYERS, random_trace, trace_of
 
 
-def judge(
+def judge_kinds(
     fit: RoutingTrace,
     held_out: RoutingTrace,
     names: Sequence[str],
     lookaheads: Sequence[int],
     caches: Caches | None = None,
 ) -> dict[str, Any]:
-    return evaluate({name: partial(KINDS[name], fit) for name in names}, held_out, lookaheads, caches or {})
+    return judge({name: partial(KINDS[name], fit) for name in names}, held_out, lookaheads, caches or {})
 
 
 class Fixed(Kind):
@@ -55,7 +55,7 @@ def one_hot(ids: Sequence[int]) -> Any:
 def test_a_kind_that_knows_is_always_right_and_one_that_guesses_is_not() -> None:
     """In this trace the token decides the first layer, and each layer the next."""
     fit, held_out = random_trace(prompts=40).split()
-    result = judge(fit, held_out, list(KINDS), [1, 2])
+    result = judge_kinds(fit, held_out, list(KINDS), [1, 2])
     for lookahead in ("1", "2"):
         assert result["token"][lookahead]["accuracy"] == 1.0
         assert result["token"][lookahead]["misses"] == {}
@@ -74,7 +74,7 @@ def test_misses_are_counted_by_hand() -> None:
     assert held.shape == (4, 1, 4)
     assert [np.flatnonzero(row).tolist() for row in held[:, 0]] == [[], [0], [0], [1]]
     # Predicted by token: 0, 0, 1, 2. Needed and absent: 0, -, 1, 3. Predicted and absent: 0, -, 1, 2.
-    figures = judge(fit, held_out, ["token"], [1], caches)["token"]["1"]
+    figures = judge_kinds(fit, held_out, ["token"], [1], caches)["token"]["1"]
     assert figures["accuracy"] == 0.75
     assert figures["misses"] == {
         "lru": {
@@ -94,7 +94,7 @@ def test_misses_are_of_the_first_tokens_if_only_these_were_replayed() -> None:
     fit, held_out = trace.split()
     caches = replay_caches(held_out, ["next_use"], [0.5])
     part = {key: held[:10] for key, held in caches.items()}
-    assert judge(fit, held_out, ["previous"], [1], part) != judge(fit, held_out, ["previous"], [1], caches)
+    assert judge_kinds(fit, held_out, ["previous"], [1], part) != judge_kinds(fit, held_out, ["previous"], [1], caches)
 
 
 def test_a_cache_of_everything_has_no_misses_but_the_first() -> None:
@@ -107,7 +107,7 @@ def test_a_cache_of_everything_has_no_misses_but_the_first() -> None:
 
 def test_where_nothing_is_predicted_there_are_no_figures() -> None:
     trace = trace_of([[[0]], [[1]]], [0, 1], [1, 1], num_experts=2)
-    figures = judge(trace, trace, ["correlation"], [1], replay_caches(trace, ["lru"], [0.5]))["correlation"]["1"]
+    figures = judge_kinds(trace, trace, ["correlation"], [1], replay_caches(trace, ["lru"], [0.5]))["correlation"]["1"]
     assert set(figures.pop("misses")["lru"]["50%"].values()) == {None}
     assert {name: value for name, value in figures.items() if value != [None]} == dict.fromkeys(
         (
@@ -132,7 +132,7 @@ TWO_LAYERS = replace(
 def test_prefill_and_decode_are_judged_apart() -> None:
     kind = Fixed({0: one_hot([0, 0, 2, 0]), 1: one_hot([1, 2, 0, 0])})
     caches = replay_caches(TWO_LAYERS, ["lru"], [1.0])
-    figures = evaluate({"fixed": lambda: kind}, TWO_LAYERS, [1], caches)["fixed"]["1"]
+    figures = judge({"fixed": lambda: kind}, TWO_LAYERS, [1], caches)["fixed"]["1"]
     assert figures["layers"] == [0.5, 0.75]
     assert figures["accuracy"] == 0.625
     assert figures["prefill"]["layers"] == [1.0, 0.5]
@@ -148,7 +148,7 @@ def test_prefill_and_decode_are_judged_apart() -> None:
 
 def test_a_phase_without_tokens_has_no_figures() -> None:
     trace = replace(TWO_LAYERS, generated=np.ones(4, dtype=bool))
-    figures = judge(trace, trace, ["token"], [1])["token"]["1"]
+    figures = judge_kinds(trace, trace, ["token"], [1])["token"]["1"]
     assert figures["prefill"] is None
     assert figures["decode"]["accuracy"] == figures["accuracy"] == 1.0
 
@@ -156,7 +156,7 @@ def test_a_phase_without_tokens_has_no_figures() -> None:
 def test_next_tokens_are_predicted_by_their_predecessor_in_the_same_prompt() -> None:
     """Of the first layer, tokens 1 and 3 are judged, by what tokens 0 and 2 said."""
     kind = Fixed({1: one_hot([0, 0, 0, 0])}, {0: one_hot([1, 2, 0, 0])})
-    figures = evaluate({"fixed": lambda: kind}, TWO_LAYERS, [1], {})["fixed"]["1"]
+    figures = judge({"fixed": lambda: kind}, TWO_LAYERS, [1], {})["fixed"]["1"]
     assert figures["next_token_layers"] == [0.5, None]
     assert figures["next_token_accuracy"] == 0.5
     assert figures["decode"]["next_token_accuracy"] == 0.5
@@ -167,7 +167,7 @@ def test_fetch_rate_depends_on_the_lookahead_even_where_predictions_do_not() -> 
     caches = replay_caches(TWO_LAYERS, ["lru"], [0.25])
     kind = partial(KINDS["token"], TWO_LAYERS)
     link = Transfer(1.0, 4.0, 1.0)  # a quarter of an expert per layer's time
-    by_lookahead = evaluate({"token": kind}, TWO_LAYERS, [1, 2, 8], caches, link)["token"]
+    by_lookahead = judge({"token": kind}, TWO_LAYERS, [1, 2, 8], caches, link)["token"]
     figures = [by_lookahead[k]["misses"]["lru"]["25%"] for k in ("1", "2", "8")]
     assert [f["predicted_per_visit"] for f in figures] == [1.0] * 3  # two slots: nothing is there again
     assert [f["fetch_rate"] for f in figures] == [0.25, 0.5, 1.0]
@@ -182,9 +182,9 @@ def test_calibration_is_judged_on_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
             asked.append(len(scores))
             return scores
 
-    monkeypatch.setattr(evaluation, "CALIBRATION_OUTCOMES", 16)  # two tokens of two layers of four experts
+    monkeypatch.setattr(evaluate_module, "CALIBRATION_OUTCOMES", 16)  # two tokens of two layers of four experts
     truth = {layer: one_hot(TWO_LAYERS.experts[:, layer, 0]) for layer in (0, 1)}
-    figures = evaluate({"fixed": lambda: Sampled(truth)}, TWO_LAYERS, [1], {})["fixed"]["1"]
+    figures = judge({"fixed": lambda: Sampled(truth)}, TWO_LAYERS, [1], {})["fixed"]["1"]
     assert asked == [2, 2]
     assert figures["calibration"]["brier"] == 0.0
     assert figures["calibration"]["predicted"] == figures["calibration"]["observed"] == [0.0, 1.0]
@@ -193,7 +193,7 @@ def test_calibration_is_judged_on_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
 def test_kinds_from_hidden_states_follow_the_same_protocol(tmp_path: Path) -> None:
     fit, held_out = hidden_traces.random_trace(tmp_path).routing.split()
     kinds = {"gate": lambda: Gate(fit), "residual": lambda: Trained(hidden_traces.random_predictor())}
-    result = evaluate(kinds, held_out, [1, 2, 3], {})
+    result = judge(kinds, held_out, [1, 2, 3], {})
     for by_lookahead in result.values():
         for lookahead in ("1", "2"):
             figures = by_lookahead[lookahead]

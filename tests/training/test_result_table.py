@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from promoe.training.evaluation_table import WIDTH, accuracy_columns, cache_columns, legend, percent, table
+from promoe.training.result_table import WIDTH, accuracy_columns, cache_columns, legend, percent, table
 
 from .results import calibration, figures
 

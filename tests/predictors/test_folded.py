@@ -8,8 +8,8 @@ import torch
 
 from predictors.trained_predictors import EXPERTS, HIDDEN, LAYERS, LOOKAHEAD, TOP_K, Gate, make
 from promoe.errors import ConfigError
-from promoe.predictors import Forecast, LayerVisit, PredictorContext, ReuseForecast, learned
-from promoe.predictors.learned import LearnedPredictor
+from promoe.predictors import Forecast, LayerVisit, PredictorContext, ReuseForecast, folded
+from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.trained import TRAINED_KINDS
 
 
@@ -32,7 +32,7 @@ def visit(layer_idx: int, gate_input: torch.Tensor) -> LayerVisit:
 @pytest.mark.parametrize("kind", ["residual", "mlp"])
 def test_it_forecasts_what_the_networks_say(kind: str, lookahead: int, num_tokens: int) -> None:
     trained = make(kind)
-    predictor = LearnedPredictor(trained, context(), lookahead)
+    predictor = FoldedPredictor(trained, context(), lookahead)
     x = torch.randn(num_tokens, LAYERS, HIDDEN)
     odds = trained.log_odds(trained.scores(x)).double()
     for layer_idx in range(LAYERS):
@@ -49,9 +49,9 @@ def test_it_forecasts_what_the_networks_say(kind: str, lookahead: int, num_token
 def test_large_products_are_made_of_small_ones(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of larger ones, numpy's library would take the cores from the model."""
     trained, x = make(kind), torch.randn(1, HIDDEN)
-    whole = LearnedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x))
-    monkeypatch.setattr(learned, "ONE_THREAD_ELEMENTS", 3 * HIDDEN + 1)  # less than the second products have
-    predictor = LearnedPredictor(trained, context(), LOOKAHEAD)
+    whole = FoldedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x))
+    monkeypatch.setattr(folded, "ONE_THREAD_ELEMENTS", 3 * HIDDEN + 1)  # less than the second products have
+    predictor = FoldedPredictor(trained, context(), LOOKAHEAD)
     assert {block.shape[1] for layer in predictor._layers for block in layer._inner._blocks} <= {0, 1, 2, 3}
     assert all(layer._by_torch for layer in predictor._layers if layer.targets)
     for forecast, expected in zip(predictor.predict(visit(0, x)), whole, strict=True):
@@ -62,7 +62,7 @@ def test_large_products_are_made_of_small_ones(kind: str, monkeypatch: pytest.Mo
 def test_it_takes_inputs_in_the_models_dtype(dtype: torch.dtype) -> None:
     trained = make()
     x = torch.randn(1, HIDDEN).to(dtype)
-    (forecast,) = LearnedPredictor(trained, context(), 1).predict(visit(0, x))
+    (forecast,) = FoldedPredictor(trained, context(), 1).predict(visit(0, x))
     gate_inputs = torch.zeros(1, LAYERS, HIDDEN)
     gate_inputs[:, 0] = x.float()
     expected = torch.sigmoid(trained.log_odds(trained.scores(gate_inputs)))[0, 0, 0]
@@ -72,14 +72,14 @@ def test_it_takes_inputs_in_the_models_dtype(dtype: torch.dtype) -> None:
 def test_each_token_is_forecast_from_its_own_input_in_whatever_mode() -> None:
     """Buffers are used again: a forecast is not to change with the next, and modes may follow in any order."""
     trained, inputs = make(), [torch.randn(1, HIDDEN).bfloat16() for _ in range(3)]
-    predictor = LearnedPredictor(trained, context(), 1)
+    predictor = FoldedPredictor(trained, context(), 1)
     with torch.inference_mode():
         found = [predictor.predict(visit(0, inputs[0]))[0].probabilities]
     with torch.no_grad():
         found.append(predictor.predict(visit(0, inputs[1]))[0].probabilities)
     found.append(predictor.predict(visit(0, inputs[2]))[0].probabilities)
     for x, probabilities in zip(inputs, found, strict=True):
-        (forecast,) = LearnedPredictor(trained, context(), 1).predict(visit(0, x))
+        (forecast,) = FoldedPredictor(trained, context(), 1).predict(visit(0, x))
         np.testing.assert_array_equal(probabilities, forecast.probabilities)
     assert not np.array_equal(found[0], found[1])
 
@@ -87,18 +87,18 @@ def test_each_token_is_forecast_from_its_own_input_in_whatever_mode() -> None:
 def test_made_in_inference_mode_it_predicts_in_any() -> None:
     trained, x = make(), torch.randn(1, HIDDEN)
     with torch.inference_mode():
-        predictor = LearnedPredictor(trained, context(), LOOKAHEAD)
+        predictor = FoldedPredictor(trained, context(), LOOKAHEAD)
     with torch.no_grad():
         found = predictor.predict(visit(0, x))
     for forecast, expected in zip(
-        found, LearnedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x)), strict=True
+        found, FoldedPredictor(trained, context(), LOOKAHEAD).predict(visit(0, x)), strict=True
     ):
         np.testing.assert_array_equal(forecast.probabilities, expected.probabilities)
 
 
 def test_the_published_configuration_names_the_top_k_at_one_distance() -> None:
     trained = make("promoe-paper", lookahead=2)
-    predictor = LearnedPredictor(trained, context(), lookahead=1)  # it has a distance of its own
+    predictor = FoldedPredictor(trained, context(), lookahead=1)  # it has a distance of its own
     x = torch.randn(1, LAYERS, HIDDEN)
     scores = trained.scores(x)
     assert [len(predictor.predict(visit(i, x[:, i]))) for i in range(LAYERS)] == [2, 1, 0, 0]
@@ -110,14 +110,14 @@ def test_the_published_configuration_names_the_top_k_at_one_distance() -> None:
 
 def test_a_model_that_uses_every_expert() -> None:
     trained = make(top_k=EXPERTS)
-    predictor = LearnedPredictor(trained, context(top_k=[EXPERTS] * LAYERS), 1)
+    predictor = FoldedPredictor(trained, context(top_k=[EXPERTS] * LAYERS), 1)
     (forecast,) = predictor.predict(visit(0, torch.randn(1, HIDDEN)))
     assert forecast.probabilities.tolist() == [1.0] * EXPERTS
 
 
 @pytest.mark.parametrize("kind", TRAINED_KINDS)
 def test_extreme_inputs_give_probabilities(kind: str) -> None:
-    predictor = LearnedPredictor(make(kind), context(), LOOKAHEAD)
+    predictor = FoldedPredictor(make(kind), context(), LOOKAHEAD)
     for gate_input in (torch.full((1, HIDDEN), 1e6), torch.full((2, HIDDEN), -1e6), torch.zeros(1, HIDDEN)):
         for forecast in predictor.predict(visit(0, gate_input)):
             assert ((forecast.probabilities >= 0) & (forecast.probabilities <= 1)).all()
@@ -139,7 +139,7 @@ def test_extreme_inputs_give_probabilities(kind: str) -> None:
 )
 def test_a_predictor_of_another_model_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        LearnedPredictor(make(), context(**changes), 1)
+        FoldedPredictor(make(), context(**changes), 1)
     assert "trained for demo/model " + message in str(caught.value)
     assert "promoe-train" in str(caught.value)
 
@@ -149,7 +149,7 @@ def test_a_predictor_of_another_model_is_refused(changes: dict[str, Any], messag
 def test_it_foresees_the_reuse_that_the_networks_say(lookahead: int, num_tokens: int) -> None:
     trained = make(foresees_reuse=True)
     trained.reuse_weights.fill_(0.5)
-    predictor = LearnedPredictor(trained, context(), lookahead)
+    predictor = FoldedPredictor(trained, context(), lookahead)
     x = torch.randn(num_tokens, LAYERS, HIDDEN)
     with torch.inference_mode():
         odds, reuse = trained.log_odds(trained.scores(x)).double(), trained.reuse_log_odds(x)
@@ -165,6 +165,6 @@ def test_it_foresees_the_reuse_that_the_networks_say(lookahead: int, num_tokens:
 
 
 def test_without_a_reuse_prior_that_weighs_it_no_reuse_is_foreseen() -> None:
-    predictor = LearnedPredictor(make(foresees_reuse=True), context(), 1)
+    predictor = FoldedPredictor(make(foresees_reuse=True), context(), 1)
     assert predictor.reuse is None
     assert [type(found) for found in predictor.predict(visit(0, torch.randn(1, HIDDEN)))] == [Forecast]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from promoe.training.tables import KINDS, Correlation, Popularity, Previous, Token, used
+from promoe.training.baselines import KINDS, Correlation, Popularity, Previous, Token, used
 
 from .traces import EXPERTS, LAYERS, TOP_K, random_trace, trace_of
 

@@ -1,6 +1,6 @@
-"""Kinds that predict from ids alone: token, previous, popularity, correlation. The field's baselines.
+"""Kinds of predictors that go by ids alone, the field's baselines: token, previous, popularity, correlation.
 
-Each is fitted on some prompts, and scores every expert for each token of others. Knows traces; not models.
+Each is fitted on some prompts, and scores every expert for each token of other prompts. Knows traces; not models.
 """
 
 from __future__ import annotations
@@ -17,40 +17,45 @@ Scores = npt.NDArray[np.float32]
 
 
 class Kind(ABC):
-    """A fitted predictor, asked about all tokens of a trace, a layer at a time."""
+    """A fitted predictor that is asked about all tokens of a trace, one layer at a time."""
 
     same_for_every_lookahead = False
-    """Whether `scores` ignores the lookahead, so that it need be asked once."""
+    """Whether `scores` ignores the lookahead, so that it has to be asked only once."""
 
     @abstractmethod
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """How likely each token uses each expert of a layer, `[num_tokens, num_experts]`, as known `lookahead` layers
-        before it, or at the first layer if there are fewer; None where nothing is known by then."""
+        """Return how likely each token uses each expert of a layer, `[num_tokens, num_experts]`.
+
+        It may use what is known `lookahead` layers before that layer, or at the first layer if there are fewer. None: nothing
+        is known by then.
+        """
 
     def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores | None:
-        """Probabilities of use from some rows of these scores; None: the kind gives none."""
+        """Return probabilities of use from some rows of these scores; None: the kind gives none."""
         return None
 
     def next_token_scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """Like `scores`, of a layer of each token's *successor*, as known `lookahead` layers before it: at one of this
-        token's last layers. None: the kind does not look across tokens, or not so far."""
+        """Return scores like `scores`, but of each token's *successor*, from one of this token's last layers.
+
+        None: the kind does not look across tokens, or not so far.
+        """
         return None
 
 
 def used(trace: RoutingTrace, layer_idx: int) -> Scores:
-    """1 where a token uses an expert of the layer, `[num_tokens, num_experts]`."""
+    """Return 1 where a token uses an expert of the layer, and otherwise 0, `[num_tokens, num_experts]`."""
     result = np.zeros((trace.num_tokens, trace.num_experts), dtype=np.float32)
     np.put_along_axis(result, trace.experts[:, layer_idx].astype(np.intp), 1.0, axis=1)
     return result
 
 
 def spread(count: int, most: int) -> npt.NDArray[np.intp]:
-    """At most `most` of the numbers below `count`, evenly spaced."""
+    """Return at most `most` of the numbers below `count`, evenly spaced."""
     return np.linspace(0, count - 1, min(count, most)).astype(np.intp)
 
 
 class Popularity(Kind):
-    """The share of tokens that used an expert."""
+    """Scores an expert by the share of tokens that used it."""
 
     same_for_every_lookahead = True
 
@@ -58,16 +63,16 @@ class Popularity(Kind):
         self._share = [used(fitted_on, layer_idx).mean(axis=0) for layer_idx in range(fitted_on.num_layers)]
 
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
-        """The same for every token."""
+        """Return the same scores for every token."""
         return np.broadcast_to(self._share[layer_idx], (trace.num_tokens, trace.num_experts))
 
     def probabilities(self, scores: Scores, layer_idx: int, lookahead: int) -> Scores:
-        """What it scores are probabilities."""
+        """Return the scores, which are probabilities."""
         return scores
 
 
 class Token(Kind):
-    """How often an expert was used by the same token id; by popularity where the id is new (ProMoE section 3)."""
+    """Scores an expert by how often the same token id used it; by popularity if the id is new (ProMoE section 3)."""
 
     same_for_every_lookahead = True
 
@@ -81,18 +86,18 @@ class Token(Kind):
             self._counts.append(counts)
 
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
-        """Known from the pass's start."""
+        """Return counts, which are known when the pass begins."""
         rows = np.minimum(np.searchsorted(self._known, trace.token_ids), len(self._known) - 1)
         is_known = self._known[rows] == trace.token_ids
         popularity = self._popularity.scores(trace, layer_idx, lookahead)
-        # Popularity, at most 1, only breaks ties between counts.
+        # Popularity is at most 1, so it only breaks ties between counts.
         counts: Scores = np.where(is_known[:, None], self._counts[layer_idx][rows], np.float32(0))
         counts += popularity * np.float32(1e-3)
         return counts
 
 
 class Previous(Kind):
-    """A layer uses again what the token before used; a prompt's first token, what is popular."""
+    """Expects that a layer uses again what the previous token used, and for a prompt's first token what is popular."""
 
     same_for_every_lookahead = True
 
@@ -100,7 +105,7 @@ class Previous(Kind):
         self._popularity = Popularity(fitted_on)
 
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores:
-        """Known since the token before."""
+        """Return scores that are known since the previous token."""
         popularity = self._popularity.scores(trace, layer_idx, lookahead)
         result: Scores = np.array(popularity) * np.float32(1e-3)
         before = used(trace, layer_idx)[:-1]
@@ -110,9 +115,9 @@ class Previous(Kind):
 
 
 class Correlation(Kind):
-    """What followed the experts that the token used `lookahead` layers before (Klotski's table).
+    """Scores an expert by how often it followed the experts that the token used `lookahead` layers before (Klotski's table).
 
-    Layers that have none so far before them are predicted from the first (as ProMoE does), the first not at all.
+    A layer without a layer so far before it is predicted from the first (as ProMoE does), and the first is not predicted.
     """
 
     def __init__(self, fitted_on: RoutingTrace) -> None:
@@ -120,7 +125,7 @@ class Correlation(Kind):
         self._tables: dict[tuple[int, int], Scores] = {}
 
     def scores(self, trace: RoutingTrace, layer_idx: int, lookahead: int) -> Scores | None:
-        """Mean over the chosen experts of the earlier layer."""
+        """Return the mean over the chosen experts of the earlier layer."""
         if layer_idx == 0:
             return None
         source = max(0, layer_idx - lookahead)

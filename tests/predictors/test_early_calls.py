@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from promoe.predictors import LayerVisit
-from promoe.predictors.gate_call import GateCaller
+from promoe.predictors.early_calls import GateCaller
 
 
 class Gate(nn.Module):

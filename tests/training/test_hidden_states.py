@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from promoe.training import hidden_kinds
-from promoe.training.hidden_kinds import HIDDEN_KINDS, Gate, Linear, SklearnMlp, Trained, gate_scores
+from promoe.training import hidden_states
+from promoe.training.baselines import used
+from promoe.training.hidden_states import HIDDEN_KINDS, Gate, Linear, SklearnMlp, Trained, gate_scores
 from promoe.training.kinds import NAMES_OF_HIDDEN_KINDS
 from promoe.training.measures import top
 from promoe.training.routing_traces import RoutingTrace, TraceError
-from promoe.training.tables import used
 
 from .hidden_traces import EXPERTS, HIDDEN, LAYERS, TOP_K, random_predictor, random_trace, write_trace
 
@@ -41,8 +41,8 @@ def test_names_are_those_that_are_checked_without_loading_torch() -> None:
 
 def test_blocks_are_all_tokens_of_a_part_of_a_trace(trace: RoutingTrace, monkeypatch: pytest.MonkeyPatch) -> None:
     _, held_out = trace.split()
-    monkeypatch.setattr(hidden_kinds, "BLOCK_TOKENS", 5)
-    found = list(hidden_kinds.blocks(held_out, 1))
+    monkeypatch.setattr(hidden_states, "BLOCK_TOKENS", 5)
+    found = list(hidden_states.blocks(held_out, 1))
     assert [(start, len(x)) for start, x in found] == [(0, 5), (5, 5), (10, 5), (15, 1)]
     torch.testing.assert_close(torch.cat([x for _, x in found]), inputs_of(trace)[64:, 1], rtol=0, atol=0)
 
@@ -51,7 +51,7 @@ def test_blocks_are_all_tokens_of_a_part_of_a_trace(trace: RoutingTrace, monkeyp
 def test_gate_is_the_target_layers_gate_on_an_earlier_input(
     trace: RoutingTrace, layer_idx: int, lookahead: int, source: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_kinds, "BLOCK_TOKENS", 7)
+    monkeypatch.setattr(hidden_states, "BLOCK_TOKENS", 7)
     fit, held_out = trace.split()
     scores = Gate(fit).scores(held_out, layer_idx, lookahead)
     wanted = inputs_of(held_out)[:, source] @ weight_of(trace, layer_idx).T
@@ -159,7 +159,7 @@ def test_fitted_kinds_learn_what_there_is(kind: type[Linear | SklearnMlp], tmp_p
 def test_fitted_kinds_are_fitted_once_per_pair_on_so_many_tokens(
     trace: RoutingTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_kinds, "LINEAR_TOKENS", 10)
+    monkeypatch.setattr(hidden_states, "LINEAR_TOKENS", 10)
     fits: list[int] = []
 
     class Counted(Linear):

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from promoe.scheduler.reuse import HORIZON_VISITS, ReusePrior
-from promoe.training import reuse_fit
-from promoe.training.reuse_fit import fit_reuse
+from promoe.training import reuse
+from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
 
 from .traces import EXPERTS, LAYERS, random_trace
@@ -35,10 +35,10 @@ def test_experts_that_were_not_used_have_their_place() -> None:
 
 def test_of_a_long_trace_the_last_tokens_are_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = random_trace(prompts=20)
-    monkeypatch.setattr(reuse_fit, "MAX_TOKENS", 40)
-    monkeypatch.setattr(reuse_fit, "BLOCK_TOKENS", 7)
+    monkeypatch.setattr(reuse, "MAX_TOKENS", 40)
+    monkeypatch.setattr(reuse, "BLOCK_TOKENS", 7)
     found = fit_reuse(trace)
-    monkeypatch.setattr(reuse_fit, "MAX_TOKENS", 20_000)
+    monkeypatch.setattr(reuse, "MAX_TOKENS", 20_000)
     np.testing.assert_array_equal(found.weights, fit_reuse(trace.last(40)).weights)
     assert not np.array_equal(found.weights, fit_reuse(trace).weights)
 

@@ -8,8 +8,8 @@ import torch
 
 from promoe.predictors.trained import TrainedPredictor
 from promoe.training import cli
-from promoe.training.export_command import evaluation_table
-from promoe.training.fit_command import run_fit
+from promoe.training.export import accuracy_table
+from promoe.training.fit import fit
 from training.learnable import make_fit, write_trace
 
 EVALUATION = {
@@ -21,8 +21,7 @@ EVALUATION = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    with (folder / "log").open("w") as log:
-        run_fit(make_fit(write_trace(tmp_path_factory.mktemp("trace")), folder, max_epochs=1), log)
+    fit(make_fit(write_trace(tmp_path_factory.mktemp("trace")), folder, max_epochs=1))
     return folder
 
 
@@ -91,4 +90,4 @@ def test_runs_and_folders_that_cannot_be_used(run: Path, tmp_path: Path, capsys:
 
 
 def test_the_table_of_nothing() -> None:
-    assert evaluation_table({}).startswith("Not evaluated yet")
+    assert accuracy_table({}).startswith("Not evaluated yet")
