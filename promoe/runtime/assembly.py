@@ -21,8 +21,7 @@ from promoe.model import attach
 from promoe.model.passes import PassObserver, at_run_time
 from promoe.model.placement import place
 from promoe.model.refusals import refuse_changes
-from promoe.predictors import Predictor, PredictorContext
-from promoe.predictors.reference import OraclePredictor
+from promoe.predictors import Predictor, PredictorContext, Traits
 from promoe.runtime.checking import LinkChoice, PredictorChoice
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.prediction import Forecaster
@@ -174,14 +173,13 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
         undo.callback(link.close)
         settings = scheduler_config(parts)
         recorder = Recorder(settings.num_experts, settings.expert_bytes)
-        scheduler = Scheduler(settings, recorder, getattr(parts.predictor, "reuse", None))
+        scheduler = Scheduler(settings, recorder, Traits.of(parts.predictor).reuse)
         engine = Engine(scheduler, parts.store, link, pools, recorder, config.stall_timeout_s)
         undo.callback(engine.close)
         engine.start()
         forecaster = None
         if parts.predictor is not None:
-            in_order = isinstance(parts.predictor, OraclePredictor)
-            forecaster = Forecaster(parts.predictor, engine, in_order, parts.device)
+            forecaster = Forecaster(parts.predictor, engine, parts.device)
             undo.callback(forecaster.close)
         passes = PassObserver(recorder, engine.lock)
         runtime = Runtime(

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from promoe.errors import ConfigError
 from promoe.experts.moe_layers import ModelGoneError
-from promoe.predictors import LayerVisit, Predictor, ReuseForecast
+from promoe.predictors import LayerVisit, Predictor, ReuseForecast, Traits
 from promoe.stats.tracing import PREDICTOR
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.engine import Engine
@@ -40,24 +40,18 @@ class Forecaster:
     Args:
         predictor: asked.
         engine: told.
-        in_order: the predictor has to see every visit.
         device: where the model computes; None: the processor.
     """
 
-    def __init__(
-        self, predictor: Predictor, engine: Engine, in_order: bool = False, device: Device | None = None
-    ) -> None:
+    def __init__(self, predictor: Predictor, engine: Engine, device: Device | None = None) -> None:
         self._predictor = predictor
         self._engine = engine
-        # The oracle counts visits and must see each of them.
-        self._in_order = in_order
-        reuse = getattr(predictor, "reuse", None)
-        self._foresees_reuse = (
-            reuse is not None and reuse.foreseen is not None and engine.scheduler.config.eviction == "next_use"
-        )
+        traits = Traits.of(predictor)
+        self._needs_every_visit = traits.needs_every_visit
+        self._foresees_reuse = traits.foresees_reuse and engine.scheduler.config.eviction == "next_use"
         self._device = device
         self._queue = None if device is None else device.side_queue()
-        self._waiting: deque[Order] = deque(maxlen=None if in_order else MAX_WAITING)
+        self._waiting: deque[Order] = deque(maxlen=None if traits.needs_every_visit else MAX_WAITING)
         self._condition = threading.Condition()
         self._one_at_a_time = threading.RLock()  # a signal handler may run the model, too
         self._closed = False
@@ -66,7 +60,7 @@ class Forecaster:
         """The predictor raised, or answered what no forecast can be."""
         hold_in_forks(self, self._condition, Forecaster._forked)
         self._thread: ThreadBeside | None = None  # none: it predicts in the forward
-        if in_order or device is not None or not getattr(predictor, "quick", False) or has_spare_core():
+        if traits.needs_every_visit or device is not None or not traits.quick or has_spare_core():
             # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
             run = partial(_run, weakref.ref(self), self._condition, self._waiting)
             self._thread = ThreadBeside(run, "promoe-predictor")
@@ -81,7 +75,7 @@ class Forecaster:
             return False
         scheduler = self._engine.scheduler
         wanted = self._foresees_reuse or scheduler.prefetch_on
-        return self._in_order or (wanted and not scheduler.everything_resident)
+        return self._needs_every_visit or (wanted and not scheduler.everything_resident)
 
     @property
     def in_forward(self) -> bool:
