@@ -46,7 +46,7 @@ from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import load_stock
 from promoe.config import PromoeConfig
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
-from promoe.transfer.links.faults import FaultKind, Faults, seeded
+from promoe.transfer.links.faults import FaultKind, FaultyLink, seeded
 from promoe.units import format_memory, format_ms
 
 MOST_TRIES = 20
@@ -278,15 +278,10 @@ def main() -> None:
         "slow": options.slow,
         **dict.fromkeys(("failed", "torn", "short", "no_memory"), options.failed),
     }
-    model: Any = promoe.from_pretrained(
-        checkpoint,
-        cache=options.cache,
-        dtype=DTYPE,
-        link=Faults(seeded(options.seed, shares, 0.02)),
-        config=PromoeConfig(),
-    )
+    model: Any = promoe.from_pretrained(checkpoint, cache=options.cache, dtype=DTYPE, config=PromoeConfig())
+    engine = model.promoe.runtime.engine
+    engine.link = link = FaultyLink(engine.link, seeded(options.seed, shares, 0.02))
     soak = Soak(model, requests, expected, options.seed)
-    link: Any = model.promoe.runtime.engine.link
     looks: list[dict[str, int]] = []
     start_s = time.monotonic()
     until_s = start_s + 60 * options.minutes

@@ -79,7 +79,7 @@ SECTIONS = {
     ],
     "Links": [
         Entry("promoe.EmulatedLink", ()),
-        Entry("promoe.transfer.links.Faults", ()),
+        Entry("promoe.transfer.links.FaultyLink", ("mend",)),
         Entry("promoe.transfer.links.Fault"),
         Entry("promoe.transfer.links.faults.seeded"),
     ],

@@ -329,19 +329,18 @@ def test_abandoned_generation(way: str, abandon: Callable[[PreTrainedModel], Non
 START = """
     import sys, threading
     import torch, promoe
-    from promoe.transfer.links import Fault, Faults
+    from promoe.transfer.links import Fault, FaultyLink
     torch.set_num_threads(1)
     config = promoe.PromoeConfig(bypass=False, strict=True, stall_timeout_s=float(sys.argv[2]))
     ids = torch.arange(2, 6).unsqueeze(0)
 
-    class ByWorkers(Faults):
-        def bind(self, store, **arguments):
-            link = super().bind(store, **arguments)
-            link.copies_from_ram = False  # or forwards would read such short chunks themselves
-            return link
-
-    def opened(plan=lambda number, chunk: None, faults=ByWorkers):
-        return promoe.from_pretrained(sys.argv[1], cache="40%", config=config, link=faults(plan))
+    def opened(plan=lambda number, chunk: None, by_workers=True):
+        model = promoe.from_pretrained(sys.argv[1], cache="40%", config=config)
+        engine = model.promoe.runtime.engine
+        assert engine.forwards_copy  # chunks as short as these
+        engine.forwards_copy = not by_workers
+        engine.link = FaultyLink(engine.link, plan)
+        return model
 
     def stuck(number, chunk):
         return Fault("stuck") if number >= 3 else None
@@ -374,7 +373,7 @@ ENDS = {
         assert model.promoe.runtime.engine.scheduler.has_orders
     """,
     "a forward in a stuck read": """
-        model = opened(stuck, Faults)
+        model = opened(stuck, by_workers=False)
         asking = ask_beside(model)
         wait_for_stuck(model)
     """,

@@ -59,6 +59,8 @@ class Monitor:
 
     Attributes:
         lock: guards the scheduler, the recorder and all that is here.
+        link: moves chunks. Every transfer looks it up, so a link over it (a `MeteredLink`, a `FaultyLink`) may take its place
+            at any time.
         waiting_visits: forwards that wait for a chunk, or for what another forward will give back; and who warms or resizes
             the cache.
         progress: completions, and groups that forwards have run: what a waiting forward looks for.

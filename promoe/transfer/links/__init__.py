@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from promoe.transfer.links.base import Link, QueueingLink
 from promoe.transfer.links.emulated import BoundEmulatedLink, EmulatedLink
-from promoe.transfer.links.faults import Fault, Faults, FaultyLink
+from promoe.transfer.links.faults import Fault, FaultyLink
 from promoe.transfer.links.file import FileLink, FileStore, drop_page_cache
 from promoe.transfer.links.host import HostLink
 
@@ -15,7 +15,6 @@ __all__ = [
     "BoundEmulatedLink",
     "EmulatedLink",
     "Fault",
-    "Faults",
     "FaultyLink",
     "FileLink",
     "FileStore",

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError
-from promoe.stores.base import Chunk, Store
+from promoe.stores.base import Chunk
 from promoe.transfer.links.base import Link
-from promoe.transfer.links.host import HostLink
 
 FaultKind = Literal["failed", "short", "slow", "stuck", "wrong", "torn", "bug", "exit", "gone", "no_memory"]
 GARBAGE = 0xFF
@@ -76,22 +75,11 @@ def seeded(seed: int, shares: Mapping[FaultKind, float], seconds: float = 1e-3) 
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What to pass as `link=` to have faults injected, by `plan`, into the link that the model would have."""
-
-    plan: Plan
-
-    def bind(self, store: Store, *, over: Link | None = None) -> FaultyLink:
-        """The link over a store; `over` moves the bytes and is closed with it."""
-        return FaultyLink(over or HostLink(store), self.plan)
-
-
 class FaultyLink:
-    """A link whose transfers fail as a plan says.
+    """A link whose transfers fail as a plan says. To let an open model's transfers fail, put one over its engine's link.
 
     Args:
-        link: moves the bytes.
+        link: moves the bytes into RAM; closed with this link.
         plan: asked once per transfer; calls do not overlap.
         sleep: for tests of this class.
 

@@ -14,7 +14,7 @@ from promoe.errors import ConfigError
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores import Chunk
 from promoe.stores.host import HostStore
-from promoe.transfer.links import Fault, Faults, FaultyLink, HostLink, Link
+from promoe.transfer.links import Fault, FaultyLink, HostLink, Link
 from promoe.transfer.links.faults import FaultKind, Plan, seeded
 from promoe.transfer.memory import SlotPool
 
@@ -130,7 +130,7 @@ def test_a_seeded_plan_is_a_function_of_seed_and_number(store: HostStore) -> Non
 
 
 def test_closed(store: HostStore, pool: SlotPool) -> None:
-    link = Faults(only(9, "failed")).bind(store)
+    link = FaultyLink(HostLink(store), only(9, "failed"))
     assert link.describe() == "host memory, with injected faults"
     assert link.copies_from_ram
     link.close()
