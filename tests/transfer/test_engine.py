@@ -45,7 +45,7 @@ def bank(layer_idx: int) -> dict[str, torch.Tensor]:
     return {"w": values.unsqueeze(1).expand(EXPERTS, WIDTH).contiguous()}
 
 
-class Recording:
+class Recording(Link):
     """A link that notes (expert, chunk) of each transfer as it starts; chunks may be held back until `release`."""
 
     copies_from_ram = False
@@ -1177,7 +1177,7 @@ def test_the_timeline_may_end_while_chunks_are_under_way() -> None:
 # -- experts that are begun before they are whole ---------------------------------------------------------------
 
 
-class Gated:
+class Gated(Link):
     """A link over which the chunks of last tensors wait until `release`, and some then fail."""
 
     copies_from_ram = False

@@ -33,7 +33,7 @@ from promoe.stats.tracing import LINK_IN_FORWARD, Tracer, link_worker
 from promoe.stores import Store, first_tensors
 from promoe.stores.base import Chunk
 from promoe.transfer.lifetimes import without_frames
-from promoe.transfer.links import Link, QueueingLink
+from promoe.transfer.links import Link
 from promoe.transfer.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class Monitor:
             the cache.
         progress: completions, and groups that forwards have run: what a waiting forward looks for.
         first_names: of each layer, the tensors that come with the first chunks of its experts (`first_chunks`).
+        queues: whether `copy_demand` only queues copies for a device, so that it need not wait for the visit.
         forwards_copy: whether forwards fetch for themselves, with `copy_demand`, rather than workers for them.
         held: who wants nothing to be sent for now.
         times_held: how often the calling thread has the lock: more than once where a signal handler, or a finalizer,
@@ -101,8 +102,8 @@ class Monitor:
             first_tensors(store, layer_idx, count) for layer_idx, count in enumerate(scheduler.config.first_chunks)
         ]
         longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
-        self._queueing: QueueingLink | None = link if isinstance(link, QueueingLink) and link.queues else None
-        self.forwards_copy = self._queueing is not None or (link.copies_from_ram and longest <= SHORT_CHUNK_BYTES)
+        self.queues = link.queues
+        self.forwards_copy = link.queues or (link.copies_from_ram and longest <= SHORT_CHUNK_BYTES)
         self.waiting_visits: list[Waiting] = []
         self.progress = 0
         self.held: Waiting | None = None
@@ -123,11 +124,6 @@ class Monitor:
         """Whether the calling thread has the lock: it is in a signal handler, or a finalizer, that interrupted it there."""
         owned: bool = getattr(self.lock, "_is_owned", bool)()
         return owned
-
-    @property
-    def queues(self) -> bool:
-        """Whether `copy_demand` only puts copies into a device's queue, so that it need not wait for the visit."""
-        return self._queueing is not None
 
     # -- what can be served at all ------------------------------------------------------------------------------
 
@@ -265,22 +261,22 @@ class Monitor:
 
     def copy_demand(self) -> None:
         """Fetch in this thread what is demanded now. A failure is published, for the visit to raise."""
-        if self._queueing is not None:
-            self._queue_demand(self._queueing)
+        if self.queues:
+            self._queue_demand()
         else:
             self._copy_one_by_one()
 
-    def _queue_demand(self, link: QueueingLink) -> None:
+    def _queue_demand(self) -> None:
         orders: list[Lease] = []
         try:
             with self.lock, Changing(self):
                 if self._may_order:
                     orders = self.scheduler.next_demand()
             if orders:
-                self._publish(orders, self._transfer_all(link, orders))
+                self._publish(orders, self._transfer_all(orders))
         except BaseException:
             if orders:  # put in again: others may need them, too
-                self._publish(orders, self._again(partial(self._transfer_all, link, orders)))
+                self._publish(orders, self._again(partial(self._transfer_all, orders)))
             raise
 
     def _publish(self, orders: list[Lease], error: Exception | None) -> None:
@@ -291,7 +287,7 @@ class Monitor:
             if any(visit.may_go_on() for visit in self.waiting_visits):
                 self.notify_visits()
 
-    def _transfer_all(self, link: QueueingLink, orders: Sequence[Lease]) -> Exception | None:
+    def _transfer_all(self, orders: Sequence[Lease]) -> Exception | None:
         start_s = time.perf_counter()
         transfers: list[tuple[Chunk, Any]] = []
         for lease in orders:
@@ -299,7 +295,7 @@ class Monitor:
             chunks = self.store.chunks(lease.key)[lease.chunk_idx : lease.chunk_idx + lease.num_chunks]
             transfers += [(chunk, slot) for chunk in chunks]
         try:
-            link.transfer_all(transfers)
+            self.link.transfer_all(transfers)
         except Exception as error:
             return error
         for lease in orders if self.tracer is not None else ():

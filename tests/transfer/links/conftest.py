@@ -10,8 +10,7 @@ import pytest
 from promoe.scheduler.keys import ExpertKey
 from promoe.stores.base import Chunk
 from promoe.stores.layout import ExpertLayout
-from promoe.transfer.links.alignment import WHOLE_PAGES
-from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
+from promoe.transfer.links.direct import WHOLE_PAGES, DirectFiles, DirectUnsupportedError
 
 
 @dataclass

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from promoe.transfer.links.alignment import PAGE_BYTES, WHOLE_PAGES, Alignment, direct_alignment
-from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError, _skip
+from promoe.transfer.links.direct import (
+    PAGE_BYTES,
+    WHOLE_PAGES,
+    Alignment,
+    DirectFiles,
+    DirectUnsupportedError,
+    _skip,
+    direct_alignment,
+)
 from promoe.transfer.memory import HugePageRegion
 
 from .conftest import RawFile

@@ -118,7 +118,7 @@ def test_threads_share_one_wire(make_store: MakeStore) -> None:
         assert bytes(slots[idx].memory) == content[idx * 1000 : (idx + 1) * 1000]
 
 
-class Busy:
+class Busy(Link):
     """A link whose transfers wait for each other, and end after a moment if nobody comes."""
 
     workers = IN_FLIGHT
