@@ -255,7 +255,7 @@ def test_many_short_generations(slots: int) -> None:
         engine = model.promoe.runtime.engine
         with engine.lock:
             engine.scheduler.check_integrity()
-            assert not engine.waiting_visits
+            assert not engine.waiters
             assert not any(cache.num_pinned for cache in engine.scheduler._caches)
 
 

@@ -117,7 +117,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                 with model.promoe.runtime.engine.lock:
                     caches = model.promoe.runtime.engine.scheduler._caches
                     assert not any(cache.num_pinned for cache in caches), where
-                    assert not model.promoe.runtime.engine.waiting_visits, where
+                    assert not model.promoe.runtime.engine.waiters, where
         if not where:
             break
     assert interrupted >= times // 4, "once experts are resident, a forward has fewer points, but not so few"
@@ -196,7 +196,7 @@ def test_in_the_midst_of_a_layer_nothing_is_begun_anew() -> None:
         def within(*_: Any) -> None:
             hook.remove()
             with engine.lock:
-                engine.break_off(KeyboardInterrupt())  # as if in another thread
+                engine.change_failed(KeyboardInterrupt())  # as if in another thread
             with pytest.raises(EngineError) as error:
                 greedy(model, PROMPTS["one"])
             refused.append(str(error.value))
@@ -286,7 +286,7 @@ def test_interruption_of_a_read_that_takes_long() -> None:
 
         def press() -> None:
             assert link.stuck.wait(WAIT_S)
-            until(lambda: engine.waiting_visits)
+            until(lambda: engine.waiters)
             _thread.interrupt_main()
 
         pressing = threading.Thread(target=press)

@@ -150,7 +150,7 @@ class Clock:
         self.looked.clear()
         self.now_s += seconds
         with engine.lock:
-            engine.notify_visits()
+            engine.notify_waiters()
         assert self.looked.wait(WAIT_S)
 
 
@@ -394,7 +394,7 @@ def test_a_copy_that_is_interrupted_once_is_made_for_whoever_else_needs_it() -> 
             if self.armed and threading.current_thread() is threading.main_thread():
                 self.armed = False
                 waiting.append(thread.submit(visit, engine, 0, [0, 1]))
-                until(lambda: engine.waiting_visits)  # for the chunk under way: it has fetched all else
+                until(lambda: engine.waiters)  # for the chunk under way: it has fetched all else
                 raise KeyboardInterrupt
             super().transfer(chunk, destination, address)
 
@@ -458,7 +458,7 @@ def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
         until(lambda: (ExpertKey(1, 0), 1) in link.started)
         with ThreadPoolExecutor(1) as thread:
             done = thread.submit(visit, engine, 0, [3])
-            until(lambda: engine.waiting_visits)
+            until(lambda: engine.waiters)
             link.open.set()
             done.result(WAIT_S)
         held = link.started.index((ExpertKey(1, 0), 1))
@@ -603,7 +603,7 @@ def test_a_group_that_another_forward_runs_is_progress() -> None:
             groups = layer_visit.groups()
             next(groups)
             waiting = thread.submit(visit, engine, 1, [2])
-            until(lambda: engine.waiting_visits)
+            until(lambda: engine.waiters)
             clock.advance(engine, 0.6)
             next(groups)
             clock.advance(engine, 0.6)
@@ -750,7 +750,7 @@ def test_warming_fills_free_slots_best_first_and_waits_for_them(workers: int) ->
         assert len(link.started) == 3 * CHUNKS
         assert engine.warm(keys_of(1, 5), RATES) == 1  # is there
         assert engine.warm([], RATES) == 0
-        assert engine.waiting_visits == []
+        assert engine.waiters == []
 
 
 def test_a_forward_goes_before_what_warms() -> None:
@@ -762,7 +762,7 @@ def test_a_forward_goes_before_what_warms() -> None:
         warming = threads.submit(engine.warm, keys_of(1, 0, 1), RATES)
         until(lambda: (ExpertKey(1, 0), 1) in link.started)
         forward = threads.submit(visit, engine, 0, [3])
-        until(lambda: len(engine.waiting_visits) == 2)
+        until(lambda: len(engine.waiters) == 2)
         link.open.set()
         forward.result(WAIT_S)
         assert warming.result(WAIT_S) == 2
@@ -815,7 +815,7 @@ def test_closing_ends_warming() -> None:
         closing.result(WAIT_S)
         with pytest.raises(EngineClosedError):
             engine.warm(keys_of(0, 0), RATES)
-        assert engine.waiting_visits == []
+        assert engine.waiters == []
 
 
 def test_warming_that_does_not_go_on_is_an_error() -> None:
@@ -862,13 +862,13 @@ def test_what_is_in_flight_lands_first_and_nothing_is_sent_meanwhile() -> None:
         engine.hint(0, [2, 3])
         until(lambda: (ExpertKey(0, 2), 1) in link.started)
         resizing = thread.submit(engine.resize, [2])
-        until(lambda: engine.waiting_visits)
+        until(lambda: engine.waiters)
         with pytest.raises(PatchStateError, match="by another thread"):
             engine.resize([3])
         link.open.set()
         resizing.result(WAIT_S)
         assert engine.pools[0].num_slots == 2
-        assert engine.waiting_visits == []
+        assert engine.waiters == []
         settle(engine)
         assert link.started == [(ExpertKey(0, 2), 0), (ExpertKey(0, 2), 1)]
         assert visit(engine, 0, [2, 3]) == [2, 3]
@@ -923,7 +923,7 @@ def test_closing_wakes_a_forward_that_waits() -> None:
         ThreadPoolExecutor(2) as threads,
     ):
         waiting = threads.submit(visit, engine, 0, [0])
-        until(lambda: engine.waiting_visits)
+        until(lambda: engine.waiters)
         closing = threads.submit(engine.close)  # its worker is in a transfer, which lands first
         with pytest.raises(EngineClosedError, match=r"closed.*unpatch"):
             waiting.result(WAIT_S)
@@ -1001,10 +1001,10 @@ def test_a_process_that_was_stopped_did_not_wait() -> None:
     make = lambda link: Recording(link, lambda key, idx: idx == 1)  # noqa: E731
     with running(make, stall_timeout_s=5.0, clock=clock) as (engine, link), ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(visit, engine, 0, [0])
-        until(lambda: engine.waiting_visits and (ExpertKey(0, 0), 1) in link.started)
+        until(lambda: engine.waiters and (ExpertKey(0, 0), 1) in link.started)
         for seconds in (0.0, 1000.0, 1000.0, 0.9):  # first it sees what came before
             clock.advance(engine, seconds)
-        assert engine.waiting_visits
+        assert engine.waiters
         clock.advance(engine, 0.9)
         with pytest.raises(EngineStalledError, match=r"no chunk completed for 5\.8 s"):
             waiting.result(WAIT_S)
@@ -1022,7 +1022,7 @@ def test_what_is_whole_is_not_renewed() -> None:
 
 def torn(engine: Engine) -> None:
     with engine.lock:
-        engine.break_off(KeyboardInterrupt())
+        engine.change_failed(KeyboardInterrupt())
 
 
 def test_who_computes_with_slots_of_before_a_renewal_is_told() -> None:
@@ -1278,7 +1278,7 @@ def have_first(engine: Engine, experts: list[int]) -> bool:
 def test_nothing_is_begun_where_that_is_not_wanted(at_once: bool, begin: bool) -> None:
     with two_tensors(workers=2) as (engine, link), ThreadPoolExecutor(1) as pool:
         kinds = pool.submit(visit_all, engine, 0, [2, 4], at_once, begin)
-        until(lambda: have_first(engine, [2, 4]) and len(engine.waiting_visits) == 1)
+        until(lambda: have_first(engine, [2, 4]) and len(engine.waiters) == 1)
         for _ in range(2):
             link.released.release()
         assert set(kinds.result(WAIT_S)) == {"dict"}
