@@ -39,7 +39,7 @@ from promoe.transfer.lifetimes import if_alive, when_gone
 from promoe.transfer.links import FileLink, FileStore, HostLink, Link
 from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
 from promoe.transfer.links.device import DeviceLink, Source
-from promoe.transfer.links.device_sources import PinnedSource, StagedSource
+from promoe.transfer.links.pinned_source import PinnedSource
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.transfer.memory import NOTHING_PACKED, Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads
@@ -105,8 +105,6 @@ def _source_in_files(parts: Parts, device: Device) -> Source:
     if nbytes is None:
         nbytes = bytes_for_all_that_fits(store, config.workers)
     link = _link_into_ram("auto", store, config, nbytes)
-    if not nbytes:
-        return StagedSource(link, device, max(layout.slot_bytes for layout in store.layouts))
     try:
         return CachedSource(link, store, device, nbytes)
     except BaseException:

@@ -125,7 +125,7 @@ def test_links_to_a_device(model: PreTrainedModel, opened: OpenedModel) -> None:
     assert "of pinned RAM (" in link.describe()
     link.close()
     link = open_link("auto", replace(in_files, config=replace(in_files.config, pinned_bytes=0)))
-    assert "through pinned buffers" in link.describe()
+    assert "of pinned RAM (6 of 24 experts) to fake device" in link.describe(), "two per worker"
     link.close()
 
 

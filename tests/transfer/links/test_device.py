@@ -16,7 +16,7 @@ from promoe.transfer.link_timetable import IN_FLIGHT
 from promoe.transfer.links import HostLink, Link
 from promoe.transfer.links.cached_source import CachedSource
 from promoe.transfer.links.device import DeviceLink
-from promoe.transfer.links.device_sources import PinnedSource, StagedSource
+from promoe.transfer.links.pinned_source import PinnedSource
 
 EXPERTS, ROWS, COLUMNS = 5, 24, 64
 CHUNK_BYTES = 4096
@@ -38,13 +38,11 @@ def link_over(source: str, store: HostStore, device: FakeDevice) -> DeviceLink:
         device.unpinnable_bytes = 1
     if source in ("pinned", "unpinnable"):
         return DeviceLink(PinnedSource(store, device), device)
-    if source == "cached":
-        nbytes = 2 * store.layouts[0].slot_bytes
-        return DeviceLink(CachedSource(HostLink(store), store, device, nbytes), device)
-    return DeviceLink(StagedSource(HostLink(store), device, store.layouts[0].slot_bytes), device, workers=2)
+    assert source == "cached"
+    return DeviceLink(CachedSource(HostLink(store), store, device, nbytes=0), device)
 
 
-@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "cached"])
 def test_an_expert_is_there_for_who_waits(source: str, store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 2, device), link_over(source, store, device)
@@ -73,7 +71,7 @@ def test_at_most_two_copies_are_in_flight(store: HostStore) -> None:
     assert device.host_waits == len(chunks), "the host's memory is given back when nothing reads it any more"
 
 
-@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "cached"])
 def test_it_queues_what_is_pinned_where_it_lies(source: str, store: HostStore) -> None:
     link = link_over(source, store, FakeDevice())
     assert link.queues is (source == "pinned")
@@ -111,7 +109,7 @@ def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostS
     link.close()
 
 
-@pytest.mark.parametrize("source", ["staged", "unpinnable", "cached"])
+@pytest.mark.parametrize("source", ["unpinnable", "cached"])
 def test_a_buffer_is_not_written_before_its_copy_was_made(
     source: str, store: HostStore, tensors: dict[str, torch.Tensor]
 ) -> None:
@@ -172,7 +170,7 @@ def broken_mark(queue: FakeQueue) -> FakeEvent:
     raise RuntimeError("no event")
 
 
-@pytest.mark.parametrize("source", ["pinned", "staged"])
+@pytest.mark.parametrize("source", ["pinned", "cached"])
 def test_a_closed_link_or_store_refuses(source: str, store: HostStore) -> None:
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 1, device), link_over(source, store, device)
@@ -197,7 +195,7 @@ def test_files_can_be_the_source(tmp_path: Path) -> None:
     store = open_without_experts(write_checkpoint(tmp_path / "checkpoint")).store
     device = FakeDevice()
     slot_bytes = store.layouts[0].slot_bytes
-    link = DeviceLink(StagedSource(FileLink(store, "page_cache"), device, slot_bytes), device, 2)
+    link = DeviceLink(CachedSource(FileLink(store, "page_cache"), store, device, nbytes=0), device, 2)
     pool = DevicePool(store.layouts[0], 1, device)
     key = ExpertKey(1, 5)
     for chunk in store.chunks(key):
@@ -208,6 +206,6 @@ def test_files_can_be_the_source(tmp_path: Path) -> None:
     for spec in store.layouts[0].tensors:
         part = slice(spec.offset_bytes, spec.offset_bytes + spec.nbytes)
         assert bytes(pool.slot(0).memory[part].tolist()) == bytes(expected[part])
-    assert "through pinned buffers to fake device" in link.describe()
+    assert "of pinned RAM (4 of 24 experts) to fake device" in link.describe()
     link.close()
     store.close()

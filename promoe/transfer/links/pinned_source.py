@@ -1,4 +1,4 @@
-"""Where a device link takes bytes from: tensors in RAM, pinned where they lie, or anything through pinned buffers."""
+"""Experts in RAM as the source of a device link: pinned where they lie, or through pinned buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from promoe.stores import HostStore
 from promoe.stores.base import Chunk
 from promoe.transfer.devices import Device, Event
-from promoe.transfer.links.base import Link
+from promoe.transfer.links.device import Source
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 BUFFERS_PER_THREAD = 2
 
 
-class PinnedSource:
-    """A store in RAM, pinned in place. What is not is copied into pinned buffers first, which takes the host time.
+class PinnedSource(Source):
+    """A store in RAM, pinned in place. What cannot be pinned is copied to pinned buffers first, which takes the host time.
 
     Args:
         store: of the model's own tensors.
-        device: that they are copied to.
+        device: where they are copied to.
     """
 
     def __init__(self, store: HostStore, device: Device) -> None:
@@ -42,7 +42,7 @@ class PinnedSource:
             )
 
     def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk where it lies, or in a buffer."""
+        """Return the chunk where it lies, or in a buffer; see `Source.fetch`."""
         tensor = self._store.tensor(chunk)
         if self._pinned.covers(tensor):
             return tensor
@@ -51,11 +51,11 @@ class PinnedSource:
         return memory
 
     def sent(self, copied: Event | None) -> None:
-        """The buffer, if there was one, may be written again after that."""
+        """Let the buffer, if there was one, be written again after that; see `Source.sent`."""
         self._buffers.sent(copied)
 
     def describe(self) -> str:
-        """Says so if not everything could be pinned."""
+        """Return a name for reports, which says if something could not be pinned."""
         refused_bytes = self._pinned.refused_bytes
         return f"pinned memory{f' ({format_memory(refused_bytes)} through buffers)' if refused_bytes else ''}"
 
@@ -65,7 +65,7 @@ class PinnedSource:
 
 
 class _Buffer:
-    """Pinned memory for one chunk in its slot, and the copy out of it that has to be over before it is written again."""
+    """Pinned memory for one chunk, and the copy out of it that has to be over before it is written again."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -73,7 +73,7 @@ class _Buffer:
 
 
 class _Buffers(threading.local):
-    """Two buffers per thread that needs them: one is read into while the other is copied."""
+    """Two buffers per thread that needs them: one is written while the other is copied."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], nbytes: int) -> None:
         self._allocate, self._nbytes = allocate, nbytes
@@ -81,7 +81,7 @@ class _Buffers(threading.local):
         self._given: _Buffer | None = None
 
     def next(self) -> _Buffer:
-        """The one that was not used last, once it is free; until `sent`."""
+        """Return the buffer that was not used last, once its copy is over. It is the caller's until `sent`."""
         if not self._buffers:
             self._buffers = [_Buffer(self._allocate(self._nbytes)) for _ in range(BUFFERS_PER_THREAD)]
         self._buffers.reverse()
@@ -92,40 +92,6 @@ class _Buffers(threading.local):
         return buffer
 
     def sent(self, copied: Event | None) -> None:
-        """What `next` gave, if anything, is copied, or (None) will not be."""
+        """Say when the copy out of what `next` gave, if anything, is over; None if there is no copy."""
         if self._given is not None:
             self._given.copied, self._given = copied, None
-
-
-class StagedSource:
-    """Whatever a link brings into RAM, such as files: each worker reads into pinned buffers of its own.
-
-    Args:
-        link: brings chunks into RAM; closed with this source.
-        device: that the buffers are copied to.
-        slot_bytes: of the largest slot: a link writes a chunk where it would be in one.
-    """
-
-    at_hand = False
-
-    def __init__(self, link: Link, device: Device, slot_bytes: int) -> None:
-        self._link = link
-        self._buffers = _Buffers(device.allocate_pinned, slot_bytes)
-
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """Read it into a buffer that no copy needs any more."""
-        memory = self._buffers.next().memory
-        self._link.transfer(chunk, memory.numpy().data, memory.data_ptr())
-        return memory[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes]
-
-    def sent(self, copied: Event | None) -> None:
-        """The buffer may be written again after that."""
-        self._buffers.sent(copied)
-
-    def describe(self) -> str:
-        """The link's description."""
-        return f"{self._link.describe()}, through pinned buffers"
-
-    def close(self) -> None:
-        """Close the link."""
-        self._link.close()
