@@ -37,9 +37,8 @@ from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 from promoe.transfer.lifetimes import if_alive, when_gone
 from promoe.transfer.links import FileLink, FileStore, HostLink, Link
-from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
-from promoe.transfer.links.device import DeviceLink, Source
-from promoe.transfer.links.pinned_source import PinnedSource
+from promoe.transfer.links.cached import CachedLink, bytes_for_all_that_fits
+from promoe.transfer.links.pinned import PinnedLink
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.transfer.memory import NOTHING_PACKED, Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads
@@ -96,17 +95,17 @@ def open_link(choice: LinkChoice, parts: Parts) -> Link:
         planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
         return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
     if isinstance(parts.store, HostStore):
-        return DeviceLink(PinnedSource(parts.store, device), device)
-    return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)
+        return PinnedLink(parts.store, device)
+    return _link_from_files(parts, device)
 
 
-def _source_in_files(parts: Parts, device: Device) -> Source:
+def _link_from_files(parts: Parts, device: Device) -> Link:
     store, config, nbytes = parts.store, parts.config, parts.config.pinned_bytes
     if nbytes is None:
         nbytes = bytes_for_all_that_fits(store, config.workers)
     link = _link_into_ram("auto", store, config, nbytes)
     try:
-        return CachedSource(link, store, device, nbytes)
+        return CachedLink(link, store, device, nbytes)
     except BaseException:
         link.close()
         raise

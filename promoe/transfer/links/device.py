@@ -1,4 +1,4 @@
-"""The link from host to device: the device's copy engine copies chunks from pinned memory, two at a time."""
+"""Links from host memory to a device, whose copy engine copies chunks, two at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,33 +16,6 @@ from promoe.transfer.link_timetable import IN_FLIGHT
 from promoe.transfer.links.base import Link
 
 
-class Source(Protocol):
-    """Where a device link takes bytes from: host memory, pinned if the host is not to wait for copies."""
-
-    at_hand: bool
-    """Whether `fetch` never reads, copies or waits."""
-
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """Return the chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `sent` is called for it.
-
-        Raises:
-            OSError: the bytes could not be read.
-        """
-        ...
-
-    def sent(self, copied: Event | None) -> None:
-        """Say that the copy of what this thread fetched last is over at `copied`; None if it will not be made."""
-        ...
-
-    def describe(self) -> str:
-        """Return a name for reports, such as "pinned memory"."""
-        ...
-
-    def close(self) -> None:
-        """Give back memory and files. By then all copies are over, and nothing is fetched any more."""
-        ...
-
-
 class DeviceLink(Link):
     """Copies chunks to slots on a device. A transfer is over when its copy is in the device's queue.
 
@@ -51,16 +23,15 @@ class DeviceLink(Link):
     host until fewer than two copies are in flight, so that something more urgent never waits for more than these. What is
     urgent goes by `transfer_all`, which does not wait.
 
+    Subclasses know where the bytes are: `_fetch`, `_sent`. Host memory is pinned if the host is not to wait for copies.
+
     Args:
-        source: where bytes come from; closed with this link.
         device: where the slots are.
         workers: threads that fetch and copy.
     """
 
-    def __init__(self, source: Source, device: Device, workers: int = 1) -> None:
+    def __init__(self, device: Device, workers: int) -> None:
         self.workers = workers
-        self.queues = source.at_hand
-        self._source = source
         self._device = device
         self._queue = device.new_queue()
         self._turn = threading.Lock()  # one thread at a time waits for the copies in flight
@@ -68,21 +39,35 @@ class DeviceLink(Link):
         self._in_flight: deque[Event] = deque(maxlen=IN_FLIGHT)  # the latest events: copies are made in order
         self._closed = False
 
+    def _fetch(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `_sent` is called for it.
+
+        If the link `queues`, this never reads, copies or waits.
+
+        Raises:
+            OSError: the bytes could not be read.
+        """
+        raise NotImplementedError
+
+    def _sent(self, copied: Event | None) -> None:
+        """Note that the copy of what this thread fetched last is over at `copied`; None if it will not be made."""
+        raise NotImplementedError
+
     def transfer(self, chunk: Chunk, destination: DeviceSlot, address: int) -> None:
         """Queue one chunk's copy; see `Link.transfer`."""
-        fetched = self._source.fetch(chunk)
+        fetched = self._fetch(chunk)
         copied = None
         try:
             with self._turn:
                 self._wait_for_one()
                 copied = self._put([(chunk, destination, fetched)])
         finally:
-            self._source.sent(copied)
+            self._sent(copied)
 
     def transfer_all(self, transfers: Sequence[tuple[Chunk, DeviceSlot]]) -> None:
         """Queue the copies of several chunks as one batch; see `Link.transfer_all`."""
         assert self.queues
-        self._put([(chunk, destination, self._source.fetch(chunk)) for chunk, destination in transfers])
+        self._put([(chunk, destination, self._fetch(chunk)) for chunk, destination in transfers])
 
     def _wait_for_one(self) -> None:
         """Return when fewer than `IN_FLIGHT` copies are in flight."""
@@ -107,16 +92,15 @@ class DeviceLink(Link):
             return copied
 
     def describe(self) -> str:
-        """Return one line for reports, such as "pinned memory to NVIDIA H100, 2 copies in flight"."""
-        return f"{self._source.describe()} to {self._device.name}, {IN_FLIGHT} copies in flight"
+        """Return the end of the line for reports: "to NVIDIA H100, 2 copies in flight"."""
+        return f"to {self._device.name}, {IN_FLIGHT} copies in flight"
 
     def close(self) -> None:
-        """Refuse further transfers, and give back the host's memory once the copies in flight are over."""
+        """Refuse further transfers, and return once the copies in flight are over."""
         with self._lock:
             self._closed = True
             while self._in_flight:
                 self._in_flight.popleft().wait_on_host()
-        self._source.close()
 
 
 def _place(chunk: Chunk, slot: DeviceSlot) -> torch.Tensor:

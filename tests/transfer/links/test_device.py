@@ -1,4 +1,4 @@
-"""The link to a device, over a device that is not there."""
+"""The links to a device, over a fake device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from promoe.stores import HostStore
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.link_timetable import IN_FLIGHT
 from promoe.transfer.links import HostLink, Link
-from promoe.transfer.links.cached_source import CachedSource
+from promoe.transfer.links.cached import CachedLink
 from promoe.transfer.links.device import DeviceLink
-from promoe.transfer.links.pinned_source import PinnedSource
+from promoe.transfer.links.pinned import PinnedLink
 
 EXPERTS, ROWS, COLUMNS = 5, 24, 64
 CHUNK_BYTES = 4096
@@ -37,9 +37,9 @@ def link_over(source: str, store: HostStore, device: FakeDevice) -> DeviceLink:
     if source == "unpinnable":
         device.unpinnable_bytes = 1
     if source in ("pinned", "unpinnable"):
-        return DeviceLink(PinnedSource(store, device), device)
+        return PinnedLink(store, device)
     assert source == "cached"
-    return DeviceLink(CachedSource(HostLink(store), store, device, nbytes=0), device)
+    return CachedLink(HostLink(store), store, device, nbytes=0)
 
 
 @pytest.mark.parametrize("source", ["pinned", "unpinnable", "cached"])
@@ -195,7 +195,7 @@ def test_files_can_be_the_source(tmp_path: Path) -> None:
     store = open_without_experts(write_checkpoint(tmp_path / "checkpoint")).store
     device = FakeDevice()
     slot_bytes = store.layouts[0].slot_bytes
-    link = DeviceLink(CachedSource(FileLink(store, "page_cache"), store, device, nbytes=0), device, 2)
+    link = CachedLink(FileLink(store, "page_cache"), store, device, nbytes=0)
     pool = DevicePool(store.layouts[0], 1, device)
     key = ExpertKey(1, 5)
     for chunk in store.chunks(key):

@@ -1,4 +1,4 @@
-"""Experts in RAM as the source of a device link: pinned where they lie, or through pinned buffers."""
+"""The link from RAM to a device: tensors are pinned where they lie, or go through pinned buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from promoe.stores import HostStore
 from promoe.stores.base import Chunk
 from promoe.transfer.devices import Device, Event
-from promoe.transfer.links.device import Source
+from promoe.transfer.links.device import DeviceLink
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -19,18 +19,19 @@ logger = logging.getLogger(__name__)
 BUFFERS_PER_THREAD = 2
 
 
-class PinnedSource(Source):
-    """A store in RAM, pinned in place. What cannot be pinned is copied to pinned buffers first, which takes the host time.
+class PinnedLink(DeviceLink):
+    """Copies from a store in RAM that it pins in place. What cannot be pinned goes through buffers, which takes the host time.
 
     Args:
-        store: of the model's own tensors.
-        device: where they are copied to.
+        store: of the model's own tensors; the caller closes it.
+        device: where the slots are.
     """
 
     def __init__(self, store: HostStore, device: Device) -> None:
+        super().__init__(device, workers=1)  # one thread keeps two copies in flight
         self._store = store
         self._pinned = device.pin(store.tensors)
-        self.at_hand = all(map(self._pinned.covers, store.tensors))
+        self.queues = all(map(self._pinned.covers, store.tensors))
         longest = max(max(store.chunk_bytes(layer_idx)) for layer_idx in range(len(store.num_experts)))
         self._buffers = _Buffers(device.allocate_pinned, longest)
         if refused_bytes := self._pinned.refused_bytes:
@@ -41,8 +42,8 @@ class PinnedSource(Source):
                 device.name,
             )
 
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """Return the chunk where it lies, or in a buffer; see `Source.fetch`."""
+    def _fetch(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk where it lies, or in a buffer; see `DeviceLink._fetch`."""
         tensor = self._store.tensor(chunk)
         if self._pinned.covers(tensor):
             return tensor
@@ -50,17 +51,19 @@ class PinnedSource(Source):
         self._store.read(chunk, memory.numpy().data)
         return memory
 
-    def sent(self, copied: Event | None) -> None:
-        """Let the buffer, if there was one, be written again after that; see `Source.sent`."""
+    def _sent(self, copied: Event | None) -> None:
+        """Let the buffer, if there was one, be written again after that; see `DeviceLink._sent`."""
         self._buffers.sent(copied)
 
     def describe(self) -> str:
-        """Return a name for reports, which says if something could not be pinned."""
+        """Return one line for reports, such as "pinned memory to NVIDIA H100, 2 copies in flight"."""
         refused_bytes = self._pinned.refused_bytes
-        return f"pinned memory{f' ({format_memory(refused_bytes)} through buffers)' if refused_bytes else ''}"
+        through_buffers = f" ({format_memory(refused_bytes)} through buffers)" if refused_bytes else ""
+        return f"pinned memory{through_buffers} {super().describe()}"
 
     def close(self) -> None:
-        """Unpin. The tensors are the model's."""
+        """Refuse further transfers, and unpin the model's tensors."""
+        super().close()
         self._pinned.undo()
 
 

@@ -1,4 +1,4 @@
-"""The tier between disk and device: experts that were read stay in pinned RAM until others need their place."""
+"""The link from disk to a device: experts that were read stay in pinned RAM until others need their place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.links.base import Link
-from promoe.transfer.links.device import Source
+from promoe.transfer.links.device import DeviceLink
 from promoe.transfer.links.file import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.memory import HugePageRegion
@@ -39,7 +39,7 @@ class _Buffer:
         self.memory = memory
         self.chunks: set[int] = set()  # those that are there, by their offset in the slot
         self.reading: set[int] = set()
-        self.users = 0  # threads between `fetch` and `sent`
+        self.users = 0  # threads between `_fetch` and `_sent`
         self.copied: list[Event] = []  # copies of the expert that it holds
         self.before: list[Event] = []  # copies of the expert before it: nothing is written until these are over
 
@@ -50,11 +50,11 @@ class _Buffer:
         self.before, self.copied = [*self.before, *self.copied], []
 
 
-class CachedSource(Source):
-    """Pinned RAM for what a link reads. The least recently used expert makes room, once no copy needs it any more.
+class CachedLink(DeviceLink):
+    """Copies what another link reads into pinned RAM. The least recently used expert makes room, once no copy needs it.
 
     Args:
-        link: brings chunks into RAM, from as many threads as it has workers; closed with this source.
+        link: brings chunks into RAM, from as many threads as it has workers; closed with this link.
         store: what it reads.
         device: where experts are copied to.
         nbytes: of pinned RAM, at most. 0: the least with which each worker can read one expert while another is copied.
@@ -63,9 +63,8 @@ class CachedSource(Source):
         ConfigError: that is too little to read and copy at the same time, or the system has not that much.
     """
 
-    at_hand = False
-
     def __init__(self, link: Link, store: Store, device: Device, nbytes: int) -> None:
+        super().__init__(device, link.workers)
         slot_bytes, fewest = _slot_bytes(store), FEWEST_PER_WORKER * link.workers
         if nbytes == 0:
             nbytes = fewest * slot_bytes
@@ -98,10 +97,9 @@ class CachedSource(Source):
         self._held: OrderedDict[ExpertKey, _Buffer] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self._latest = threading.local()  # by worker: the buffer of what it fetched
-        self._closed = False
 
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """Return the chunk in RAM, and read it first if it is not there; see `Source.fetch`.
+    def _fetch(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk in RAM, and read it first if it is not there; see `DeviceLink._fetch`.
 
         If another worker is reading it, wait for that.
         """
@@ -119,8 +117,8 @@ class CachedSource(Source):
         self._latest.buffer = buffer
         return buffer.memory[place : place + chunk.nbytes]
 
-    def sent(self, copied: Event | None) -> None:
-        """Keep the expert at least until then; see `Source.sent`."""
+    def _sent(self, copied: Event | None) -> None:
+        """Keep the expert at least until then; see `DeviceLink._sent`."""
         with self._changed:
             buffer: _Buffer = self._latest.buffer
             if copied is not None:
@@ -132,14 +130,16 @@ class CachedSource(Source):
             oldest.wait_on_host()
 
     def describe(self) -> str:
-        """Return the link's description and what stays: "..., kept in 4.0 GiB of pinned RAM (240 of 1440 experts)"."""
+        """Return one line for reports: "..., kept in 4.0 GiB of pinned RAM (240 of 1440 experts) to NVIDIA H100, ..."."""
         kept = f"{min(self._num_buffers, self._num_experts)} of {self._num_experts} experts"
-        return f"{self._link.describe()}, kept in {format_memory(self.nbytes)} of pinned RAM ({kept})"
+        return (
+            f"{self._link.describe()}, kept in {format_memory(self.nbytes)} of pinned RAM ({kept}) {super().describe()}"
+        )
 
     def close(self) -> None:
-        """Close the link and give back the RAM."""
-        with self._changed:
-            self._closed = True
+        """Refuse further transfers, close the other link and give back the RAM."""
+        super().close()
+        with self._changed:  # those who wait for a buffer see that the link is closed
             self._changed.notify_all()
         self._link.close()
         self._held.clear()
