@@ -1,11 +1,8 @@
-"""Patching, unpatching and closing while forwards run; many forwards; abandoned ones; a process that ends among them."""
+"""Patching, unpatching and closing while forwards run; many forwards; abandoned ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import PROMPTS, checkpoint, config, greedy, resident, served, stock
+from served import PROMPTS, config, greedy, resident, served, stock
 from torch import nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from untouched import leaving_untouched
@@ -322,123 +319,6 @@ def test_abandoned_generation(way: str, abandon: Callable[[PreTrainedModel], Non
         total = model.promoe.stats().total
         assert total.passes_aborted == 0, "it ended between two passes"
         assert not threads_in_forward(model, model.promoe.runtime.layers)
-
-
-# -- the end of the process -------------------------------------------------------------------------------------
-
-START = """
-    import sys, threading
-    import torch, promoe
-    from promoe.transfer.links import Fault, FaultyLink
-    torch.set_num_threads(1)
-    config = promoe.PromoeConfig(bypass=False, strict=True, stall_timeout_s=float(sys.argv[2]))
-    ids = torch.arange(2, 6).unsqueeze(0)
-
-    def opened(plan=lambda number, chunk: None, by_workers=True):
-        model = promoe.from_pretrained(sys.argv[1], cache="40%", config=config)
-        engine = model.promoe.runtime.engine
-        assert engine.forwards_copy  # chunks as short as these
-        engine.forwards_copy = not by_workers
-        engine.link = FaultyLink(engine.link, plan)
-        return model
-
-    def stuck(number, chunk):
-        return Fault("stuck") if number >= 3 else None
-
-    def wait_for_stuck(model):
-        assert model.promoe.runtime.engine.link.stuck.wait(60)
-
-    @torch.inference_mode()
-    def ask(model):
-        return model(ids).logits
-
-    def ask_beside(model):
-        thread = threading.Thread(target=ask, args=[model], daemon=True)
-        thread.start()
-        return thread
-"""
-
-ENDS = {
-    "idle, unpatched, closed": """
-        idle, unpatched, closed = opened(), opened(), opened()
-        for model in (idle, unpatched, closed):
-            ask(model)
-        promoe.unpatch(unpatched)
-        closed.promoe.close()
-    """,
-    "a worker in a stuck read, more queued": """
-        model = opened(stuck)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-        assert model.promoe.runtime.engine.scheduler.has_orders
-    """,
-    "a forward in a stuck read": """
-        model = opened(stuck, by_workers=False)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-    """,
-    "a predictor that computes": """
-        computing = threading.Event()
-        class Slow:
-            def predict(self, visit):
-                computing.set()
-                numbers = torch.eye(20)
-                for _ in range(5000):
-                    numbers = numbers @ numbers
-                return []
-        model = promoe.from_pretrained(sys.argv[1], cache="40%", predictor=Slow(), config=config)
-        ask(model)
-        assert computing.wait(60)
-    """,
-    "closed with a stuck read": """
-        model, raised = opened(stuck), []
-        threading.excepthook = lambda args: raised.append(args.exc_type)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-        model.promoe.close()
-        asking.join()
-        assert raised == [promoe.EngineClosedError], raised
-    """,
-}
-LEFT_BEHIND = "still in a transfer after 2.0 s; left behind."
-
-
-def ended(program: str, *options: str) -> str:
-    """What a process wrote to its standard error, which ended with 0 and within bounds."""
-    stall = "2.0" if program == ENDS["closed with a stuck read"] else "60.0"
-    path = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run(
-        [
-            sys.executable,
-            *options,
-            "-c",
-            textwrap.dedent(START) + textwrap.dedent(program),
-            str(checkpoint(FAMILY)),
-            stall,
-        ],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * WAIT_S,
-    )
-    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
-    return run.stderr
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id=""),
-        pytest.param(("-X", "dev", "-W", "error::ResourceWarning"), id="development mode", marks=pytest.mark.slow),
-    ],
-)
-def test_end_of_the_process(end: str, options: tuple[str, ...]) -> None:
-    """Nobody waits for a read that hangs, and nothing is written but what is meant to be; also with Python's own checks."""
-    lines = ended(ENDS[end], *options).splitlines()
-    if end == "closed with a stuck read":
-        assert LEFT_BEHIND in lines.pop(0)
-    assert not lines
 
 
 # -- interpreters without a global lock -------------------------------------------------------------------------
