@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,15 +17,12 @@ import numpy.typing as npt
 
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stats.counts import Phase
-from promoe.stats.recorder import Recorder
-from promoe.stores import Store
 from promoe.transfer.engine.monitor import Changing
 from promoe.transfer.engine.resizing import Resizing
 from promoe.transfer.engine.transfers import Transfers
 from promoe.transfer.engine.visit import EngineVisit
 from promoe.transfer.engine.warming import Warming
-from promoe.transfer.links import Link
-from promoe.transfer.memory import Pool, SlotPool
+from promoe.transfer.memory import SlotPool
 from promoe.transfer.threads import ThreadBeside, hold_in_forks, stop_at_exit
 
 logger = logging.getLogger(__name__)
@@ -35,37 +32,21 @@ RENEWAL_LOOKS_S = 0.001
 
 
 class Engine(Transfers):
-    """Serves expert weights from a store into slots, by a scheduler's orders. `start` starts it, and `close` ends it.
+    """Serves expert weights from a store into slots, by a scheduler's orders.
 
-    Args:
-        scheduler: decides what moves. Only this engine drives it.
-        store: knows the chunks of each expert.
-        link: moves one chunk. `link.workers` threads call it.
-        pools: one per pool of the scheduler, in its order.
-        recorder: counts. This engine's lock guards it.
-        stall_timeout_s: a forward that waits while no chunk completes for this long raises EngineStalledError.
-        clock: returns seconds, by which that is measured.
+    `start` starts it and `close` ends it. `Monitor` describes the arguments.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        store: Store,
-        link: Link,
-        pools: Sequence[Pool],
-        recorder: Recorder,
-        stall_timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(scheduler, store, link, pools, recorder, stall_timeout_s, clock)
-        if scheduler.config.strict:
-            self._poison_released_slots()
-        self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(link.workers)]
+    _threads: Sequence[ThreadBeside] = ()
 
     def start(self) -> None:
         """Start the link workers."""
+        if self.scheduler.config.strict:
+            self._poison_released_slots()
         hold_in_forks(self, self.lock, Engine._forked)
         stop_at_exit(self, Engine._end)
+        workers = range(self.link.workers)
+        self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in workers]
         for thread in self._threads:
             thread.start()
 
@@ -140,9 +121,7 @@ class Engine(Transfers):
 
     def _forked(self) -> None:
         """Stop serving in a new process, which has a copy of everything but the threads; with the lock held."""
-        self.scheduler.prefetch_on = (
-            False  # or the forward would hand visits to a predictor's thread, which this process lacks
-        )
+        self.scheduler.prefetch_on = False  # the predictor's thread, which would be given visits, is not there either
         self._broken, self.renewable = None, False
         self._stop_serving(
             "This process was forked from the one that patched the model, whose link workers it lacks.", None

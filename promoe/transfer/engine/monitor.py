@@ -13,6 +13,7 @@ holds, and a change that would begin during another change is refused.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
@@ -45,12 +46,20 @@ SHORT_CHUNK_BYTES = 64 * 1024
 class Monitor:
     """What forwards and link workers share. See `Engine`, which adds what they do with it.
 
+    Args:
+        scheduler: decides what moves. Only this engine drives it.
+        store: knows the chunks of each expert.
+        link: moves one chunk. `link.workers` threads call it. Every transfer looks it up, so a link over it (a `MeteredLink`,
+            a `FaultyLink`) may take its place at any time.
+        pools: one per pool of the scheduler, in its order.
+        recorder: counts.
+        stall_timeout_s: a forward that waits while no chunk completes for this long raises EngineStalledError.
+        clock: returns seconds, by which that is measured.
+
     Attributes:
         lock: guards the scheduler, the recorder and everything here.
         times_held: returns how often the calling thread holds the lock: more than once where a signal handler, or a
             finalizer, interrupted it there.
-        link: moves chunks. Every transfer looks it up, so a link over it (a `MeteredLink`, a `FaultyLink`) may take its
-            place at any time.
         queues: whether `copy_demand` only queues copies for a device. Then it need not wait for the visit.
         forwards_copy: whether forwards fetch by `copy_demand` what they need. If not, workers do.
         first_names: per layer, the tensors that come with the first chunks of its experts (`SchedulerConfig.first_chunks`).
@@ -68,8 +77,8 @@ class Monitor:
         link: Link,
         pools: Sequence[Pool],
         recorder: Recorder,
-        stall_timeout_s: float,
-        clock: Callable[[], float],
+        stall_timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
         self.store = store
