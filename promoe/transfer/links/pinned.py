@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -47,7 +48,7 @@ class PinnedLink(DeviceLink):
         tensor = self._store.tensor(chunk)
         if self._pinned.covers(tensor):
             return tensor
-        memory = self._buffers.next().memory[: chunk.nbytes]
+        memory = self._buffers.next()[: chunk.nbytes]
         self._store.read(chunk, memory.numpy().data)
         return memory
 
@@ -67,34 +68,26 @@ class PinnedLink(DeviceLink):
         self._pinned.undo()
 
 
-class _Buffer:
-    """Pinned memory for one chunk, and the copy out of it that has to be over before it is written again."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.copied: Event | None = None
-
-
 class _Buffers(threading.local):
-    """Two buffers per thread that needs them: one is written while the other is copied."""
+    """Pinned buffers of one chunk, two per thread that needs them: one is written while the other is copied."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], nbytes: int) -> None:
         self._allocate, self._nbytes = allocate, nbytes
-        self._buffers: list[_Buffer] = []
-        self._given: _Buffer | None = None
+        self._given: torch.Tensor | None = None
+        self._copied: deque[tuple[torch.Tensor, Event | None]] = deque()  # each with its last copy, oldest first
 
-    def next(self) -> _Buffer:
+    def next(self) -> torch.Tensor:
         """Return the buffer that was not used last, once its copy is over. It is the caller's until `sent`."""
-        if not self._buffers:
-            self._buffers = [_Buffer(self._allocate(self._nbytes)) for _ in range(BUFFERS_PER_THREAD)]
-        self._buffers.reverse()
-        buffer = self._given = self._buffers[0]
-        if buffer.copied is not None:
-            buffer.copied.wait_on_host()
-            buffer.copied = None
-        return buffer
+        if self._given is None:  # else what it was given for failed
+            if not self._copied:
+                self._copied.extend((self._allocate(self._nbytes), None) for _ in range(BUFFERS_PER_THREAD))
+            self._given, copied = self._copied.popleft()
+            if copied is not None:
+                copied.wait_on_host()
+        return self._given
 
     def sent(self, copied: Event | None) -> None:
         """Say when the copy out of what `next` gave, if anything, is over; None if there is no copy."""
         if self._given is not None:
-            self._given.copied, self._given = copied, None
+            self._copied.append((self._given, copied))
+            self._given = None
