@@ -1,4 +1,4 @@
-"""Patching, unpatching and closing while forwards run; many forwards; abandoned ones."""
+"""Patching, unpatching and closing while forwards run, many forwards at once, and abandoned ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLACES = ("RAM, workers", "files, workers")
 
 @contextmanager
 def held(model: PreTrainedModel, act: Callable[[], Any], threads: int = 1) -> Iterator[list[Future[Any]]]:
-    """`act` in so many threads, each held in a forward of the model, in its second MoE layer, until the context ends."""
+    """Call `act` in so many threads, and hold each in the model's second MoE layer until the context ends."""
     inside, let_go = threading.Semaphore(0), threading.Event()
 
     def hold(*args: Any) -> None:
@@ -79,7 +79,7 @@ def test_unpatch_during_a_forward(way: str, threads: int, told: str) -> None:
 
 
 def test_unpatch_in_a_forward_of_this_thread() -> None:
-    """In a hook of the model, of a block and of experts, before and after they run."""
+    """The hooks are those of the model, of a block and of experts, before and after they run."""
     with faulty("RAM, workers", never) as (model, _):
         told = []
 
@@ -135,7 +135,7 @@ def test_patch_during_a_forward() -> None:
 
 @pytest.mark.parametrize("way", PLACES)
 def test_close_during_a_forward(way: str) -> None:
-    """As told: it is closed, the forwards raise, it can be unpatched."""
+    """The error said so: close it, the forwards raise, then it can be unpatched."""
     with faulty(way, never, predictor="gate") as (model, _):
         with held(model, lambda: assert_right(model), 2) as forwards:
             model.promoe.close()
@@ -166,7 +166,7 @@ def test_close_while_forwards_wait_for_a_read(way: str) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("alive", [True, False])
 def test_unpatch_after_a_forward_that_raised(error: type[BaseException], alive: bool) -> None:
-    """Whatever ended it, in whatever thread, it runs no more; its traceback may still be held."""
+    """A forward that ended does not run any more, even if its traceback is still held."""
     with faulty("RAM, workers", never) as (model, _):
         seen, end = threading.Event(), threading.Event()
         kept: list[BaseException] = []
@@ -201,7 +201,7 @@ def test_unpatch_after_a_forward_that_raised(error: type[BaseException], alive: 
 
 
 def test_forward_that_begins_while_it_is_unpatched() -> None:
-    """Reading all experts takes long: what begins meanwhile is told, and so is who unpatches it, too."""
+    """Reading all experts takes long. A forward that begins meanwhile raises, and so does a second `unpatch`."""
     with faulty("files, workers", never) as (model, _):
         restore, fails = model.promoe._restore, True
 
@@ -267,11 +267,11 @@ class Numbers:
 
 
 class Abandoned(Exception):
-    """Nobody wants the rest."""
+    """Raised by a consumer that does not want the rest."""
 
 
 def abandon_stream(model: PreTrainedModel) -> None:
-    """The consumer takes two words and goes; the generation's thread runs to its end."""
+    """Take two words and go. The generation's thread runs to its end."""
     streamer = TextIteratorStreamer(Numbers(), skip_prompt=True, timeout=WAIT_S)  # type: ignore[arg-type]
     asked = {**PROMPTS["one"], "streamer": streamer, "max_new_tokens": 8, "do_sample": False}
     thread = threading.Thread(target=model.generate, kwargs=asked)
@@ -284,7 +284,7 @@ def abandon_stream(model: PreTrainedModel) -> None:
 
 
 class StopsWith(StoppingCriteria):
-    """Raises after the second token."""
+    """Return a function that generates and raises after the second token."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error, self.calls = error, 0

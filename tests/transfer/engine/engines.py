@@ -1,4 +1,4 @@
-"""Engines to test: experts are rows of numbers that say which they are, and links note what they move, fail, or wait."""
+"""Engines for tests. Each expert's numbers say which expert it is, and links note what they move, fail, or wait."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def running(
     pools: Sequence[PoolSpec] = (),
     **fields: Any,
 ) -> Iterator[tuple[Engine, Any]]:
-    """An engine over LAYERS layers of EXPERTS experts of so many chunks each, with its link."""
+    """Run an engine over LAYERS layers of EXPERTS experts of so many chunks each. Yield it with its link."""
     store = HostStore([make_bank(layer_idx) for layer_idx in range(LAYERS)], chunk_bytes=4096)
     settings = SchedulerConfig(
         num_experts=[EXPERTS] * LAYERS,
@@ -109,7 +109,7 @@ def running(
 
 
 def visit(engine: Engine, layer_idx: int, ids: list[int]) -> list[int]:
-    """Run a visit; every weight is looked at. Returns the experts in order of execution."""
+    """Run a visit and check every weight. Return the experts in order of execution."""
     order: list[int] = []
     with engine.visit(layer_idx, ids) as layer_visit:
         for rows in layer_visit.groups():
@@ -132,7 +132,7 @@ class Clock:
         return self.now_s
 
     def advance(self, engine: Engine, seconds: float) -> None:
-        """Let it pass, and every waiting forward see that it has."""
+        """Let time pass, and every waiting forward see it."""
         self.looked.clear()
         self.now_s += seconds
         with engine.lock:
@@ -158,7 +158,7 @@ class Failing(FaultyLink):
 
 
 def in_the_midst_of_a_hint(engine: Engine, call: Callable[[], object]) -> None:
-    """Run `call` as a signal handler would run that comes then, in this thread."""
+    """Run `call` during a hint and in its thread, as a signal handler would."""
     stock = engine.scheduler.hint
 
     def interrupted(layer_idx: int, ids: Sequence[int]) -> int:

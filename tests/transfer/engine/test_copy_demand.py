@@ -1,4 +1,4 @@
-"""Forwards that copy, or queue, what they need by themselves."""
+"""Forwards that copy or queue what they need themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .engines import CHUNKS, EXPERTS, LAYERS, Recording, resident, running, valu
 
 
 class Copying(Recording):
-    """A link whose short chunks the forward copies itself; notes the threads that do."""
+    """A link whose short chunks the forward copies itself. It notes the threads that do."""
 
     copies_from_ram = True
 
@@ -83,7 +83,7 @@ def test_forwards_that_copy_share_one_slot() -> None:
 
 
 class Queueing(Copying):
-    """A link that takes several chunks at once from who needs them; notes how many."""
+    """A link that takes several chunks at once from the forward that needs them. It notes how many."""
 
     copies_from_ram = False
     queues = True
@@ -158,10 +158,10 @@ def test_a_queue_that_fails_or_is_interrupted_leaves_nothing_behind(error: BaseE
         visit(engine, 0, [0, 1])
 
     with running(Torn, slots=3) as (engine, link):
-        if isinstance(error, KeyboardInterrupt):  # of the gate, or of the visit; the copies made again fail, too
+        if isinstance(error, KeyboardInterrupt):  # from the gate or the visit; the copies made again fail, too
             with pytest.raises(KeyboardInterrupt):
                 needs_them()
-        elif hinted:  # tried once more by the visit, which then says so
+        elif hinted:  # the visit tries once more and then raises
             with pytest.raises(ExpertLoadError, match="torn"):
                 needs_them()
         else:
@@ -232,7 +232,7 @@ def test_a_copy_that_is_interrupted_once_is_made_for_whoever_else_needs_it() -> 
             if self.armed and threading.current_thread() is threading.main_thread():
                 self.armed = False
                 waiting.append(thread.submit(visit, engine, 0, [0, 1]))
-                until(lambda: engine.waiters)  # for the chunk under way: it has fetched all else
+                until(lambda: engine.waiters)  # for the chunk in flight, after it has fetched all else
                 raise KeyboardInterrupt
             super().transfer(chunk, destination, address)
 

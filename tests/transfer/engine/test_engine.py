@@ -104,7 +104,7 @@ def test_who_computes_with_slots_of_before_a_renewal_is_told() -> None:
             engine.renew()
             with pytest.raises(EngineError, match="renewed meanwhile"):
                 next(groups)
-            layer_visit._visit = None  # a forward would have ended with that error
+            layer_visit._visit = None  # in a forward, that error would have ended the visit
         assert visit(engine, 0, [1, 2]) == [1, 2]
 
 

@@ -25,7 +25,7 @@ from .engines import EXPERTS, LAYERS, WIDTH, resident, running
 
 
 class Gated(Link):
-    """A link over which the chunks of last tensors wait until `release`, and some then fail."""
+    """A link that holds back the chunks of last tensors until `release`. Some then fail."""
 
     copies_from_ram = False
 
@@ -52,16 +52,16 @@ class Gated(Link):
 
 
 def two_tensor_bank(layer_idx: int) -> dict[str, torch.Tensor]:
-    """Of one chunk each."""
+    """Make two tensors of one chunk each."""
     numbers = torch.arange(EXPERTS, dtype=torch.float32).unsqueeze(1).expand(EXPERTS, WIDTH // 4) + 100 * layer_idx
     return {"up_proj": numbers, "down_proj": numbers + 50}
 
 
 @contextmanager
 def two_tensors(workers: int = 1) -> Iterator[tuple[Engine, Any]]:
-    """An engine over experts of two tensors, of which the first is enough to begin."""
+    """Run an engine over experts of two tensors, of which the first is enough to begin."""
     with pytest.MonkeyPatch.context() as patch:
-        # A forward that nobody wakes is not to be saved by looking up every now and then.
+        # A forward that nobody wakes must not be saved by its heartbeat.
         patch.setattr(waiter_module, "HEARTBEAT_S", 4 * WAIT_S)
         with running(
             Gated,
@@ -79,7 +79,7 @@ Seen = tuple[str, dict[int, dict[str, float]]]
 
 
 def seen(rows: Any) -> Seen:
-    """Whether a group is of first tensors or of whole experts, and the number in each tensor."""
+    """Return whether a group is of first tensors or of whole experts, and the number in each tensor."""
     numbers = {e: {name: t.unique().item() for name, t in tensors.items()} for e, tensors in rows.items()}
     return type(rows).__name__, numbers
 
@@ -109,13 +109,13 @@ def test_whole_experts_go_before_what_could_be_begun() -> None:
 
 
 def visit_all(engine: Engine, layer_idx: int, ids: list[int], at_once: bool = False, begin: bool = True) -> list[str]:
-    """Run a visit; what kinds of groups it came in."""
+    """Run a visit and return the kinds of its groups."""
     with engine.visit(layer_idx, ids) as layer_visit:
         return [seen(rows)[0] for rows in layer_visit.groups(at_once, begin)]
 
 
 def have_first(engine: Engine, experts: list[int]) -> bool:
-    """Whether the first chunks of these experts of layer 0 are there, and not the last."""
+    """Return whether the first chunks of these experts of layer 0 are there, and not the last."""
     with engine.lock:
         loads = engine.scheduler.cache_of(0).loads
         return all(expert_idx in loads and loads[expert_idx].has_first(1) for expert_idx in experts)
@@ -157,7 +157,7 @@ def test_an_expert_that_failed_is_begun_anew_by_the_next_visit() -> None:
 
 
 def test_one_that_was_begun_was_not_there_in_time() -> None:
-    """Also if it is whole before the forward looks again, so that nothing ever waited."""
+    """This holds also if the expert is whole before the forward looks again, so that it never waited."""
     with two_tensors(workers=2) as (engine, link):
         engine.recorder.begin_pass("decode", 1, 1)
         engine.hint(0, [2, 4])

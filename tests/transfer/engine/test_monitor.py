@@ -21,7 +21,7 @@ KNOWS_ITS_DEPTH = pytest.mark.skipif(
 
 @KNOWS_ITS_DEPTH
 def test_a_signal_handler_is_refused_in_the_midst_of_a_change() -> None:
-    """And not left waiting for itself. One that catches that has done no harm."""
+    """Otherwise it would wait for itself. A handler that catches the error has done no harm."""
     with running() as (engine, _):
 
         def handler() -> None:

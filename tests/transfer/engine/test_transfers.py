@@ -1,4 +1,4 @@
-"""Orders that link workers carry out, in which order, and what becomes of those that fail."""
+"""What link workers fetch, in which order, and what happens when a transfer fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_hint_starts_what_is_missing_and_its_visit_finishes_it() -> None:
 
 
 def test_demand_waits_for_no_more_than_the_chunk_under_way() -> None:
-    """Speculation is preempted between chunks: at most one of its chunks lies before the demand's first."""
+    """Speculation is preempted between chunks: at most one of its chunks comes before the first demanded chunk."""
     with running(lambda link: Recording(link, lambda key, idx: key == (1, 0) and idx == 1), slots=4) as (engine, link):
         visit(engine, 0, [0])
         probabilities = [1.0, 1.0] + [0.0] * 4
@@ -72,7 +72,7 @@ def test_speculation_may_use_all_workers_and_demand_is_next() -> None:
         settle(engine)
         layers = [key.layer_idx for key, _ in link.started]
         assert layers[:2] == [1, 1]
-        assert 0 in layers[2:4]  # two workers note what they were given in either order
+        assert 0 in layers[2:4]  # two workers may note their chunks in either order
         assert link.most_running == 2
 
 
@@ -127,7 +127,7 @@ def test_a_failed_demand_names_expert_source_and_cause(workers: int, hinted: boo
         assert isinstance(raised.value.__cause__, OSError)
         assert raised.value.__cause__.errno == errno.EIO
         assert str(raised.value.__cause__) in str(raised.value)
-        # Usable: others at once, the same expert as soon as the cause is mended.
+        # The engine stays usable: for other experts at once, for this one as soon as the cause is mended.
         visit(engine, 1, [0, 1])
         with pytest.raises(ExpertLoadError):
             visit(engine, 1, [4])
@@ -227,7 +227,7 @@ def test_a_slot_holds_nan_from_its_experts_end_until_the_next_has_come() -> None
 
 
 def test_the_timeline_may_end_while_chunks_are_under_way() -> None:
-    """A worker looks at the tracer twice; in between, it may be gone."""
+    """The tracer may be gone between a worker's two looks at it."""
 
     class Vanishing(Engine):
         looks = 0

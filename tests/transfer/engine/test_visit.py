@@ -60,7 +60,7 @@ def test_without_reorder_experts_run_and_come_in_id_order() -> None:
 
 
 def test_at_once_all_that_have_slots_are_one_group() -> None:
-    """Small experts: a group each would cost more than it computes."""
+    """With small experts, a group costs more than it computes."""
     with running(slots=4) as (engine, _):
         visit(engine, 0, [1])
         engine.recorder.reset()

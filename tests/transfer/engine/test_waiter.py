@@ -33,11 +33,11 @@ def test_no_progress_is_an_error_with_the_state() -> None:
         ):
             assert part in message, (part, message)
         link.open.set()
-        visit(engine, 2, [4])  # it was the link: everything goes on
+        visit(engine, 2, [4])  # once the link goes on, everything does
 
 
 def test_progress_elsewhere_is_not_a_stall() -> None:
-    """The clock starts again with each chunk, whoever's it is."""
+    """The clock starts again with each chunk, whoever needs it."""
 
     clock = Clock()
 
@@ -55,7 +55,7 @@ def test_progress_elsewhere_is_not_a_stall() -> None:
 
 
 def test_a_process_that_was_stopped_did_not_wait() -> None:
-    """Ctrl-Z and a frozen container stop the clock of no machine; only time in which it looked counts."""
+    """Ctrl-Z and a frozen container do not stop the machine's clock. Only time in which the forward looked counts."""
     clock = Clock()
     make = lambda link: Recording(link, lambda key, idx: idx == 1)  # noqa: E731
     with running(make, stall_timeout_s=5.0, clock=clock) as (engine, link), ThreadPoolExecutor(1) as thread:

@@ -59,7 +59,7 @@ def test_a_forward_goes_before_what_warms() -> None:
 
 
 def test_warming_ends_where_others_take_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to send then, and nobody would say so but the worker that finds out."""
+    """Nothing is left to send then, and only the worker that finds out can say so."""
     monkeypatch.setattr(waiter_module, "HEARTBEAT_S", 10 * WAIT_S)
     held = lambda key, idx: key == (1, 0) and idx == 0  # noqa: E731
     with (

@@ -27,7 +27,7 @@ KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(EXPER
 
 
 def make_store() -> HostStore:
-    """Two layers, of whose experts the second one's are smaller; two chunks per tensor."""
+    """Make a store of two layers, the second with smaller experts, and two chunks per tensor."""
     draw = torch.Generator().manual_seed(0)
     sizes = ((ROWS, COLUMNS), (ROWS // 2, COLUMNS))
     banks = [{name: torch.randn(EXPERTS, *size, generator=draw) for name in ("up", "down")} for size in sizes]
@@ -35,7 +35,7 @@ def make_store() -> HostStore:
 
 
 class CountingLink(HostLink):
-    """Counts what is read; may be held up, or fail."""
+    """A link that counts what it reads, and may be held up or fail."""
 
     def __init__(self, store: HostStore, workers: int = 1) -> None:
         super().__init__(store, workers)

@@ -97,7 +97,7 @@ def test_several_chunks_at_once_wait_for_nothing_and_arrive_together(
 
 
 def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostStore) -> None:
-    """What is speculative is never many copies ahead of what will be demanded."""
+    """Speculation never puts many copies before what will be demanded."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("pinned", store, device)
     chunk = store.chunks(ExpertKey(0, 0))[0]
@@ -113,7 +113,7 @@ def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostS
 def test_a_buffer_is_not_written_before_its_copy_was_made(
     source: str, store: HostStore, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Copies are made as late as they can be; each must still find its own bytes."""
+    """Copies are made as late as possible, and each must still find its own bytes."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over(source, store, device)
     for expert_idx in range(EXPERTS):
@@ -145,7 +145,7 @@ def test_what_cannot_be_pinned_is_said_once(store: HostStore, caplog: pytest.Log
 
 
 def test_copies_that_cannot_be_made_hold_no_buffer(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
-    """Those of an expert that could not be copied are there for the next."""
+    """The buffer of an expert that could not be copied is free for the next expert."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 1, device), link_over("cached", store, device)
     mark = FakeQueue.mark
@@ -185,7 +185,7 @@ def test_a_closed_link_or_store_refuses(source: str, store: HostStore) -> None:
 
 
 def test_files_can_be_the_source(tmp_path: Path) -> None:
-    """Through the same link that fills slots in RAM."""
+    """They are read by the same link that fills slots in RAM."""
     from tiny_checkpoint import write_checkpoint
 
     from promoe.model.opening import open_without_experts

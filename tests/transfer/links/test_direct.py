@@ -124,7 +124,7 @@ def test_skip() -> None:
 
 @pytest.fixture
 def finest(raw_files: list[RawFile]) -> Alignment:
-    """What this machine really asks for."""
+    """Return what this machine really requires."""
     fd = os.open(raw_files[0].path, os.O_RDONLY)
     alignment = direct_alignment(fd)
     os.close(fd)

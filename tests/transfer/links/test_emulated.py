@@ -119,7 +119,7 @@ def test_threads_share_one_wire(make_store: MakeStore) -> None:
 
 
 class Busy(Link):
-    """A link whose transfers wait for each other, and end after a moment if nobody comes."""
+    """A link whose transfers wait for each other, and end after a moment if no other comes."""
 
     workers = IN_FLIGHT
 

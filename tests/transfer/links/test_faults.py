@@ -46,7 +46,7 @@ def only(number: int, kind: FaultKind) -> Plan:
 
 
 def move(link: FaultyLink, store: HostStore, pool: SlotPool, expert_idx: int) -> torch.Tensor:
-    """Fetch an expert into its slot; returns what is there."""
+    """Fetch an expert into its slot. Return what is there."""
     link.transfer(store.chunks(ExpertKey(0, expert_idx))[0], pool.slot(expert_idx), pool.address(expert_idx))
     return pool.tensors(expert_idx)["up"]
 
