@@ -45,8 +45,6 @@ class ReadBandwidth:
     """Threads with one request in flight each."""
     bytes_read: int
     elapsed_s: float
-    cpu_s: float
-    """CPU time of the reading threads, including the kernel's copies."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -151,15 +149,14 @@ def _probe(
     todo = itertools.cycle(requests)
     start_together = threading.Barrier(depth)
 
-    def read_for_a_while(buffer: HugePageRegion) -> tuple[int, float, float, float]:
+    def read_for_a_while(buffer: HugePageRegion) -> tuple[int, float, float]:
         start_together.wait()
         return _read_until(descriptors, todo, buffer.memory, request_bytes, seconds)
 
     with ThreadPoolExecutor(depth, thread_name_prefix="promoe-probe") as pool:
         results = list(pool.map(read_for_a_while, buffers))
-    bytes_read, started_s, ended_s, cpu_s = zip(*results, strict=True)
-    elapsed_s = max(ended_s) - min(started_s)
-    return ReadBandwidth(mode, request_bytes, depth, sum(bytes_read), elapsed_s, sum(cpu_s))
+    bytes_read, started_s, ended_s = zip(*results, strict=True)
+    return ReadBandwidth(mode, request_bytes, depth, sum(bytes_read), max(ended_s) - min(started_s))
 
 
 def _requests(chunks: Iterable[Chunk], request_bytes: int) -> list[_Request]:
@@ -186,15 +183,15 @@ def _read_until(
     buffer: memoryview,
     request_bytes: int,
     seconds: float,
-) -> tuple[int, float, float, float]:
-    """Read for so many seconds. Return the bytes read, start, end and CPU seconds of this thread."""
+) -> tuple[int, float, float]:
+    """Read for so many seconds. Return the bytes read, and the times of start and end in seconds."""
     bytes_read = 0
     places = itertools.cycle(range(0, len(buffer) - request_bytes + 1, request_bytes))
-    start_s, cpu_start_s = time.perf_counter(), time.thread_time()
+    start_s = time.perf_counter()
     while True:
         file_idx, offset_bytes, nbytes = next(todo)
         place = next(places)
         bytes_read += os.preadv(descriptors[file_idx].fd, [buffer[place : place + nbytes]], offset_bytes)
         now_s = time.perf_counter()
         if now_s - start_s >= seconds:
-            return bytes_read, start_s, now_s, time.thread_time() - cpu_start_s
+            return bytes_read, start_s, now_s

@@ -66,7 +66,6 @@ def test_a_probe_reads_requests_of_its_size_inside_the_experts_ranges(
     assert (reading.mode, reading.request_bytes, reading.depth) == (mode, 16_384, depth)
     assert reading.bytes_per_s == pytest.approx(reading.bytes_read / reading.elapsed_s)
     assert reading.elapsed_s > 0
-    assert reading.cpu_s >= 0
 
 
 def test_the_best_of_all_settings_interleaved(
@@ -87,8 +86,8 @@ def test_the_best_of_all_settings_interleaved(
 
 
 def test_best_is_by_speed_not_by_bytes(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = ReadBandwidth("direct", 4096, 1, 1000, 10.0, 0.1)
-    fast = ReadBandwidth("direct", 8192, 1, 500, 1.0, 0.1)
+    slow = ReadBandwidth("direct", 4096, 1, 1000, 10.0)
+    fast = ReadBandwidth("direct", 8192, 1, 500, 1.0)
     readings = iter([slow, fast, slow])
     monkeypatch.setattr(module, "probe_read_bandwidth", lambda *args, **kwargs: next(readings))
     store = make_store([bytes(9000)], [[plain(0, 9000)]])
