@@ -33,8 +33,8 @@ class Taken:
     Attributes:
         cores: how many there are.
         by_others: how many of them other processes kept busy.
-        withheld: how many a virtual machine's host withheld while they had something to do (`steal`), for other machines, or
-            to work for this one, reading a virtual disk for example.
+        withheld: how many a virtual machine's host withheld while they had something to do (`steal`), for other
+            machines, or to work for this one, reading a virtual disk for example.
     """
 
     cores: int
@@ -127,8 +127,8 @@ class CoreWatch:
 class BusyCores:
     """Tells the user once if other processes keep cores busy while a model decodes, and what to do.
 
-    The threads of a product spin until the slowest is done: if another process has one of two cores, a token can take eight
-    times as long.
+    The threads of a product spin until the slowest is done: if another process has one of two cores, a token can take
+    eight times as long.
 
     Args:
         threads: returns how many threads the model computes on now.

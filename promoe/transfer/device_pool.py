@@ -1,7 +1,7 @@
 """Slots on a device, and when a slot may be read or overwritten.
 
-A copy into a slot waits for the kernels that read what was there. A kernel that reads a slot waits for the copies. Both waits
-are put into queues: the host waits for neither.
+A copy into a slot waits for the kernels that read what was there. A kernel that reads a slot waits for the copies. Both
+waits are put into queues: the host waits for neither.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Callbacks that do not keep an object alive, and one for when it is gone.
 
-A patched model owns its runtime. Nothing that the runtime holds may own the model in turn: then only a garbage collection
-would free the model, with its weights, slots, threads and files.
+A patched model owns its runtime. Nothing that the runtime holds may own the model in turn: then only a garbage
+collection would free the model, with its weights, slots, threads and files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory that experts are moved into: huge-page regions, and the pool of slots that is made of them.
 
-The pages behind a buffer decide how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages are
-512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and ask
-for huge pages. This module knows shapes and addresses. It does not know experts, files or policies.
+The pages behind a buffer decide how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages
+are 512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and
+ask for huge pages. This module knows shapes and addresses. It does not know experts, files or policies.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ class Pool(Protocol):
 class SlotPool:
     """A pool of `num_slots` slots of one layout in fast memory.
 
-    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot and
-    each of its tensors is 64-byte aligned.
-    The pool hands out the same tensor objects for a slot each time: whoever holds one sees what is loaded there next.
+    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot
+    and each of its tensors is 64-byte aligned. The pool hands out the same tensor objects for a slot each time: whoever
+    holds one sees what is loaded there next.
 
     Args:
         layout: how one expert lies in a slot.

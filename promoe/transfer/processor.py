@@ -59,10 +59,10 @@ def _quota(folder: Path) -> float | None:
 
 
 def choose_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let torch compute on as many threads as a quota allows, unless the user chose a number. Call it before torch is imported.
+    """Let torch compute on as many threads as a quota allows, unless the user chose a number.
 
-    By default torch takes one thread for each core of the machine, and all of them wait for those that the quota has stopped:
-    on two cores with a quota of one, a token takes twice as long.
+    Call it before torch is imported. By default torch takes one thread for each core of the machine, and all of them
+    wait for those that the quota has stopped: on two cores with a quota of one, a token takes twice as long.
     """
     if (quota := cpu_quota()) is not None and quota < len(usable_cores()):
         environment.setdefault("OMP_NUM_THREADS", str(num_cores()))

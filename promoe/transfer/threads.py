@@ -1,4 +1,4 @@
-"""Threads beside a model's forwards that leave its compute threads alone, and what they do when the process forks or ends."""
+"""Threads beside a model's forwards: they leave its compute threads alone, and survive a fork or the process's end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ThreadBeside(threading.Thread):
             super().start()
             self._alone.wait()
         finally:
-            # `set_num_threads` counts for the calling thread, and for threads that use torch for the first time afterwards.
+            # `set_num_threads` counts for the calling thread, and for threads that use torch first afterwards.
             torch.set_num_threads(num_threads)
 
     def run(self) -> None:
@@ -102,8 +102,8 @@ def check_interpreter() -> None:
 def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Callable[[Owner], None]) -> None:
     """Take `lock` while the process forks, and call `in_child(owner)` in the new process before the lock is released there.
 
-    A new process has the locks as they were, but none of the threads that would release them: without this it could wait
-    for ever. `owner` is not kept alive.
+    A new process has the locks as they were, but none of the threads that would release them: without this it could
+    wait for ever. `owner` is not kept alive.
     """
     number = next(_numbers)
     _held_in_forks[number] = (weakref.ref(owner, lambda _: _held_in_forks.pop(number, None)), lock, in_child)
@@ -112,8 +112,9 @@ def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Cal
 def stop_at_exit(owner: Owner, stop: Callable[[Owner], None]) -> None:
     """Call `stop(owner)` when the process ends, after all threads but daemons have ended.
 
-    `stop` tells threads of class `ThreadBeside` to end, and returns. A daemon that computes with torch while the interpreter
-    is torn down would be ended in the midst of C++, which ends the process with SIGABRT. `owner` is not kept alive.
+    `stop` tells threads of class `ThreadBeside` to end, and returns. A daemon that computes with torch while the
+    interpreter is torn down would be ended in the midst of C++, which ends the process with SIGABRT. `owner` is not
+    kept alive.
     """
     _stopped_at_exit[owner] = stop
 

@@ -29,9 +29,9 @@ FOLDER = str(Path(promoe.__file__).parent)
 class Interrupting:
     """Raises KeyboardInterrupt in this thread at one line, or one call, of promoe's code, counted from 0.
 
-    Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all these
-    places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered; nor at a `try`:
-    nothing happens there, so Python does not let go of the lock that a `with` around it holds.
+    Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all
+    these places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered;
+    nor at a `try`: nothing happens there, so Python does not let go of the lock that a `with` around it holds.
     """
 
     def __init__(self, at: int | None = None) -> None:

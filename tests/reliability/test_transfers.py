@@ -34,8 +34,8 @@ LOAD = r"Expert \d of MoE layer \d could not be fetched \(.*offset \d+\): .*"
 def assert_forgotten(way: str, kind: FaultKind, match: str) -> None:
     """Let one transfer fail, and check that its forward raises `match` and the next ones answer right.
 
-    Of what a visit has asked for: what fails between a gate and its experts' forward (hinted or streamed) is fetched once
-    more, and nobody told.
+    Of what a visit has asked for: what fails between a gate and its experts' forward (hinted or streamed) is fetched
+    once more, and nobody told.
     """
     with faulty(way, only(5, kind), predictor=None, early_preemption=False, stream=False) as (model, link):
         assert_told(model, ExpertLoadError, LOAD + match + ".*start the generation again")

@@ -1,8 +1,8 @@
 """What a device beside the processor is: memory that copies fill while the host does other things.
 
-Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue: another
-queue, or the host, can wait until everything before it is done. All that promoe's correctness on a device rests on is said
-in these terms, so that it can be tested without a device.
+Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue:
+another queue, or the host, can wait until everything before it is done. All that promoe's correctness on a device rests
+on is said in these terms, so that it can be tested without a device.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Device(Protocol):
         ...
 
     def side_queue(self) -> Queue:
-        """Return another queue, for kernels; the same each time: libraries keep memory for each queue that they worked in."""
+        """Return another queue, for kernels: the same each time, since libraries keep memory for each queue."""
         ...
 
     def pin(self, tensors: Sequence[torch.Tensor], own_pages: bool = False) -> Pinned:
@@ -154,8 +154,8 @@ def open_device(device: str | torch.device) -> Device | None:
 def send(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a few integers in host memory as a tensor on `device`, in the order of the calling thread's kernels.
 
-    Returns at once: the driver copies a small tensor right away, and a larger one goes through pinned memory, which torch
-    keeps until the copy is made.
+    Returns at once: the driver copies a small tensor right away, and a larger one goes through pinned memory, which
+    torch keeps until the copy is made.
     """
     on_host = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type == "cpu":

@@ -58,9 +58,9 @@ class Engine(Transfers):
     def close(self) -> None:
         """Stop the workers, once the chunks in flight have landed, and wake all who wait. Safe to repeat.
 
-        A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and waiting would
-        hang, too. The memory of its slot lives as long as that worker. A signal handler that has interrupted this thread where
-        it holds the lock waits for no worker: they need the lock to end.
+        A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and waiting
+        would hang, too. The memory of its slot lives as long as that worker. A signal handler that has interrupted this
+        thread where it holds the lock waits for no worker: they need the lock to end.
         """
         interrupts = self.interrupted
         with self.lock:
@@ -82,9 +82,9 @@ class Engine(Transfers):
     def renew(self) -> None:
         """Go on with another scheduler and nothing in the slots, after an exception came in the midst of a change.
 
-        Call it while no forward uses a slot. What was learned while running is learned anew. Where renewing is not possible (a
-        worker died or does not come back, the slots were being resized) nothing is changed, and `check_alive` still raises
-        what happened.
+        Call it while no forward uses a slot. What was learned while running is learned anew. Where renewing is not
+        possible (a worker died or does not come back, the slots were being resized) nothing is changed, and
+        `check_alive` still raises what happened.
         """
         deadline_s = time.perf_counter() + self.stall_timeout_s
         while time.perf_counter() < deadline_s:
@@ -191,12 +191,12 @@ class Engine(Transfers):
         return True
 
     def foresee_reuse(self, origin_step: int, layer_idx: int, log_odds: npt.ArrayLike) -> bool:
-        """Hand the scheduler a predictor's odds that a layer's experts are used again, unless the layer was visited meanwhile.
+        """Hand the scheduler the odds that a layer's experts are used again, unless it was visited meanwhile.
 
         Args:
             origin_step: scheduler step of the visit that the odds were made from.
             layer_idx: the layer visited.
-            log_odds: `[num_experts]`, see `Scheduler.foresee_reuse`.
+            log_odds: `[num_experts]`, as a predictor says them; see `Scheduler.foresee_reuse`.
 
         Returns:
             Whether it was in time.

@@ -1,13 +1,14 @@
 """The scheduler behind one lock: who may change it, who waits for it, and what stops it.
 
-The lock is held for microseconds: never during I/O, copies, predictors or expert computation, and not while a forward waits.
+The lock is held for microseconds: never during I/O, copies, predictors or expert computation, and not while a forward
+waits.
 
-Ctrl-C may end a forward anywhere. What the forward had been granted or had begun is then given back. Only if Ctrl-C comes
-while the scheduler's state is being changed, that state cannot be trusted any more. Then nothing is served until the
-engine is renewed with another scheduler and nothing in the slots.
+Ctrl-C may end a forward anywhere. What the forward had been granted or had begun is then given back. Only if Ctrl-C
+comes while the scheduler's state is being changed, that state cannot be trusted any more. Then nothing is served until
+the engine is renewed with another scheduler and nothing in the slots.
 
-A signal handler runs in the thread that it interrupts, which may hold the lock. So a thread can take the lock again that it
-holds, and a change that would begin during another change is refused.
+A signal handler runs in the thread that it interrupts, which may hold the lock. So a thread can take the lock again
+that it holds, and a change that would begin during another change is refused.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Monitor:
     Args:
         scheduler: decides what moves. Only this engine drives it.
         store: knows the chunks of each expert.
-        link: moves one chunk. `link.workers` threads call it. Every transfer looks it up, so a link over it (a `MeteredLink`,
-            a `FaultyLink`) may take its place at any time.
+        link: moves one chunk. `link.workers` threads call it. Every transfer looks it up, so a link over it (a
+            `MeteredLink`, a `FaultyLink`) may take its place at any time.
         pools: one per pool of the scheduler, in its order.
         recorder: counts.
         stall_timeout_s: a forward that waits while no chunk completes for this long raises EngineStalledError.
@@ -62,8 +63,10 @@ class Monitor:
             finalizer, interrupted it there.
         queues: whether `copy_demand` only queues copies for a device. Then it need not wait for the visit.
         forwards_copy: whether forwards fetch by `copy_demand` what they need. If not, workers do.
-        first_names: per layer, the tensors that come with the first chunks of its experts (`SchedulerConfig.first_chunks`).
-        waiters: forwards that wait for a chunk or for what another forward will give back, and who warms or resizes the cache.
+        first_names: per layer, the tensors that come with the first chunks of its experts
+            (`SchedulerConfig.first_chunks`).
+        waiters: forwards that wait for a chunk or for what another forward will give back, and who warms or resizes the
+            cache.
         progress: counts completed transfers, and groups that forwards have run. A waiter looks whether it grows.
         paused_by: who wants nothing to be sent for now.
         torn: whether the scheduler's state cannot be trusted. It is not touched any more.
@@ -213,7 +216,8 @@ class Changing:
     Not a generator, which takes several times as long: this is on the path of every layer.
 
     Raises:
-        PatchStateError: this thread is changing the state already, and a signal handler or a finalizer has interrupted it.
+        PatchStateError: this thread is changing the state already, and a signal handler or a finalizer has interrupted
+            it.
     """
 
     __slots__ = ("_monitor",)

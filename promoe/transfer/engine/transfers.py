@@ -23,8 +23,8 @@ class Transfers(Monitor):
     def wake_workers(self) -> None:
         """Hand orders to idle workers, with the lock held.
 
-        The order is taken here and not by the worker: until the worker gets the interpreter, hundreds of microseconds pass in
-        which the link could have been busy.
+        The order is taken here and not by the worker: until the worker gets the interpreter, hundreds of microseconds
+        pass in which the link could have been busy.
         """
         while self._idle_workers and (leases := self._next_order()):
             self._assigned += leases
@@ -111,7 +111,7 @@ class Transfers(Monitor):
     def _complete(
         self, orders: list[Lease], error: Exception | None, speculate: bool = True, goes_on: bool = True
     ) -> None:
-        """Publish that the transfers of all `orders` are over, and put the next order in their place if this thread `goes_on`.
+        """Publish that the transfers of all `orders` are over, and put the next order in their place.
 
         Both happen under one lock, so that the link is not idle in between.
 

@@ -123,8 +123,8 @@ class EngineVisit(Waiter):
     def groups(self, at_once: bool = False, begin: bool = False) -> Iterator[ExpertRows]:
         """Yield groups of ready experts until all have run. Waits where none is ready.
 
-        A group's rows are valid until the next group is asked for. `FirstRows` stay valid, unless that raises: their experts
-        lose their slots when the rest cannot be fetched.
+        A group's rows are valid until the next group is asked for. `FirstRows` stay valid, unless that raises: their
+        experts lose their slots when the rest cannot be fetched.
 
         Args:
             at_once: wait for as many experts as have slots, so that there are as few groups as possible.

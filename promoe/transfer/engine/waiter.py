@@ -43,8 +43,8 @@ class Waiter:
     def _wait_for(self, look: Callable[[], Found | None]) -> Found:
         """Return what `look` finds. While it finds None, wait to be notified. It is called with the engine's lock held.
 
-        This does not wait on a condition of the engine's lock: Ctrl-C while a condition takes the lock again would leave
-        without it.
+        This does not wait on a condition of the engine's lock: Ctrl-C while a condition takes the lock again would
+        leave without it.
 
         Raises:
             EngineClosedError, EngineStalledError, EngineError: nothing will come any more.

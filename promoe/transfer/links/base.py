@@ -33,8 +33,8 @@ class Link(Protocol):
     def transfer(self, chunk: Chunk, destination: Any, address: int) -> None:
         """Bring a chunk into its slot.
 
-        When this returns, the bytes are in a slot in RAM, converted where the chunk says so. A slot on a device is read through
-        its pool, which waits for them.
+        When this returns, the bytes are in a slot in RAM, converted where the chunk says so. A slot on a device is read
+        through its pool, which waits for them.
 
         Args:
             chunk: what to move.
@@ -43,8 +43,8 @@ class Link(Protocol):
             address: where `destination` starts in memory.
 
         Raises:
-            OSError: the bytes could not be read; the message names source, offset and cause. The contents of the range are then
-                undefined, and the rest of the slot is untouched.
+            OSError: the bytes could not be read; the message names source, offset and cause. The contents of the range
+                are then undefined, and the rest of the slot is untouched.
         """
         ...
 

@@ -71,7 +71,7 @@ class CachedLink(DeviceLink):
         if nbytes < fewest * slot_bytes:
             raise ConfigError(
                 f"The 'pinned_bytes' of a PromoeConfig must be at least {fewest * slot_bytes} bytes here: {fewest} experts of "
-                f"{format_memory(slot_bytes)}, {FEWEST_PER_WORKER} per worker. Got {nbytes} instead. With 0, it is so many."
+                f"{format_memory(slot_bytes)}, {FEWEST_PER_WORKER} per worker. Got {nbytes} instead. 0 stands for this minimum."
             )
         self._num_experts = sum(store.num_experts)
         self._num_buffers = min(nbytes // slot_bytes, max(fewest, self._num_experts))

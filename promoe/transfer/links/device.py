@@ -19,9 +19,9 @@ from promoe.transfer.links.base import Link
 class DeviceLink(Link):
     """Copies chunks to slots on a device. A transfer is over when its copy is in the device's queue.
 
-    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it. `transfer` waits on the
-    host until fewer than two copies are in flight, so that something more urgent never waits for more than these. What is
-    urgent goes by `transfer_all`, which does not wait.
+    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it. `transfer`
+    waits on the host until fewer than two copies are in flight, so that something more urgent never waits for more than
+    these. What is urgent goes by `transfer_all`, which does not wait.
 
     Subclasses know where the bytes are: `_fetch`, `_sent`. Host memory is pinned if the host is not to wait for copies.
 
@@ -40,7 +40,7 @@ class DeviceLink(Link):
         self._closed = False
 
     def _fetch(self, chunk: Chunk) -> torch.Tensor:
-        """Return the chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `_sent` is called for it.
+        """Return the chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `_sent` is called.
 
         If the link `queues`, this never reads, copies or waits.
 

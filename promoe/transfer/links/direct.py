@@ -1,12 +1,12 @@
 """Reads past the page cache (O_DIRECT): any range of a file to any address, on a device that only knows whole blocks.
 
 The kernel requires file offset and length to be multiples of a block, and addresses to be aligned. Where they allow it,
-whole blocks go straight to their place, and only the two partial blocks at the ends pass through a buffer. Otherwise the
-whole range is staged and copied.
+whole blocks go straight to their place, and only the two partial blocks at the ends pass through a buffer. Otherwise
+the whole range is staged and copied.
 
-Since version 6.1, Linux says for each file what it requires, and that is often far less than a page. An NVMe disk typically
-wants offsets in multiples of 512 and addresses in multiples of 4. Every tensor of a safetensors file meets that, so every
-chunk can go straight into its slot.
+Since version 6.1, Linux says for each file what it requires, and that is often far less than a page. An NVMe disk
+typically wants offsets in multiples of 512 and addresses in multiples of 4. Every tensor of a safetensors file meets
+that, so every chunk can go straight into its slot.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def direct_alignment(fd: int) -> Alignment:
 class Descriptor:
     """An open file that closes when nobody reads it any more.
 
-    If its number were closed under a running read, another file could be opened under that number, and the read would find
-    that one: a wrong weight without an error. So readers hold the object, and the number lives as long as they do.
+    If its number were closed under a running read, another file could be opened under that number, and the read would
+    find that one: a wrong weight without an error. So readers hold the object, and the number lives as long as they do.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -88,8 +88,8 @@ class DirectFiles:
         paths: `file_idx` -> the file.
 
     Raises:
-        DirectUnsupportedError: one of them is on a file system without O_DIRECT (tmpfs of older kernels, some network and
-            stacked file systems, macOS).
+        DirectUnsupportedError: one of them is on a file system without O_DIRECT (tmpfs of older kernels, some network
+            and stacked file systems, macOS).
         OSError: one of them cannot be opened or read.
     """
 
@@ -108,7 +108,8 @@ class DirectFiles:
         """Fill `target`, which is at `address`, from `offset_bytes` of a file on.
 
         Raises:
-            OSError: the device fails, the file ends early, or the files are closed. The message names path, offset and bytes.
+            OSError: the device fails, the file ends early, or the files are closed. The message names path, offset and
+                bytes.
         """
         descriptor, nbytes = self.descriptors[file_idx], len(target)
         block_bytes, memory_bytes = descriptor.alignment

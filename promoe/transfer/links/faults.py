@@ -25,9 +25,9 @@ class Fault:
 
     Args:
         kind: "failed" (EIO, nothing written), "short" (the first half, then the file ends), "slow", "stuck" (until
-            `FaultyLink.release` is set), "wrong" (one byte differs, without an error), "torn" (garbage, then EIO), "bug"
-            (RuntimeError), "exit" (SystemExit, which ends a worker), "gone" (this and every later transfer fails with ENODEV
-            until `FaultyLink.mend`), "no_memory" (MemoryError).
+            `FaultyLink.release` is set), "wrong" (one byte differs, without an error), "torn" (garbage, then EIO),
+            "bug" (RuntimeError), "exit" (SystemExit, which ends a worker), "gone" (this and every later transfer fails
+            with ENODEV until `FaultyLink.mend`), "no_memory" (MemoryError).
         seconds: how much longer a slow transfer takes, half of it before and half after the bytes are written.
 
     Raises:
@@ -43,7 +43,7 @@ class Fault:
 
 
 Plan = Callable[[int, Chunk], Fault | None]
-"""A pure function: the number of a transfer, from 0 in order of starting, and its chunk -> its fault; None: it succeeds."""
+"""A pure function: a transfer's number, from 0 in order of starting, and its chunk -> its fault; None: it succeeds."""
 
 
 def seeded(seed: int, shares: Mapping[FaultKind, float], seconds: float = 1e-3) -> Plan:

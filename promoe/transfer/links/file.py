@@ -61,8 +61,8 @@ class FileLink(Link):
             into free RAM with 2 GiB to spare. Where the file system has no O_DIRECT, "direct" becomes "page_cache",
             with a logged warning.
         workers: threads that the engine runs.
-        planned_bytes: RAM that is planned for but not in use yet (slots fill later), subtracted from the free RAM. It is
-            negative if more RAM will be freed than used.
+        planned_bytes: RAM that is planned for but not in use yet (slots fill later), subtracted from the free RAM. It
+            is negative if more RAM will be freed than used.
 
     Raises:
         ConfigError: the mode is unknown, or there is no worker.

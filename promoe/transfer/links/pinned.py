@@ -21,7 +21,7 @@ BUFFERS_PER_THREAD = 2
 
 
 class PinnedLink(DeviceLink):
-    """Copies from a store in RAM that it pins in place. What cannot be pinned goes through buffers, which takes the host time.
+    """Copies from a store in RAM that it pins in place. What cannot be pinned goes through buffers, copied by the host.
 
     Args:
         store: of the model's own tensors; the caller closes it.

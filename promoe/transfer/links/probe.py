@@ -1,8 +1,8 @@
 """How fast this machine can read a store's files at best, now: the W in the bound `max(C, B / W)`.
 
-A probe reads whole blocks into huge-page memory, without a scheduler, slots or a model. As with slots, each read goes to
-another place: a virtual disk reads a quarter faster into memory that the processor's caches hold. Measure a probe and what it
-is compared with in one run: the speed of a virtual disk depends on what the host has cached.
+A probe reads whole blocks into huge-page memory, without a scheduler, slots or a model. As with slots, each read goes
+to another place: a virtual disk reads a quarter faster into memory that the processor's caches hold. Measure a probe
+and what it is compared with in one run: the speed of a virtual disk depends on what the host has cached.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from promoe.transfer.links.base import Link, LinkWrapper
 class VerifiedLink(LinkWrapper):
     """A link into RAM that compares the CRC-32 of what another link brought.
 
-    When a chunk comes for the first time, the store itself reads it again into other memory and converts it there: both must
-    agree. With "always", later arrivals must agree with the first one, too. A transfer that does not agree is an error; nothing
-    is remembered of it, and the next one is compared again.
+    When a chunk comes for the first time, the store itself reads it again into other memory and converts it there: both
+    must agree. With "always", later arrivals must agree with the first one, too. A transfer that does not agree is an
+    error; nothing is remembered of it, and the next one is compared again.
 
     Two reads of the same page of the system's cache agree also on what went wrong before the page got there.
 
