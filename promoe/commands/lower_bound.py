@@ -24,6 +24,10 @@ from promoe.transfer.links import FileStore, Link
 from promoe.transfer.links.probe import best_bandwidth
 from promoe.units import is_number, ratio
 
+MIB = 1024 * 1024
+PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
+PROBE_SECONDS = 0.3  # per setting
+
 
 @dataclass(frozen=True)
 class RoutedPass:
@@ -133,4 +137,4 @@ def link_bandwidth(link: Link, store: Store) -> float:
         return link.emulated_bytes_per_s
     assert link.mode is not None, f"no probe for {link.describe()}"
     assert isinstance(store, FileStore), f"a file link over a {type(store).__name__}"
-    return best_bandwidth(store, link.mode).bytes_per_s
+    return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS).bytes_per_s

@@ -26,7 +26,6 @@ from promoe.transfer.links.file import FileStore
 from promoe.transfer.memory import HugePageRegion
 
 MIB = 1024 * 1024
-REQUEST_BYTES = (1 * MIB, 4 * MIB)
 DEPTHS = (1, 2, 3)
 # The reads of one thread go to so much memory in turn: more than a core's share of the processor's caches.
 DESTINATION_BYTES = 96 * MIB
@@ -100,14 +99,14 @@ def best_bandwidth(
     store: FileStore,
     mode: ProbeMode,
     *,
-    request_bytes: Sequence[int] = REQUEST_BYTES,
+    request_bytes: Sequence[int],
     depths: Sequence[int] = DEPTHS,
-    seconds: float = 0.3,
+    seconds: float,
     rounds: int = 2,
 ) -> ReadBandwidth:
     """Probe every request size at every depth, the settings interleaved over `rounds`, and return the fastest reading.
 
-    Takes about `len(request_bytes) * len(depths) * rounds * seconds`, by default 4 s. See `probe_read_bandwidth`.
+    Takes about `len(request_bytes) * len(depths) * rounds * seconds`. See `probe_read_bandwidth`.
     """
     chunks = list(all_chunks(store))
     return max(

@@ -91,7 +91,7 @@ def test_best_is_by_speed_not_by_bytes(make_store: MakeStore, monkeypatch: pytes
     readings = iter([slow, fast, slow])
     monkeypatch.setattr(module, "probe_read_bandwidth", lambda *args, **kwargs: next(readings))
     store = make_store([bytes(9000)], [[plain(0, 9000)]])
-    assert best_bandwidth(store, "direct", request_bytes=(4096,), depths=(1, 2, 3), rounds=1) is fast
+    assert best_bandwidth(store, "direct", request_bytes=(4096,), depths=(1, 2, 3), seconds=0.1, rounds=1) is fast
 
 
 def test_only_the_chunks_that_are_asked_for(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) -> None:
