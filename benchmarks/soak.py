@@ -44,7 +44,8 @@ from transformers.generation.streamers import BaseStreamer
 
 import promoe
 from promoe.commands.demo.systems import load_stock
-from promoe.transfer.links.faults import FaultKind, Faults, seeded
+from promoe.config import PromoeConfig
+from promoe.transfer.links.faults import FaultKind, FaultyLink, seeded
 from promoe.units import format_memory, format_ms
 
 MOST_TRIES = 20
@@ -272,10 +273,10 @@ def main() -> None:
         "slow": options.slow,
         **dict.fromkeys(("failed", "torn", "short", "no_memory"), options.failed),
     }
-    faults = Faults(seeded(options.seed, shares, 0.02))
-    model: Any = promoe.from_pretrained(checkpoint, cache=options.cache, dtype=DTYPE, link=faults)
+    model: Any = promoe.from_pretrained(checkpoint, cache=options.cache, dtype=DTYPE, config=PromoeConfig())
+    engine = model.promoe.runtime.engine
+    engine.link = link = FaultyLink(engine.link, seeded(options.seed, shares, 0.02))
     soak = Soak(model, requests, expected, options.seed)
-    link: Any = model.promoe.runtime.engine.link
     looks: list[dict[str, int]] = []
     start_s = time.monotonic()
     until_s = start_s + 60 * options.minutes

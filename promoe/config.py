@@ -47,7 +47,8 @@ class PromoeConfig:
             GPU, which waits for copies by itself, all that slots have room for run in one call.
         workers: transfer threads.
         pinned_bytes: for experts on disk and slots on a GPU: pinned RAM in which what was read stays; None: as much as is
-            free, less 2 GiB, and no more than all experts take; 0: none. Unpatching needs RAM for all experts beside it.
+            free, less 2 GiB, and no more than all experts take; 0: the least, two experts per worker. Unpatching needs RAM for
+            all experts beside it.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit into free RAM with
             2 GiB to spare).
         spool_folder: for `patch(store="disk")`: where experts are written that no checkpoint has; None: where the system has

@@ -297,7 +297,7 @@ def test_a_checkpoint_is_served_from_its_files(device: FakeDevice, tmp_path: Pat
     for pinned_bytes, how in (
         (None, "of pinned RAM (24 of 24 experts) to fake device"),
         (4 * slot_bytes, "of pinned RAM (4 of 24 experts) to fake device"),
-        (0, "through pinned buffers to fake device"),
+        (0, "of pinned RAM (4 of 24 experts) to fake device"),
     ):
         settings = replace(CONFIG, pinned_bytes=pinned_bytes)
         model = promoe.from_pretrained(folder, device="cuda", cache="30%", config=settings)

@@ -14,9 +14,8 @@ from promoe.scheduler.replay import Replay
 from promoe.stats.counts import PhaseStats
 from promoe.stats.routing import RoutedPass
 from promoe.stores import Store
-from promoe.transfer.links import BoundEmulatedLink, FileLink, Link
-from promoe.transfer.links.probe import BandwidthProbe, best_bandwidth
-from promoe.transfer.links.verified import VerifiedLink
+from promoe.transfer.links import Link
+from promoe.transfer.links.probe import best_bandwidth
 from promoe.units import is_number, ratio
 
 MIB = 1024 * 1024
@@ -73,15 +72,8 @@ def link_bandwidth(link: Link, store: Store) -> float:
 
     The probe takes about 4 s. Disks drift: of several probes, and of what systems were seen to get, the largest is W.
     """
-    if isinstance(link, VerifiedLink):
-        link = link.link
-    if isinstance(link, BoundEmulatedLink):
-        return link.spec.bandwidth_bytes_per_s
-    assert isinstance(link, FileLink), f"no probe for a {type(link).__name__}"
+    if link.emulated_bytes_per_s is not None:
+        return link.emulated_bytes_per_s
+    assert link.mode is not None, f"no probe for {link.describe()}"
     assert store.files, f"a file link over a {type(store).__name__}"
-    return probe(store, link).best.bytes_per_s
-
-
-def probe(store: Store, link: FileLink) -> BandwidthProbe:
-    """Raw reads of the store's files in the link's mode, over request sizes and depths."""
-    return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS, rounds=2)
+    return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS).bytes_per_s

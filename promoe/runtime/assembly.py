@@ -35,9 +35,8 @@ from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 from promoe.transfer.lifetimes import if_alive, when_gone
 from promoe.transfer.links import FileLink, HostLink, Link
-from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
-from promoe.transfer.links.device import DeviceLink, Source
-from promoe.transfer.links.device_sources import PinnedSource, StagedSource
+from promoe.transfer.links.cached import CachedLink, bytes_for_all_that_fits
+from promoe.transfer.links.pinned import PinnedLink
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.transfer.memory import Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads
@@ -94,19 +93,17 @@ def open_link(choice: LinkChoice, parts: Parts) -> Link:
         planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
         return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
     if parts.store.tensors:
-        return DeviceLink(PinnedSource(parts.store, device), device)
-    return DeviceLink(_source_in_files(parts, device), device, parts.config.workers)
+        return PinnedLink(parts.store, device)
+    return _link_from_files(parts, device)
 
 
-def _source_in_files(parts: Parts, device: Device) -> Source:
+def _link_from_files(parts: Parts, device: Device) -> Link:
     store, config, nbytes = parts.store, parts.config, parts.config.pinned_bytes
     if nbytes is None:
         nbytes = bytes_for_all_that_fits(store, config.workers)
     link = _link_into_ram("auto", store, config, nbytes)
-    if not nbytes:
-        return StagedSource(link, device, max(layout.slot_bytes for layout in store.layouts))
     try:
-        return CachedSource(link, store, device, nbytes)
+        return CachedLink(link, store, device, nbytes)
     except BaseException:
         link.close()
         raise
@@ -162,6 +159,8 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
     with ExitStack() as undo:
         pools = []
         for plan in parts.plans:
+            # Bytes in another layout, or of another format, would silently be other weights.
+            assert {parts.store.layouts[layer] for layer in plan.spec.layers} == {plan.layout}, plan
             pools.append(_pool(plan, parts))
             undo.callback(pools[-1].close)
         if parts.device is None:

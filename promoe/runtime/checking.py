@@ -12,11 +12,11 @@ from promoe.errors import ConfigError
 from promoe.predictors import Predictor
 from promoe.runtime.sizes import CacheSize, check_cache
 from promoe.transfer.devices import Device, open_device
-from promoe.transfer.links import EmulatedLink, Faults
+from promoe.transfer.links import EmulatedLink
 from promoe.transfer.threads import check_interpreter
 
 PredictorChoice = str | Predictor | None
-LinkChoice = str | EmulatedLink | Faults
+LinkChoice = str | EmulatedLink
 LINK_NAMES = ("auto", "file", "host")
 
 
@@ -78,14 +78,12 @@ def check_choices(predictor: PredictorChoice, link: LinkChoice, on_disk: bool, o
             "The 'predictor' argument must be None, a name, or an object with a method predict(visit). "
             f"Got {found} instead."
         )
-    if not isinstance(link, (EmulatedLink, Faults)) and link not in LINK_NAMES:
+    if not isinstance(link, EmulatedLink) and link not in LINK_NAMES:
         raise ConfigError(
             f'The \'link\' argument must be "auto", "{"file" if on_disk else "host"}" or an EmulatedLink. Got {link!r} instead.'
         )
     if on_device and not isinstance(link, str):
-        raise ConfigError(
-            "An EmulatedLink ends in RAM, and so does a link with Faults. Leave 'device' out, or use link=\"auto\"."
-        )
+        raise ConfigError("An EmulatedLink ends in RAM. Leave 'device' out, or use link=\"auto\".")
     if link == "file" and not on_disk:
         raise ConfigError(
             'link="file" reads experts from files, but this model\'s are in RAM. Patch it with store="disk", open it with '

@@ -1,4 +1,4 @@
-"""Linux control groups of this process that count memory, version 1 and 2: their limits, and new ones inside them."""
+"""Linux control groups of this process, version 1 and 2: their limits of memory, and new groups inside them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Names:
     used: str
     peak: str
     inactive: str
-    """In memory.stat: file pages that can be had back at once."""
+    """The name in memory.stat of file pages that can be freed at once."""
 
 
 _VERSION_1 = _Names(
@@ -44,7 +44,7 @@ class MemoryGroup:
 
     @property
     def left_bytes(self) -> int | None:
-        """Bytes that its processes can still have; None: no limit, or it does not tell."""
+        """Bytes that its processes can still get; None if there is no limit or it is unknown."""
         try:
             limit_bytes = int((self.folder / self.names.limit).read_text())  # version 2 says "max" for no limit
             used_bytes = int((self.folder / self.names.used).read_text())
@@ -55,17 +55,17 @@ class MemoryGroup:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that its processes have had at once, page cache included; None: it does not tell."""
+        """The most bytes that its processes have had at once, page cache included; None if unknown."""
         try:
             return int((self.folder / self.names.peak).read_text())
         except (OSError, ValueError):  # memory.peak is from Linux 5.19
             return None
 
     def new_inside(self, limit_bytes: int) -> MemoryGroup:
-        """A group inside this one, for processes that together get at most `limit_bytes`, page cache included.
+        """Make a group inside this one, for processes that together get at most `limit_bytes`, page cache included.
 
         Raises:
-            NoControlGroupError: it may not be made, or does not keep a limit.
+            NoControlGroupError: this process may not make one, or the group does not keep a limit.
         """
         self._remove_left_behind()
         folder = self.folder / f"promoe-{os.getpid()}-{next(_numbers)}"
@@ -84,17 +84,17 @@ class MemoryGroup:
         return made
 
     def _remove_left_behind(self) -> None:
-        """Groups inside this one whose makers were killed; one that still has a process stays."""
+        """Remove groups inside this one whose makers were killed. A group that still has a process stays."""
         for folder in self.folder.glob("promoe-*-*"):
             pid = folder.name.split("-")[1]
             if pid.isdigit() and not (PROC / pid).exists():
                 MemoryGroup(folder, self.names).remove()
 
     def add(self, pid: int) -> None:
-        """Count from now on what this process, all of its threads, allocates and reads.
+        """Count from now on what all threads of a process allocate and read.
 
         Raises:
-            NoControlGroupError: it may not be moved.
+            NoControlGroupError: the process may not be moved here.
         """
         try:
             (self.folder / "cgroup.procs").write_text(str(pid))
@@ -102,7 +102,7 @@ class MemoryGroup:
             raise NoControlGroupError(f"Cannot put process {pid} into '{self.folder}': {error}") from error
 
     def remove(self) -> None:
-        """Remove the group. Its processes must have ended; one that has not is left in it."""
+        """Remove the group, unless one of its processes still runs."""
         try:
             self.folder.rmdir()
         except OSError:
@@ -110,7 +110,7 @@ class MemoryGroup:
 
 
 def memory_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryGroup]:
-    """This process's own group and those around it, innermost first; empty where there are none."""
+    """Return this process's own group and those around it, innermost first; empty if there are none."""
     return [
         MemoryGroup(folder, names)
         for folder in groups_of("memory", proc, cgroups)
@@ -120,13 +120,7 @@ def memory_groups(proc: Path = PROC, cgroups: Path = CGROUPS) -> list[MemoryGrou
 
 
 def groups_of(controller: str, proc: Path = PROC, cgroups: Path = CGROUPS) -> list[Path]:
-    """Return the folders of the groups that this process is in, innermost first, where a controller may count.
-
-    Args:
-        controller: "memory" or "cpu".
-        proc: for tests.
-        cgroups: for tests.
-    """
+    """Return the folders of this process's groups for a controller ("memory" or "cpu"), innermost first."""
     try:
         entries = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""How much of the cores others took while something was measured: other processes, and the host of a virtual machine."""
+"""How much of the cores others took meanwhile: other processes, and the host of a virtual machine."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pathlib import Path
 from promoe.transfer.control_groups import PROC
 from promoe.transfer.processor import usable_cores
 
-# From when on figures are not what the machine can do: a share of the cores that this process may use.
+# If others take this share of the cores that this process may use, its figures are not what the machine can do.
 MUCH_TAKEN = 0.15
 SAMPLE_S = 0.5
-# Over how long a decoding model is watched; and from how large a part of a thread without a core on it is told.
+# A decoding model is watched for so many seconds at a time. If this part of a thread lacks a core, the user is told.
 BUSY_STRETCH_S = 4.0
 BUSY_THREADS = 0.5
-# Less says nothing: what is counted comes in ticks of 10 ms.
+# A shorter time says nothing: the system counts in ticks of 10 ms.
 SHORTEST_S = 0.1
-# Of a core's line in /proc/stat.
+# The fields of a core's line in /proc/stat.
 _FIELDS = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 _BUSY = ("user", "nice", "system", "irq", "softirq")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Of the cores that this process may use, over a stretch of time.
+    """How many of the cores that this process may use were taken, on average over some time.
 
     Attributes:
         cores: how many there are.
         by_others: how many of them other processes kept busy.
-        withheld: how many a virtual machine's host kept from them while they had something to do (`steal`): other machines'
-            work, or its own for this one, reading a virtual disk for example.
+        withheld: how many a virtual machine's host withheld while they had something to do (`steal`), for other
+            machines, or to work for this one, reading a virtual disk for example.
     """
 
     cores: int
@@ -43,27 +43,27 @@ class Taken:
 
     @property
     def much_by_others(self) -> bool:
-        """Whether figures would be better without the other processes."""
+        """Whether the other processes make figures worse."""
         return self.by_others >= MUCH_TAKEN * self.cores
 
     @property
     def remedy(self) -> str:
-        """What to do about much that others take."""
-        # Of a core that is nearly free a thread gets most.
+        """What to do if others take much."""
+        # A core that is nearly free counts: a thread gets most of it.
         free = max(1, int(self.cores - self.by_others + 0.25))
         return (
-            "Stop them, or compute on as many threads as cores are free, for threads wait for the slowest of them: "
+            "Stop them, or compute on as many threads as cores are free, since all threads wait for the slowest: "
             f"OMP_NUM_THREADS={free}, or torch.set_num_threads({free}) in Python."
         )
 
     def describe(self) -> str:
-        """In words: "other processes took 0.02 of 2 cores, the host withheld 0.30"."""
+        """Return a line such as "other processes took 0.02 of 2 cores, the host withheld 0.30"."""
         return f"other processes took {self.by_others:.2f} of {self.cores} cores, the host withheld {self.withheld:.2f}"
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """Seconds since some time in the past: of the cores, busy and withheld, and what this process took of it."""
+    """Seconds of processor time since some time in the past."""
 
     at_s: float
     busy_s: float
@@ -72,13 +72,13 @@ class _Reading:
 
 
 class CoreWatch:
-    """Watches from when it is made. What this process and its children (of `multiprocessing`) take is its own.
+    """A watch on the cores, from when it is made. This process's children (of `multiprocessing`) do not count as others.
 
     Args:
         proc: for tests.
-        cores: which; those that this process may use.
-        clock: seconds, for tests.
-        own_s: seconds of processor time that this process and its children have taken, for tests.
+        cores: numbers of the cores to watch; by default those that this process may use.
+        clock: returns seconds; for tests.
+        own_s: returns the seconds of processor time that this process and its children have taken; for tests.
     """
 
     def __init__(
@@ -94,7 +94,10 @@ class CoreWatch:
         self._begun = self._read()
 
     def taken(self) -> Taken | None:
-        """Since it was made; None where the system does not say (it is no Linux), or that is too short a time."""
+        """Return what was taken since the watch was made.
+
+        None if the system does not say (other than Linux), or if too little time has passed.
+        """
         begun, now = self._begun, self._read()
         if begun is None or now is None or now.at_s - begun.at_s < SHORTEST_S:
             return None
@@ -122,15 +125,15 @@ class CoreWatch:
 
 
 class BusyCores:
-    """Tells once that other processes keep cores busy while a model decodes, with what to do.
+    """Tells the user once if other processes keep cores busy while a model decodes, and what to do.
 
-    A product's threads wait for the slowest of them, spinning: on two cores of which another process has one, a token can take
+    The threads of a product spin until the slowest is done: if another process has one of two cores, a token can take
     eight times as long.
 
     Args:
-        threads: that the model computes on, at the time.
-        watch: makes what watches the cores; for tests.
-        clock: seconds; for tests.
+        threads: returns how many threads the model computes on now.
+        watch: makes a watch on the cores; for tests.
+        clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -146,11 +149,11 @@ class BusyCores:
         self._told = False
 
     def pass_ended(self, duration_s: float) -> str | None:
-        """A pass of so many seconds ended just now. Return what to tell, at most once; mostly None."""
+        """Note that a pass of so many seconds has just ended. Return what to tell the user, at most once, else None."""
         if self._told:
             return None
         now_s = self._clock()
-        if self._watch is None or now_s - self._begun_s > 2 * BUSY_STRETCH_S:  # nothing was computed meanwhile
+        if self._watch is None or now_s - self._begun_s > 2 * BUSY_STRETCH_S:  # nothing was computed for long
             self._watch, self._begun_s, self._computed_s, self._passes = self._make_watch(), now_s, 0.0, 0
             return None
         self._computed_s += duration_s
@@ -168,7 +171,7 @@ class BusyCores:
 
 
 def taken_now(seconds: float = SAMPLE_S) -> Taken | None:
-    """Over the next `seconds`, in which this thread sleeps."""
+    """Sleep for so many seconds and return what others took meanwhile."""
     watch = CoreWatch()
     time.sleep(seconds)
     return watch.taken()
@@ -179,15 +182,9 @@ def _ticks_per_s() -> int:
 
 
 def _own_s(proc: Path) -> float:
-    """Of this process, of children that have ended, and of those that have not."""
-    times = os.times()
-    ended_s = times.children_user + times.children_system
-    return (
-        times.user
-        + times.system
-        + ended_s
-        + sum(_child_s(proc, child.pid) for child in multiprocessing.active_children())
-    )
+    """Return the processor time of this process and its children, ended or not."""
+    running_s = sum(_child_s(proc, child.pid) for child in multiprocessing.active_children())
+    return sum(os.times()[:4]) + running_s  # user and system time, of this process and of children that have ended
 
 
 def _child_s(proc: Path, pid: int | None) -> float:

@@ -1,7 +1,7 @@
-"""Slots on a device, and who may read or overwrite one when.
+"""Slots on a device, and when a slot may be read or overwritten.
 
-A copy into a slot waits for the kernels that read what was there; a kernel that reads it waits for the copies. Both waits are
-put into queues: the host waits for neither.
+A copy into a slot waits for the kernels that read what was there. A kernel that reads a slot waits for the copies. Both
+waits are put into queues: the host waits for neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DeviceSlot:
-    """The bytes of one slot. While it is written nobody reads it, and the other way round: the scheduler sees to that.
+    """The bytes of one slot. The scheduler sees to it that a slot is never written and read at once.
 
     Args:
         memory: `[slot_bytes]` uint8 on the device.
@@ -32,11 +32,11 @@ class DeviceSlot:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._arrived: Event | None = None
-        self._awaited: set[Hashable] = set()  # queues that wait for it already
-        self._reads: dict[Hashable, Event] = {}  # by queue, after its latest read
+        self._awaited: set[Hashable] = set()  # queues that wait for `_arrived` already
+        self._reads: dict[Hashable, Event] = {}  # queue -> a place after its latest read
 
     def begin_write(self, queue: Queue, awaited: set[Event]) -> None:
-        """What `queue` is given from now on may overwrite the slot. It waits for events in `awaited` already."""
+        """Allow what `queue` is given from now on to overwrite the slot. It waits for events in `awaited` already."""
         for read in self._reads.values():
             if read not in awaited:
                 queue.wait(read)
@@ -44,13 +44,18 @@ class DeviceSlot:
         self._reads.clear()
 
     def end_write(self, arrived: Event) -> None:
-        """All writes that were put into a queue are before `arrived`."""
+        """Note that all writes that were put into a queue are before `arrived`."""
         self._arrived = arrived
         self._awaited.clear()
 
     def begin_read(self, queue: Queue, key: Hashable, awaited: set[Event]) -> None:
-        """What `queue` (of this `key`) is given from now on may read what was written. It waits for events in `awaited`
-        already."""
+        """Allow what `queue` is given from now on to read what was written.
+
+        Args:
+            queue: where the kernels go.
+            key: the queue's key.
+            awaited: events that the queue waits for already; added to.
+        """
         arrived = self._arrived
         if arrived is None or key in self._awaited:
             return
@@ -60,25 +65,25 @@ class DeviceSlot:
         self._awaited.add(key)
 
     def end_read(self, key: Hashable, read: Event) -> None:
-        """All reads that were put into the queue of this `key` are before `read`."""
+        """Note that all reads that were put into the queue of this `key` are before `read`."""
         self._reads[key] = read
 
     def wait_for_reads(self) -> None:
-        """Return when no kernel reads it any more."""
+        """Return when no kernel reads the slot any more."""
         for read in self._reads.values():
             read.wait_on_host()
 
 
 class DevicePool:
-    """A pool of `num_slots` slots of one layout on a device; as `SlotPool` is in RAM.
+    """A pool of `num_slots` slots of one layout on a device, as `SlotPool` is one in RAM.
 
     Args:
         layout: how one expert lies in a slot.
         num_slots: at least 1.
-        device: where.
+        device: where the slots are.
 
     Raises:
-        ConfigError: no slots, or the device has no memory for them.
+        ConfigError: there is no slot, or the device has not enough memory.
     """
 
     def __init__(self, layout: ExpertLayout, num_slots: int, device: Device) -> None:
@@ -98,28 +103,28 @@ class DevicePool:
         self._stacks = self._views(self._memory.view(num_slots, layout.slot_bytes))
 
     def slot(self, idx: int) -> DeviceSlot:
-        """Slot `idx`, to be written."""
+        """Return slot `idx`, to be written."""
         assert self._memory is not None, "the pool is closed"
         return self._slots[idx]
 
     def address(self, idx: int) -> int:
-        """The device's address of slot `idx`."""
+        """Return the device's address of slot `idx`."""
         return self.slot(idx).memory.data_ptr()
 
     def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
-        """Views over slot `idx`, name -> tensor; the same objects each time. To be read between `begin_read` and `end_read`."""
+        """Return views over slot `idx`, name -> tensor; see `Pool.tensors`."""
         cached = self._tensors.get(idx)
         if cached is not None:
             return cached
         return self._tensors.setdefault(idx, self._views(self.slot(idx).memory))
 
     def rows(self, experts: Sequence[int], slots: Sequence[int]) -> SlotRows:
-        """Expert id -> the tensors of the slot that it is in; kernels for stacks read the slots as one."""
+        """Return expert id -> the tensors of its slot. Kernels for stacks read all slots as one tensor."""
         slot_of = dict(zip(experts, slots, strict=True))
         return SlotRows({expert: self.tensors(slot) for expert, slot in slot_of.items()}, slot_of, self._stacks)
 
     def _views(self, memory: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """An expert's tensors in `memory[..., slot_bytes]`, by name: `[..., *shape]`."""
+        """Return an expert's tensors in `memory[..., slot_bytes]`, by name: `[..., *shape]`."""
         with torch.inference_mode(False):
             return {
                 spec.name: memory[..., spec.offset_bytes : spec.end_bytes].view(spec.dtype).unflatten(-1, spec.shape)
@@ -127,14 +132,14 @@ class DevicePool:
             }
 
     def begin_read(self, slots: Sequence[int]) -> None:
-        """The calling thread's kernels may read these slots from now on."""
+        """Allow the calling thread's kernels to read these slots from now on."""
         queue = self._device.current()
         key, awaited = queue.key, set[Event]()  # experts that came together share an event
         for idx in slots:
             self._slots[idx].begin_read(queue, key, awaited)
 
     def end_read(self, slots: Sequence[int]) -> None:
-        """The calling thread has launched all that reads these slots; to be said before they are given back."""
+        """Note that the calling thread has launched everything that reads these slots; see `Pool.end_read`."""
         if not slots:
             return
         queue = self._device.current()
@@ -148,7 +153,7 @@ class DevicePool:
         self._memory.fill_(POISON_BYTE)
 
     def room_for(self, num_slots: int) -> torch.Tensor:
-        """See `Pool.room_for`. Old and new slots are there at once for a moment: kernels read all of a pool as one tensor."""
+        """Allocate all slots anew, since kernels read a pool as one tensor; see `Pool.room_for`."""
         return self._device.allocate(num_slots * self.layout.slot_bytes)
 
     def resize(self, num_slots: int, kept: Mapping[int, int], room: torch.Tensor) -> None:
@@ -158,7 +163,7 @@ class DevicePool:
         slots = [DeviceSlot(slot) for slot in room.split(slot_bytes)]
         queue = self._device.current()
         key, awaited = queue.key, set[Event]()
-        for slot in self._slots:  # also those that are not kept: their memory goes
+        for slot in self._slots:  # also those that are not kept: their memory is freed
             slot.begin_read(queue, key, awaited)
         queue.mark().wait_on_host()
         for source, target in kept.items():
@@ -172,7 +177,7 @@ class DevicePool:
 
     def close(self) -> None:
         """Let the memory go as soon as the last view of it is gone, and no kernel reads it. Closing twice is allowed."""
-        for slot in self._slots:  # the allocator knows nothing of other queues than the one that it was asked in
+        for slot in self._slots:  # the allocator only knows the queue in which memory was allocated
             slot.wait_for_reads()
         self._memory, self._tensors, self._stacks = None, {}, {}
         self._slots = []

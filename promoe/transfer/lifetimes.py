@@ -1,7 +1,7 @@
 """Callbacks that do not keep an object alive, and one for when it is gone.
 
-A patched model owns its runtime. Nothing that the runtime holds may own the model in turn: it would only be freed by a garbage
-collection, with its weights, slots, threads and files.
+A patched model owns its runtime. Nothing that the runtime holds may own the model in turn: then only a garbage
+collection would free the model, with its weights, slots, threads and files.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def if_alive(owner: Owner, action: Callable[..., object]) -> Callable[..., None]
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """Return an exception of the same kind and words, with its causes, that holds no stack frames.
+    """Return an exception of the same class and message, with its causes, but without stack frames.
 
-    To be kept: the frames of one that was raised hold whoever called, and so the model that called.
+    Keep this one: the frames of a raised exception hold the objects of all callers, and so the model.
     """
     try:
         kept = copy.copy(error)
-    except Exception:  # one that cannot be made from its arguments alone
+    except Exception:  # an exception that cannot be made from its arguments alone
         kept = RuntimeError(repr(error))
     kept.__traceback__ = kept.__context__ = None
     kept.__cause__ = None if error.__cause__ is None else without_frames(error.__cause__)
@@ -41,9 +41,9 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def when_gone(owner: object, close: Callable[[], None]) -> Callable[[], object]:
-    """Call `close` once `owner` is gone; when the process ends not at all. Return what calls it off.
+    """Call `close` once `owner` is gone, but not when the process ends. Return a function that cancels this.
 
-    A thread calls it: objects go in the midst of anything, also where a lock is held that `close` takes.
+    A thread calls it: an object may go at any time, also where a lock is held that `close` takes.
     """
     finalizer = weakref.finalize(owner, threading.Thread(target=close, name="promoe-close", daemon=True).start)
     finalizer.atexit = False

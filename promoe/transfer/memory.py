@@ -1,8 +1,8 @@
-"""Memory that experts are moved into: huge-page regions, and the pool of slots cut from one.
+"""Memory that experts are moved into: huge-page regions, and the pool of slots that is made of them.
 
-What backs a buffer decides how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages are
-512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and ask
-for huge pages. This module knows shapes and addresses; it does not know experts, files or policies.
+The pages behind a buffer decide how fast a disk can fill it: O_DIRECT pins every page of its target, and 4 KiB pages
+are 512 times as many as 2 MiB pages. So regions are anonymous private mappings that start at a multiple of 2 MiB and
+ask for huge pages. This module knows shapes and addresses. It does not know experts, files or policies.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ POISON_BYTE = 0xFF  # every float dtype reads as NaN
 class HugePageRegion:
     """`nbytes` of zeroed anonymous memory at a multiple of 2 MiB, in huge pages where the system offers them.
 
-    Nothing is touched at creation, so a region costs address space only until it is written, unless `prefault` is set.
-    A trailing part smaller than a huge page stays in 4 KiB pages: a small region costs what it says.
+    Nothing is touched at creation, so a region costs only address space until it is written, unless `prefault` is set.
+    A trailing part smaller than a huge page stays in 4 KiB pages: a small region takes no more than `nbytes`.
 
-    The memory lives until the last tensor or memoryview on it is gone; there is deliberately no explicit unmapping, as
-    a tensor would then point into nothing.
+    The memory lives until the last tensor or memoryview on it is gone. There is deliberately no explicit unmapping: a
+    tensor would then point into nothing.
 
     Args:
         nbytes: size, at least 1.
@@ -68,9 +68,9 @@ class HugePageRegion:
             self._prefault()
 
     def tensor(self, offset_bytes: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over the region from `offset_bytes` on; shares and keeps alive the memory.
+        """Return a contiguous tensor over the region from `offset_bytes` on. It shares the memory and keeps it alive.
 
-        A normal tensor also when first asked for inside `torch.inference_mode`, so autograd may save it later.
+        It is a normal tensor also if asked for inside `torch.inference_mode`, so autograd may save it later.
         """
         count = torch.Size(shape).numel()
         end_bytes = offset_bytes + count * dtype.itemsize
@@ -81,7 +81,7 @@ class HugePageRegion:
             return flat.view(shape)
 
     def give_back(self, offset_bytes: int) -> None:
-        """Let the system have the pages from `offset_bytes` on; they are zeroed when they are written again."""
+        """Give the pages from `offset_bytes` on back to the system. They hold zeros when they are written again."""
         advice = getattr(mmap, "MADV_DONTNEED", None)
         start = -(-(self._start + offset_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         end = self._start + self.nbytes
@@ -120,22 +120,22 @@ def _map_private(nbytes: int) -> mmap.mmap:
 
 
 class Pool(Protocol):
-    """Slots of one layout, wherever they are."""
+    """A fixed number of slots of one layout, in RAM or on a device."""
 
     layout: ExpertLayout
     num_slots: int
     nbytes: int
 
     def slot(self, idx: int) -> Any:
-        """Slot `idx` as a link that fills such slots takes it."""
+        """Return slot `idx` as links that fill such slots take it."""
         ...
 
     def address(self, idx: int) -> int:
-        """Where it starts."""
+        """Return the address at which slot `idx` starts."""
         ...
 
     def tensors(self, idx: int) -> Mapping[str, Any]:
-        """Views over it by name, the same each time; to be read between `begin_read` and `end_read`."""
+        """Return views over slot `idx` by name, the same each time. Read them between `begin_read` and `end_read`."""
         ...
 
     def rows(self, experts: Sequence[int], slots: Sequence[int]) -> Mapping[int, Mapping[str, Any]]:
@@ -143,11 +143,11 @@ class Pool(Protocol):
         ...
 
     def begin_read(self, slots: Sequence[int]) -> None:
-        """What the calling thread computes from now on may read these slots, whose experts are resident."""
+        """Allow what the calling thread computes from now on to read these slots, whose experts are resident."""
         ...
 
     def end_read(self, slots: Sequence[int]) -> None:
-        """The calling thread has begun all that reads these slots; to be said before they are given back."""
+        """Note that the calling thread has begun everything that reads these slots. Call it before they are given back."""
         ...
 
     def poison(self) -> None:
@@ -155,20 +155,20 @@ class Pool(Protocol):
         ...
 
     def room_for(self, num_slots: int) -> Any:
-        """The memory that another number of slots takes beside what there is, for `resize`. Changes nothing.
+        """Allocate the memory that `resize` to so many slots needs beside what there is. This changes nothing else.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: there is not enough memory.
         """
         ...
 
     def resize(self, num_slots: int, kept: Mapping[int, int], room: Any) -> None:
-        """Have another number of slots, while nobody reads or writes any.
+        """Resize the pool, while nobody reads or writes a slot.
 
         Args:
             num_slots: at least 1.
             kept: slot whose bytes stay -> the slot that they are in afterwards.
-            room: from `room_for` that number.
+            room: what `room_for` returned for that number.
         """
         ...
 
@@ -180,9 +180,9 @@ class Pool(Protocol):
 class SlotPool:
     """A pool of `num_slots` slots of one layout in fast memory.
 
-    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot and
-    each of its tensors is 64-byte aligned.
-    The pool hands out the same tensor objects for a slot each time: whoever holds one sees what is loaded there next.
+    Slots follow each other without gaps from a 2 MiB boundary on, and those that `resize` adds from another one; a slot
+    and each of its tensors is 64-byte aligned. The pool hands out the same tensor objects for a slot each time: whoever
+    holds one sees what is loaded there next.
 
     Args:
         layout: how one expert lies in a slot.
@@ -204,17 +204,17 @@ class SlotPool:
         self.layout = layout
         self.num_slots = num_slots
         self.nbytes = num_slots * layout.slot_bytes
-        # Each has some of the slots, in order; the last one may have room for more than there are.
+        # The slots are in these regions, in order. The last region may have room for more than there are.
         self._regions = [self._region_of(num_slots, prefault)]
         self._tensors: dict[int, Mapping[str, Row]] = {}
 
     def slot(self, idx: int) -> memoryview:
-        """The writable bytes of slot `idx`, `layout.slot_bytes` long."""
+        """Return the writable bytes of slot `idx`, `layout.slot_bytes` long."""
         region, offset_bytes = self._locate(idx)
         return region.memory[offset_bytes : offset_bytes + self.layout.slot_bytes]
 
     def address(self, idx: int) -> int:
-        """The virtual address of slot `idx`."""
+        """Return the virtual address of slot `idx`."""
         region, offset_bytes = self._locate(idx)
         return region.address + offset_bytes
 
@@ -238,10 +238,10 @@ class SlotPool:
         return {expert: self.tensors(slot) for expert, slot in zip(experts, slots, strict=True)}
 
     def begin_read(self, slots: Sequence[int]) -> None:
-        """What is in slots in RAM is there when a transfer is over."""
+        """Do nothing: when a transfer into RAM is over, the bytes are there."""
 
     def end_read(self, slots: Sequence[int]) -> None:
-        """What was computed with slots in RAM is over when it returns."""
+        """Do nothing: when a computation on the processor returns, it is over."""
 
     def poison(self) -> None:
         """Fill every slot with bytes 0xFF (NaN in every float dtype), so that a read before a load is seen in tests."""
@@ -250,7 +250,7 @@ class SlotPool:
             region.fill(POISON_BYTE)
 
     def poison_slot(self, idx: int) -> None:
-        """The same for one slot; nothing where the pool is closed, as for a transfer that fails late."""
+        """Fill one slot with NaN, unless the pool is closed, as it may be when a transfer fails late."""
         if not self._regions:
             return
         ctypes.memset(self.address(idx), POISON_BYTE, self.layout.slot_bytes)

@@ -1,4 +1,4 @@
-"""What the processor is, and how much of it this process may use."""
+"""The processor, and how much of it this process may use."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from pathlib import Path
 
 from promoe.transfer.control_groups import CGROUPS, PROC, groups_of
 
-# On x86 and ARM, as Linux names them.
+# Flags of processors that multiply bf16, on x86 and ARM, as Linux names them.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def processor_name(proc: Path = PROC) -> str:
-    """As it calls itself: "AMD EPYC 7B13"."""
+    """Return the processor's name, such as "AMD EPYC 7B13"."""
     return _fields(proc).get("model name") or platform.processor() or platform.machine()
 
 
 def multiplies_bfloat16(proc: Path = PROC) -> bool:
-    """Whether it has products of bf16 numbers."""
+    """Return whether the processor has instructions that multiply bf16."""
     fields = _fields(proc)
     return not BFLOAT16_FLAGS.isdisjoint(f"{fields.get('flags', '')} {fields.get('Features', '')}".split())
 
 
 def usable_cores() -> frozenset[int]:
-    """The numbers of those that this process may use."""
+    """Return the numbers of the cores that this process may use."""
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def num_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Return how many cores this process may keep busy at once: those that it may use, and no more than its control groups give
-    it the time of.
+    """Return how many cores this process may keep busy at once, limited by its control groups' quota of time.
 
-    Of a quota of 1.5 cores it is 1: threads that compute together wait for the one that the quota has stopped.
+    With a quota of 1.5 cores that is 1: threads that compute together wait for the one that the quota has stopped.
     """
     quota = cpu_quota(proc, cgroups)
     count = len(usable_cores())
@@ -43,12 +42,7 @@ def num_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 
 def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
-    """Return how many cores' time this process's control groups give it (`docker run --cpus 2`); None: as much as there is.
-
-    Args:
-        proc: for tests.
-        cgroups: for tests.
-    """
+    """Return how many cores' time this process's control groups give it (`docker run --cpus 2`); None if unlimited."""
     folders = groups_of("cpu", proc, cgroups)
     quotas = [quota for folder in folders if (quota := _quota(folder)) is not None]
     return min(quotas, default=None)
@@ -56,7 +50,7 @@ def cpu_quota(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
 
 def _quota(folder: Path) -> float | None:
     with suppress(OSError, ValueError, ZeroDivisionError):
-        if (folder / "cpu.max").exists():  # version 2: "max 100000", or microseconds in each 100000
+        if (folder / "cpu.max").exists():  # version 2: "max 100000", or microseconds of each 100000
             most, period = (folder / "cpu.max").read_text(encoding="ascii").split()
             return None if most == "max" else int(most) / int(period)
         quota_us = int((folder / "cpu.cfs_quota_us").read_text(encoding="ascii"))
@@ -65,17 +59,17 @@ def _quota(folder: Path) -> float | None:
 
 
 def choose_threads(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Before torch is imported: let it compute on as many threads as a quota allows, unless the user has said how many.
+    """Let torch compute on as many threads as a quota allows, unless the user chose a number.
 
-    By itself it takes one for each core of the machine, and all of them wait for those that the quota has stopped: on two cores
-    with a quota of one, a token takes twice as long.
+    Call it before torch is imported. By default torch takes one thread for each core of the machine, and all of them
+    wait for those that the quota has stopped: on two cores with a quota of one, a token takes twice as long.
     """
     if (quota := cpu_quota()) is not None and quota < len(usable_cores()):
         environment.setdefault("OMP_NUM_THREADS", str(num_cores()))
 
 
 def _fields(proc: Path) -> dict[str, str]:
-    """What Linux says of the first core, by name."""
+    """Return what Linux says of the first core, by name."""
     with suppress(OSError):
         lines = (proc / "cpuinfo").read_text(encoding="utf-8").splitlines()
         return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}

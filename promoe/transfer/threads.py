@@ -1,4 +1,4 @@
-"""Threads that work beside a model's forwards, without taking its cores apart."""
+"""Threads beside a model's forwards: they leave its compute threads alone, and survive a fork or the process's end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 _warned: list[bool] = []
 _HeldInForks = tuple[Any, AbstractContextManager[Any], Callable[[Any], None]]
-_held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what its copy is told
-_forking: dict[int, list[_HeldInForks]] = {}  # by thread: the owners themselves, and what is held
+_held_in_forks: dict[int, _HeldInForks] = {}  # a weak reference to the owner, its lock, what the new process calls
+_forking: dict[int, list[_HeldInForks]] = {}  # by thread that forks: the owners themselves, and the locks that it holds
 _numbers = itertools.count()
 _stopped_at_exit: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
-# How long the end of the process waits for what these threads are at.
+# How long the end of the process waits for what these threads are doing.
 EXIT_WAIT_S = 2.0
 
 
@@ -37,10 +37,10 @@ class ThreadBeside(threading.Thread):
     """A daemon thread whose torch operations run on that thread alone.
 
     A thread that uses torch in parallel gets a team of OpenMP threads of its own. With two teams there are more threads
-    than cores, upon which OpenMP puts idle ones to sleep at once instead of letting them look out for work, and waking
-    them costs every operation of the *model* tens of microseconds: a quarter of a decode step on two cores.
+    than cores. Then OpenMP puts idle threads to sleep at once instead of letting them spin, and waking them costs every
+    operation of the *model* tens of microseconds: a quarter of a decode step on two cores.
 
-    The number of threads that other threads use, present and future, is left as it is.
+    Present and future threads other than this one use as many threads as before.
     """
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
@@ -48,30 +48,30 @@ class ThreadBeside(threading.Thread):
         self._alone = threading.Event()
 
     def start(self) -> None:
-        """Start, and return once the thread keeps to itself."""
+        """Start, and return once the thread computes alone."""
         num_threads = torch.get_num_threads()
         try:
             super().start()
             self._alone.wait()
         finally:
-            # `set_num_threads` counts for the calling thread, and for those that use torch for the first time afterwards.
+            # `set_num_threads` counts for the calling thread, and for threads that use torch first afterwards.
             torch.set_num_threads(num_threads)
 
     def run(self) -> None:
-        """The target, alone."""
-        torch.get_num_threads()  # or else this thread's first operation would ask for the number of all others
+        """Call the target, with torch on this thread alone."""
+        torch.get_num_threads()  # or this thread's first operation would take over the number of all others
         torch.set_num_threads(1)
         self._alone.set()
         super().run()
 
 
 def has_spare_core() -> bool:
-    """Whether this process may use more cores than torch computes on."""
+    """Return whether this process may use more cores than torch computes on."""
     return num_cores() > torch.get_num_threads()
 
 
 def warn_of_threads() -> None:
-    """Warn, once in a process, where torch computes on more threads than this process may keep cores busy."""
+    """Warn, once in a process, if torch computes on more threads than this process may keep cores busy."""
     threads, cores = torch.get_num_threads(), num_cores()
     if threads > cores and not _warned:
         _warned.append(True)
@@ -80,8 +80,8 @@ def warn_of_threads() -> None:
             f"has {cores} core(s)" if quota is None else f"gets the time of {quota:.3g} cores (a control group's quota)"
         )
         logger.warning(
-            "torch computes on %d threads, and this process %s: threads wait for those without a core, and a token can take "
-            "twice as long. Call torch.set_num_threads(%d) before opening the model, or set OMP_NUM_THREADS=%d.",
+            "torch computes on %d threads, and this process %s: all threads wait for those without a core, and a token can "
+            "take twice as long. Call torch.set_num_threads(%d) before opening the model, or set OMP_NUM_THREADS=%d.",
             threads,
             why,
             cores,
@@ -90,7 +90,7 @@ def warn_of_threads() -> None:
 
 
 def check_interpreter() -> None:
-    """Raise ConfigError where Python runs several threads at once (free-threaded builds): promoe was never tried there."""
+    """Raise ConfigError if Python runs several threads at once (free-threaded builds). promoe was never tested there."""
     is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # from Python 3.13
     if is_gil_enabled is not None and not is_gil_enabled():
         raise ConfigError(
@@ -100,20 +100,21 @@ def check_interpreter() -> None:
 
 
 def hold_in_forks(owner: Owner, lock: AbstractContextManager[Any], in_child: Callable[[Owner], None]) -> None:
-    """Take `lock` while the process forks, and call `in_child(owner)` in the new one before it is let go there.
+    """Take `lock` while the process forks, and call `in_child(owner)` in the new process before the lock is released there.
 
-    A new process has locks as they were, but none of the threads that would let them go: without this it could wait for
-    ever. `owner` is not kept alive.
+    A new process has the locks as they were, but none of the threads that would release them: without this it could
+    wait for ever. `owner` is not kept alive.
     """
     number = next(_numbers)
     _held_in_forks[number] = (weakref.ref(owner, lambda _: _held_in_forks.pop(number, None)), lock, in_child)
 
 
 def stop_at_exit(owner: Owner, stop: Callable[[Owner], None]) -> None:
-    """Call `stop(owner)` when the process ends, after its other threads but daemons; it lets `ThreadBeside`s end and returns.
+    """Call `stop(owner)` when the process ends, after all threads but daemons have ended.
 
-    A daemon that computes with torch while the interpreter is torn down is ended in the midst of C++, which ends the process
-    with SIGABRT. `owner` is not kept alive.
+    `stop` tells threads of class `ThreadBeside` to end, and returns. A daemon that computes with torch while the
+    interpreter is torn down would be ended in the midst of C++, which ends the process with SIGABRT. `owner` is not
+    kept alive.
     """
     _stopped_at_exit[owner] = stop
 

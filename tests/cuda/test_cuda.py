@@ -248,7 +248,7 @@ def test_a_cache_for_all_experts_runs_the_stock_forward_on_the_gpu() -> None:
 
 @pytest.mark.parametrize("kept", [None, 4, 0])
 def test_a_checkpoint_on_disk_through_pinned_memory(kept: int | None, tmp_path: Path) -> None:
-    """All experts stay in pinned RAM, four of them, or none."""
+    """All experts stay in pinned RAM, four of them, or as few as possible."""
     folder = write_checkpoint(tmp_path / "checkpoint")
     resident = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="eager").eval()
     slot_bytes = promoe.find_moe_layers(resident)[0].layout.slot_bytes

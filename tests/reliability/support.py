@@ -1,4 +1,4 @@
-"""A served model whose link fails by a plan; what it answers afterwards, and what it leaves behind."""
+"""A served model whose link fails by a plan, and checks of what it answers and leaves behind."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ WORKERS = tuple(way for way in WAYS if "workers" in way)
 
 
 def only(number: int, kind: FaultKind) -> Plan:
-    """This transfer alone has a fault."""
+    """Return a plan by which only this transfer has a fault."""
     return lambda n, chunk: Fault(kind) if n == number else None
 
 
 def always(kind: FaultKind) -> Plan:
-    """Every transfer has it."""
+    """Return a plan by which every transfer has this fault."""
     return lambda number, chunk: Fault(kind)
 
 
 def never(number: int, chunk: Chunk) -> None:
-    """No transfer has one."""
+    """Give no transfer a fault."""
 
 
 @contextmanager
 def faulty(way: str, plan: Plan, **arguments: Any) -> Iterator[tuple[PreTrainedModel, FaultyLink]]:
-    """A served model and its link; afterwards, no thread, open file or slot of it is left.
+    """Serve a model over a faulty link. Check that no thread, open file or slot of it is left afterwards.
 
     Args:
         way: one of WAYS.
@@ -70,13 +70,13 @@ def faulty(way: str, plan: Plan, **arguments: Any) -> Iterator[tuple[PreTrainedM
         try:
             yield model, links[0]
         finally:
-            links[0].release.set()  # no thread stays behind in a fault
+            links[0].release.set()  # so that no thread stays in a fault
             if hasattr(model, "promoe"):
-                promoe.unpatch(model)  # also of what was closed, and from files
+                promoe.unpatch(model)  # also a model that was closed or came from files
 
 
 def slot_memory(model: PreTrainedModel) -> list[weakref.ref[Any]]:
-    """The mappings that hold the slots."""
+    """Return the mappings that hold the slots."""
     pools = model.promoe.runtime.engine.pools
     assert all(isinstance(pool, SlotPool) for pool in pools)
     return [weakref.ref(pool._regions[0]._mapping) for pool in pools]
@@ -84,7 +84,7 @@ def slot_memory(model: PreTrainedModel) -> list[weakref.ref[Any]]:
 
 @contextmanager
 def leaving_nothing() -> Iterator[list[weakref.ref[Any]]]:
-    """Afterwards there are no more threads and open files than before, and nothing that was put into the list lives."""
+    """Check that no threads and open files are left afterwards, and that nothing that was put into the list lives."""
     threads, files = set(threading.enumerate()), open_files()
     gone: list[weakref.ref[Any]] = []
     yield gone
@@ -102,17 +102,17 @@ def leaving_nothing() -> Iterator[list[weakref.ref[Any]]]:
 
 
 def assert_right(model: PreTrainedModel, prompt: str = "one") -> None:
-    """Its answers are the unmodified model's, bit by bit."""
+    """Check that the model's answers have the unmodified model's bits."""
     greedy(model, PROMPTS[prompt]).assert_equals(expected(FAMILY, torch.float32, "grouped_mm", prompt))
 
 
 def assert_told(model: PreTrainedModel, error: type[BaseException], match: str, prompt: str = "one") -> None:
-    """A forward raises that, and nothing of it stays in memory."""
+    """Check that a forward raises this error, and that nothing of it stays in memory."""
     with pytest.raises(error, match=match):
         greedy(model, PROMPTS[prompt])
 
 
 def assert_refuses(model: PreTrainedModel, match: str) -> None:
-    """Nothing is served any more, and each forward says so at once."""
+    """Check that nothing is served any more, and that each forward raises at once."""
     for _ in range(2):
         assert_told(model, promoe.EngineError, match)

@@ -1,11 +1,8 @@
-"""Patching, unpatching and closing while forwards run; many forwards; abandoned ones; a process that ends among them."""
+"""Patching, unpatching and closing while forwards run, many forwards at once, and abandoned ones."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import PROMPTS, checkpoint, config, greedy, resident, served, stock
+from served import PROMPTS, config, greedy, resident, served, stock
 from torch import nn
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from untouched import leaving_untouched
@@ -31,7 +28,7 @@ PLACES = ("RAM, workers", "files, workers")
 
 @contextmanager
 def held(model: PreTrainedModel, act: Callable[[], Any], threads: int = 1) -> Iterator[list[Future[Any]]]:
-    """`act` in so many threads, each held in a forward of the model, in its second MoE layer, until the context ends."""
+    """Call `act` in so many threads, and hold each in the model's second MoE layer until the context ends."""
     inside, let_go = threading.Semaphore(0), threading.Event()
 
     def hold(*args: Any) -> None:
@@ -82,7 +79,7 @@ def test_unpatch_during_a_forward(way: str, threads: int, told: str) -> None:
 
 
 def test_unpatch_in_a_forward_of_this_thread() -> None:
-    """In a hook of the model, of a block and of experts, before and after they run."""
+    """The hooks are those of the model, of a block and of experts, before and after they run."""
     with faulty("RAM, workers", never) as (model, _):
         told = []
 
@@ -138,7 +135,7 @@ def test_patch_during_a_forward() -> None:
 
 @pytest.mark.parametrize("way", PLACES)
 def test_close_during_a_forward(way: str) -> None:
-    """As told: it is closed, the forwards raise, it can be unpatched."""
+    """The error said so: close it, the forwards raise, then it can be unpatched."""
     with faulty(way, never, predictor="gate") as (model, _):
         with held(model, lambda: assert_right(model), 2) as forwards:
             model.promoe.close()
@@ -169,7 +166,7 @@ def test_close_while_forwards_wait_for_a_read(way: str) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("alive", [True, False])
 def test_unpatch_after_a_forward_that_raised(error: type[BaseException], alive: bool) -> None:
-    """Whatever ended it, in whatever thread, it runs no more; its traceback may still be held."""
+    """A forward that ended does not run any more, even if its traceback is still held."""
     with faulty("RAM, workers", never) as (model, _):
         seen, end = threading.Event(), threading.Event()
         kept: list[BaseException] = []
@@ -204,7 +201,7 @@ def test_unpatch_after_a_forward_that_raised(error: type[BaseException], alive: 
 
 
 def test_forward_that_begins_while_it_is_unpatched() -> None:
-    """Reading all experts takes long: what begins meanwhile is told, and so is who unpatches it, too."""
+    """Reading all experts takes long. A forward that begins meanwhile raises, and so does a second `unpatch`."""
     with faulty("files, workers", never) as (model, _):
         restore, fails = model.promoe._restore, True
 
@@ -255,7 +252,7 @@ def test_many_short_generations(slots: int) -> None:
         engine = model.promoe.runtime.engine
         with engine.lock:
             engine.scheduler.check_integrity()
-            assert not engine.waiting_visits
+            assert not engine.waiters
             assert not any(cache.num_pinned for cache in engine.scheduler._caches)
 
 
@@ -270,11 +267,11 @@ class Numbers:
 
 
 class Abandoned(Exception):
-    """Nobody wants the rest."""
+    """Raised by a consumer that does not want the rest."""
 
 
 def abandon_stream(model: PreTrainedModel) -> None:
-    """The consumer takes two words and goes; the generation's thread runs to its end."""
+    """Take two words and go. The generation's thread runs to its end."""
     streamer = TextIteratorStreamer(Numbers(), skip_prompt=True, timeout=WAIT_S)  # type: ignore[arg-type]
     asked = {**PROMPTS["one"], "streamer": streamer, "max_new_tokens": 8, "do_sample": False}
     thread = threading.Thread(target=model.generate, kwargs=asked)
@@ -287,7 +284,7 @@ def abandon_stream(model: PreTrainedModel) -> None:
 
 
 class StopsWith(StoppingCriteria):
-    """Raises after the second token."""
+    """Return a function that generates and raises after the second token."""
 
     def __init__(self, error: type[BaseException]) -> None:
         self.error, self.calls = error, 0
@@ -322,124 +319,6 @@ def test_abandoned_generation(way: str, abandon: Callable[[PreTrainedModel], Non
         total = model.promoe.stats().total
         assert total.passes_aborted == 0, "it ended between two passes"
         assert not threads_in_forward(model, model.promoe.runtime.layers)
-
-
-# -- the end of the process -------------------------------------------------------------------------------------
-
-START = """
-    import sys, threading
-    import torch, promoe
-    from promoe.transfer.links import Fault, Faults
-    torch.set_num_threads(1)
-    config = promoe.PromoeConfig(bypass=False, strict=True, stall_timeout_s=float(sys.argv[2]))
-    ids = torch.arange(2, 6).unsqueeze(0)
-
-    class ByWorkers(Faults):
-        def bind(self, store, **arguments):
-            link = super().bind(store, **arguments)
-            link.copies_from_ram = False  # or forwards would read such short chunks themselves
-            return link
-
-    def opened(plan=lambda number, chunk: None, faults=ByWorkers):
-        return promoe.from_pretrained(sys.argv[1], cache="40%", config=config, link=faults(plan))
-
-    def stuck(number, chunk):
-        return Fault("stuck") if number >= 3 else None
-
-    def wait_for_stuck(model):
-        assert model.promoe.runtime.engine.link.stuck.wait(60)
-
-    @torch.inference_mode()
-    def ask(model):
-        return model(ids).logits
-
-    def ask_beside(model):
-        thread = threading.Thread(target=ask, args=[model], daemon=True)
-        thread.start()
-        return thread
-"""
-
-ENDS = {
-    "idle, unpatched, closed": """
-        idle, unpatched, closed = opened(), opened(), opened()
-        for model in (idle, unpatched, closed):
-            ask(model)
-        promoe.unpatch(unpatched)
-        closed.promoe.close()
-    """,
-    "a worker in a stuck read, more queued": """
-        model = opened(stuck)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-        assert model.promoe.runtime.engine.scheduler.has_orders
-    """,
-    "a forward in a stuck read": """
-        model = opened(stuck, Faults)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-    """,
-    "a predictor that computes": """
-        computing = threading.Event()
-        class Slow:
-            def predict(self, visit):
-                computing.set()
-                numbers = torch.eye(20)
-                for _ in range(5000):
-                    numbers = numbers @ numbers
-                return []
-        model = promoe.from_pretrained(sys.argv[1], cache="40%", predictor=Slow(), config=config)
-        ask(model)
-        assert computing.wait(60)
-    """,
-    "closed with a stuck read": """
-        model, raised = opened(stuck), []
-        threading.excepthook = lambda args: raised.append(args.exc_type)
-        asking = ask_beside(model)
-        wait_for_stuck(model)
-        model.promoe.close()
-        asking.join()
-        assert raised == [promoe.EngineClosedError], raised
-    """,
-}
-LEFT_BEHIND = "still in a transfer after 2.0 s; left behind."
-
-
-def ended(program: str, *options: str) -> str:
-    """What a process wrote to its standard error, which ended with 0 and within bounds."""
-    stall = "2.0" if program == ENDS["closed with a stuck read"] else "60.0"
-    path = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run(
-        [
-            sys.executable,
-            *options,
-            "-c",
-            textwrap.dedent(START) + textwrap.dedent(program),
-            str(checkpoint(FAMILY)),
-            stall,
-        ],
-        env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=2 * WAIT_S,
-    )
-    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
-    return run.stderr
-
-
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id=""),
-        pytest.param(("-X", "dev", "-W", "error::ResourceWarning"), id="development mode", marks=pytest.mark.slow),
-    ],
-)
-def test_end_of_the_process(end: str, options: tuple[str, ...]) -> None:
-    """Nobody waits for a read that hangs, and nothing is written but what is meant to be; also with Python's own checks."""
-    lines = ended(ENDS[end], *options).splitlines()
-    if end == "closed with a stuck read":
-        assert LEFT_BEHIND in lines.pop(0)
-    assert not lines
 
 
 # -- interpreters without a global lock -------------------------------------------------------------------------

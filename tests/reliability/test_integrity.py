@@ -1,4 +1,4 @@
-"""Other bytes than the checkpoint's: noticed and named, never computed with."""
+"""Bytes that differ from the checkpoint's are noticed and named, and never computed with."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ CHANGED = r"Expert \d of MoE layer \d could not be fetched \(tensor model\..*, f
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of several shards that may be harmed."""
+    """Make a checkpoint of several shards, which tests may damage."""
     return Path(shutil.copytree(checkpoint(FAMILY), tmp_path / "checkpoint"))
 
 
 @contextmanager
 def opened(folder: Path, **fields: Any) -> Iterator[PreTrainedModel]:
-    """Served from its files by the link that a user has; leaves nothing."""
+    """Serve a checkpoint from its files as for a user. Check that nothing is left afterwards."""
     with leaving_nothing() as slots:
         model = promoe.from_pretrained(folder, cache="25%", config=config(**fields))
         slots += slot_memory(model)
@@ -62,7 +62,7 @@ def opened(folder: Path, **fields: Any) -> Iterator[PreTrainedModel]:
 
 
 def rewrite(shard: Path) -> None:
-    """The same file with other weights, of the same length."""
+    """Return a file's bytes with other weights of the same length."""
     content = bytearray(shard.read_bytes())
     content[-1000:] = os.urandom(1000)
     with shard.open("r+b") as file:
@@ -83,7 +83,7 @@ def touch(shard: Path) -> None:
 
 
 def write_the_same(shard: Path) -> None:
-    """As a tool does that restores a backup in place."""
+    """Write as a tool does that restores a backup in place."""
     with shard.open("r+b") as file:
         file.write(shard.read_bytes())
 
@@ -91,7 +91,7 @@ def write_the_same(shard: Path) -> None:
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
 @pytest.mark.parametrize("change", [rewrite, truncate, lengthen])
 def test_file_changed_in_place(folder: Path, change: Callable[[Path], None], read_mode: Any) -> None:
-    """The next read of it says what changed; the file as it was is served again; to unpatch is refused as long."""
+    """The next read says what changed, and unpatching is refused, until the file is as it was."""
     kept = {shard: (shard.read_bytes(), shard.stat().st_mtime_ns) for shard in shards(folder)}
     with opened(folder, read_mode=read_mode) as model:
         assert_right(model)
@@ -112,7 +112,7 @@ def test_file_changed_in_place(folder: Path, change: Callable[[Path], None], rea
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
 @pytest.mark.parametrize("change", [touch, write_the_same])
 def test_file_whose_time_alone_changed(folder: Path, change: Callable[[Path], None], read_mode: Any) -> None:
-    """Served on; what is written to it after that is noticed as before."""
+    """The file is served on, and what is written to it later is noticed."""
     with opened(folder, read_mode=read_mode) as model:
         assert_right(model)
         kept = {shard: (shard.read_bytes(), shard.stat().st_mtime_ns) for shard in shards(folder)}
@@ -132,7 +132,7 @@ def test_file_whose_time_alone_changed(folder: Path, change: Callable[[Path], No
 
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
 def test_file_dated_anew_somewhere_else(folder: Path, read_mode: Any, tmp_path: Path) -> None:
-    """Its folder was moved, or the program has gone to another one, and then a backup dated it."""
+    """The folder was moved, or the program changed its directory, before a backup changed the date."""
     with opened(folder, read_mode=read_mode) as model:
         assert_right(model)
         elsewhere = folder.rename(tmp_path / "elsewhere")
@@ -143,7 +143,7 @@ def test_file_dated_anew_somewhere_else(folder: Path, read_mode: Any, tmp_path: 
 
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
 def test_file_replaced_or_removed(folder: Path, read_mode: Any) -> None:
-    """As good tools do it, by another file of that name: the open one is still there, and goes on being served."""
+    """Good tools put another file in its place. The open file is still there and goes on being served."""
     with opened(folder, read_mode=read_mode) as model:
         assert_right(model)
         for number, shard in enumerate(shards(folder)):
@@ -159,7 +159,7 @@ def test_file_replaced_or_removed(folder: Path, read_mode: Any) -> None:
 
 
 def test_file_replaced_while_it_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the read of its header and the opening for O_DIRECT, which goes by name."""
+    """O_DIRECT opens a file by name, after its header was read."""
     plain = DirectFiles.__init__
 
     def replacing(self: DirectFiles, paths: Any) -> None:
@@ -182,7 +182,7 @@ def test_file_replaced_while_it_is_opened(folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("way", WAYS)
 def test_wrong_bytes_without_verify(way: str) -> None:
-    """Nobody notices what nobody looks at. This is why there is `verify`."""
+    """Without `verify`, nobody notices. That is why it exists."""
     with faulty(way, always("wrong"), predictor=None) as (model, _):
         wrong = greedy(model, PROMPTS["one"], new_tokens=1).logits
     with faulty(way, never, predictor=None) as (model, _):
@@ -261,7 +261,7 @@ def replace(experts: torch.nn.Module) -> None:
 def test_weights_in_ram_that_are_changed_after_patching(
     change: Callable[[torch.nn.Module], None], words: str, predictor: str | None
 ) -> None:
-    """Slots would hold some experts as they were, and others as they are."""
+    """Otherwise slots would hold some experts from before the change and some from after it."""
     model, reference = build("qwen2_moe"), build("qwen2_moe")
     promoe.patch(model, cache="30%", predictor=predictor, link=promoe.EmulatedLink(1e9), config=config())
     ids = token_ids(1, 5, seed=1)
@@ -291,7 +291,7 @@ def test_verify_needs_slots_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verified_links_are_over_what_was_chosen() -> None:
-    """Whatever a user's link does to bytes is looked at."""
+    """The check sees what a user's link does to bytes."""
     links: list[FaultyLink] = []
 
     def bind(store: Any) -> FaultyLink:

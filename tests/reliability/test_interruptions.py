@@ -1,4 +1,4 @@
-"""Ctrl-C at every point of a forward: the next one is right. Nothing hangs."""
+"""Ctrl-C at every point of a forward: the next forward is right, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ FOLDER = str(Path(promoe.__file__).parent)
 class Interrupting:
     """Raises KeyboardInterrupt in this thread at one line, or one call, of promoe's code, counted from 0.
 
-    Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all these
-    places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered; nor at a `try`:
-    nothing happens there, so Python does not let go of the lock that a `with` around it holds.
+    Python delivers signals between instructions, among them at each beginning of a function. A tracer can raise at all
+    these places, and at more of them. Not at a `with`, which is also traced as it ends, where no signal is delivered;
+    nor at a `try`: nothing happens there, so Python does not let go of the lock that a `with` around it holds.
     """
 
     def __init__(self, at: int | None = None) -> None:
@@ -62,13 +62,13 @@ class Interrupting:
 
 @cache
 def lines_with(path: str) -> frozenset[int]:
-    """Numbers of the lines that begin a `with` or a `try`."""
+    """Return the numbers of the lines that begin a `with` or a `try`."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     return frozenset(number for number, line in enumerate(lines, 1) if line.lstrip().startswith(("with ", "try:")))
 
 
 def interrupt(model: PreTrainedModel, at: int, prompt: str) -> str:
-    """Where it was interrupted; "" if the forwards ended before."""
+    """Return where it was interrupted, or "" if the forwards ended before."""
     interrupting = Interrupting(at)
     try:
         with interrupting.tracing():
@@ -79,7 +79,7 @@ def interrupt(model: PreTrainedModel, at: int, prompt: str) -> str:
 
 
 def points(way: str, prompt: str) -> int:
-    """How many there are in a forward of that prompt and one token more, from an empty cache."""
+    """Count the points of a forward of that prompt and of one token more, from an empty cache."""
     counting = Interrupting()
     with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _), counting.tracing():
         greedy(model, PROMPTS[prompt], new_tokens=1)
@@ -99,12 +99,12 @@ def test_interruption_nearly_everywhere(way: str, prompt: str) -> None:
 
 
 def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
-    """Interrupt so many forwards, each a little later; what is resident differs from one to the next."""
+    """Interrupt so many forwards, each a little later. Other experts are resident each time."""
     step = max(1, points(way, prompt) // times)
     renewed, interrupted, at = 0, 0, WAYS.index(way) * step // len(WAYS)
     while True:
         with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
-            for _ in range(25):  # many in one model: what one leaves behind the next ones would run into
+            for _ in range(25):  # many in one model, so that what one leaves behind would disturb the next ones
                 at += step
                 where = interrupt(model, at, prompt)
                 if not where:
@@ -117,7 +117,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                 with model.promoe.runtime.engine.lock:
                     caches = model.promoe.runtime.engine.scheduler._caches
                     assert not any(cache.num_pinned for cache in caches), where
-                    assert not model.promoe.runtime.engine.waiting_visits, where
+                    assert not model.promoe.runtime.engine.waiters, where
         if not where:
             break
     assert interrupted >= times // 4, "once experts are resident, a forward has fewer points, but not so few"
@@ -125,7 +125,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
 
 
 class InScheduler(Interrupting):
-    """Raises in the scheduler's `begin_visit`: in the midst of a change."""
+    """Interrupt the scheduler's `begin_visit`, in the midst of a change."""
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if frame.f_code.co_name == "begin_visit" and frame.f_code.co_filename.startswith(FOLDER) and not self.where:
@@ -160,7 +160,7 @@ def test_the_next_forward_begins_with_an_empty_cache_and_says_so(way: str, caplo
 
 
 def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
-    """It may still read slots."""
+    """The other forward may still read slots."""
     with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
         inside, leave, ended = threading.Event(), threading.Event(), []
 
@@ -189,14 +189,14 @@ def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
 
 
 def test_in_the_midst_of_a_layer_nothing_is_begun_anew() -> None:
-    """A hook or a signal handler there may run the model, too; the layer goes on to read its slots."""
+    """A hook or a signal handler may run the model inside a layer, which then goes on to read its slots."""
     with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
         engine, refused = model.promoe.runtime.engine, []
 
         def within(*_: Any) -> None:
             hook.remove()
             with engine.lock:
-                engine.break_off(KeyboardInterrupt())  # as if in another thread
+                engine.change_failed(KeyboardInterrupt())  # as if in another thread
             with pytest.raises(EngineError) as error:
                 greedy(model, PROMPTS["one"])
             refused.append(str(error.value))
@@ -249,7 +249,7 @@ def test_without_its_workers_nothing_is_begun_anew() -> None:
         tear(model)
         engine = model.promoe.runtime.engine
         with engine.lock:
-            engine._assigned.append(object())  # of which a worker dies
+            engine._assigned.append(object())  # a worker dies of this
             engine._work.notify()
         until(lambda: not all(thread.is_alive() for thread in engine._threads))
         assert_refuses(model, "was being changed.*open it again")
@@ -260,7 +260,7 @@ def test_without_its_workers_nothing_is_begun_anew() -> None:
     "function", ["on_gate", "forward", "_begin", "__enter__", "__exit__", "_wait", "_look", "close"]
 )
 def test_interruption_at_a_named_point(way: str, function: str) -> None:
-    """As the gate's hook, the experts' forward, a visit, its waiting or its end begins: nothing is changed yet."""
+    """Ctrl-C comes as that function begins, when nothing is changed yet."""
 
     class AtCall(Interrupting):
         def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -280,13 +280,13 @@ def test_interruption_at_a_named_point(way: str, function: str) -> None:
 
 @pytest.mark.usefixtures("_heeding_ctrl_c")
 def test_interruption_of_a_read_that_takes_long() -> None:
-    """Ctrl-C while a forward waits: a real signal, which comes as soon as the forward waits."""
+    """A real signal comes as soon as the forward waits."""
     with faulty("files, workers", always("stuck"), predictor=None, stall_timeout_s=60.0) as (model, link):
         engine = model.promoe.runtime.engine
 
         def press() -> None:
             assert link.stuck.wait(WAIT_S)
-            until(lambda: engine.waiting_visits)
+            until(lambda: engine.waiters)
             _thread.interrupt_main()
 
         pressing = threading.Thread(target=press)

@@ -1,4 +1,4 @@
-"""Memory that is not there, and memory that must not grow."""
+"""Too little memory, and memory that must not grow."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROUNDS = 40
 
 
 def without_memory(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Mappings from `nbytes` on are refused as the kernel does it."""
+    """Refuse mappings of at least `nbytes`, as the kernel does."""
     plain = memory._map_private
 
     def refusing(asked_bytes: int) -> Any:
@@ -66,7 +66,7 @@ def test_no_memory_for_slots_while_opening(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def alive() -> int:
-    """Objects of this library's classes, errors, and what errors keep; but for stretches, which grow up to a bound."""
+    """Count objects of this library's classes, errors and what these keep, without stretches, whose number is limited."""
     gc.collect()
     kinds = (BaseException, TracebackType, FrameType)
     return sum(
@@ -77,7 +77,7 @@ def alive() -> int:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_does_not_grow(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither with answers nor with errors. One object kept by each forward would be as many."""
+    """If each forward kept one object, there would be as many more as forwards."""
     caplog.set_level(logging.CRITICAL, "promoe")  # pytest keeps what is logged
     with faulty(way, never, verify="always") as (model, link):
         counts = []
@@ -95,7 +95,7 @@ def test_memory_does_not_grow(way: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_opening_again_and_again() -> None:
-    """No thread, file or slot of one stays when it is closed, also if nobody says so."""
+    """No thread, file or slot of a model stays when it is closed, or dropped without closing."""
     for closed in (True, False) * 3:
         with leaving_nothing():
             model = promoe.from_pretrained(checkpoint(FAMILY), cache="25%", predictor="gate", config=config())
@@ -107,7 +107,7 @@ def test_opening_again_and_again() -> None:
 
 
 def test_dropped_while_a_prediction_runs() -> None:
-    """Its thread holds the model until it has predicted; then the next collection takes all of it."""
+    """The predictor's thread holds the model until it has predicted. The next collection then frees it."""
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow:

@@ -1,4 +1,4 @@
-"""Predictors that break: what is computed does not depend on them, nor whether it is."""
+"""Predictors that break: the answers are still computed, and are right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .support import WAYS, assert_right, faulty, never
 
 
 class Raising:
-    """A predictor that raises at its third visit; in a thread, or, if quick, in the forward."""
+    """A predictor that raises at its third visit, in a thread, or in the forward if it is quick."""
 
     def __init__(self, error: type[BaseException], quick: bool) -> None:
         self.error = error
@@ -55,7 +55,7 @@ def test_predictor_that_raises(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_interruption_of_a_predictor_in_the_forward(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C is the user's, and says nothing about the predictor."""
+    """Ctrl-C comes from the user and is not the predictor's fault."""
     monkeypatch.setattr("promoe.runtime.prediction.has_spare_core", lambda: False)
     predictor = Raising(KeyboardInterrupt, quick=True)
     with faulty(way, never, predictor=predictor) as (model, _):

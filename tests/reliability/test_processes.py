@@ -1,4 +1,4 @@
-"""Processes that are forked from one with a patched model, or killed."""
+"""Processes that are forked from one with a patched model, killed, or end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system can
 
 
 def in_fork(action: Callable[[], Any]) -> str:
-    """What `action` ended with in a forked process: "" or an error. Fails if that does not end."""
+    """Run `action` in a forked process. Return its error or "", and fail if it does not end."""
     read, write = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons: there are threads
         child = os.fork()
-    if child == 0:  # nothing of the test's may run in here: no clean-up, no report
+    if child == 0:  # the test's clean-up and report must not run here
         try:
             action()
             os.write(write, b"-")
@@ -57,7 +57,7 @@ def in_fork(action: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("predictor", [None, "gate"])
 def test_fork(way: str, predictor: str | None) -> None:
-    """The copy says that it has no workers; the process that patched the model goes on."""
+    """The copy raises that it has no workers. The process that patched the model goes on."""
     with faulty(way, never, predictor=predictor, stall_timeout_s=30.0) as (model, _):
         assert_right(model)
         told = "This process was forked from the one that patched the model.*in the process that uses it"
@@ -85,7 +85,7 @@ def test_fork_and_unpatch(way: str) -> None:
 
 @needs_fork
 def test_fork_while_another_thread_computes() -> None:
-    """Whatever locks that thread held: the copy answers at once."""
+    """The copy answers at once, whatever locks that thread held."""
     with faulty("RAM, workers", never, stall_timeout_s=30.0) as (model, _):
         stop = threading.Event()
 
@@ -98,7 +98,7 @@ def test_fork_while_another_thread_computes() -> None:
         engine = model.promoe.runtime.engine
         try:
             for _ in range(20):
-                # The hints of a gate need the lock, and refuse nothing; no torch, whose locks are not ours.
+                # A gate's hints need our lock and never raise. They use no torch, whose locks are not ours.
                 assert in_fork(lambda: (engine.hint(0, [0]), model.promoe.stats(), engine.close())) == ""
         finally:
             stop.set()
@@ -120,8 +120,7 @@ PROGRAM = """
 
 
 def test_killed_while_it_answers(tmp_path: Path) -> None:
-    """SIGKILL: the checkpoint is as before, nothing is left in shared memory, folders of control groups or for temporary
-    files."""
+    """After SIGKILL the checkpoint is as before, and shared memory, control groups and temporary folders are clean."""
     folder = checkpoint(FAMILY)
     before = contents(folder)
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)]
@@ -138,12 +137,129 @@ def test_killed_while_it_answers(tmp_path: Path) -> None:
         assert process.wait(WAIT_S) == -signal.SIGKILL
     assert contents(folder) == before
     assert list(tmp_path.iterdir()) == []
-    # Others work there too: what promoe and torch make there has the process's number in its name.
+    # Others use these folders, too. The names of what promoe and torch make there hold the process's number.
     shared = [Path("/dev/shm"), *(group.folder for group in memory_groups())]
     named = [entry for place in shared if place.is_dir() for entry in place.iterdir() if str(process.pid) in entry.name]
     assert [entry for entry in named if "promoe" in entry.name or "torch" in entry.name] == []
 
 
 def contents(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and time of change of what is in a folder."""
+    """Return size and time of change of each file in a folder."""
     return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()}
+
+
+# -- the end of the process -------------------------------------------------------------------------------------
+
+START = """
+    import sys, threading
+    import torch, promoe
+    from promoe.transfer.links import Fault, FaultyLink
+    torch.set_num_threads(1)
+    config = promoe.PromoeConfig(bypass=False, strict=True, stall_timeout_s=float(sys.argv[2]))
+    ids = torch.arange(2, 6).unsqueeze(0)
+
+    def opened(plan=lambda number, chunk: None, by_workers=True):
+        model = promoe.from_pretrained(sys.argv[1], cache="40%", config=config)
+        engine = model.promoe.runtime.engine
+        assert engine.forwards_copy  # chunks as short as these
+        engine.forwards_copy = not by_workers
+        engine.link = FaultyLink(engine.link, plan)
+        return model
+
+    def stuck(number, chunk):
+        return Fault("stuck") if number >= 3 else None
+
+    def wait_for_stuck(model):
+        assert model.promoe.runtime.engine.link.stuck.wait(60)
+
+    @torch.inference_mode()
+    def ask(model):
+        return model(ids).logits
+
+    def ask_beside(model):
+        thread = threading.Thread(target=ask, args=[model], daemon=True)
+        thread.start()
+        return thread
+"""
+
+ENDS = {
+    "idle, unpatched, closed": """
+        idle, unpatched, closed = opened(), opened(), opened()
+        for model in (idle, unpatched, closed):
+            ask(model)
+        promoe.unpatch(unpatched)
+        closed.promoe.close()
+    """,
+    "a worker in a stuck read, more queued": """
+        model = opened(stuck)
+        asking = ask_beside(model)
+        wait_for_stuck(model)
+        assert model.promoe.runtime.engine.scheduler.has_orders
+    """,
+    "a forward in a stuck read": """
+        model = opened(stuck, by_workers=False)
+        asking = ask_beside(model)
+        wait_for_stuck(model)
+    """,
+    "a predictor that computes": """
+        computing = threading.Event()
+        class Slow:
+            def predict(self, visit):
+                computing.set()
+                numbers = torch.eye(20)
+                for _ in range(5000):
+                    numbers = numbers @ numbers
+                return []
+        model = promoe.from_pretrained(sys.argv[1], cache="40%", predictor=Slow(), config=config)
+        ask(model)
+        assert computing.wait(60)
+    """,
+    "closed with a stuck read": """
+        model, raised = opened(stuck), []
+        threading.excepthook = lambda args: raised.append(args.exc_type)
+        asking = ask_beside(model)
+        wait_for_stuck(model)
+        model.promoe.close()
+        asking.join()
+        assert raised == [promoe.EngineClosedError], raised
+    """,
+}
+LEFT_BEHIND = "still in a transfer after 2.0 s; left behind."
+
+
+def ended(program: str, *options: str) -> str:
+    """Run a process that must end in time with status 0. Return what it wrote to its standard error."""
+    stall = "2.0" if program == ENDS["closed with a stuck read"] else "60.0"
+    path = os.pathsep.join(path for path in sys.path if path)
+    run = subprocess.run(
+        [
+            sys.executable,
+            *options,
+            "-c",
+            textwrap.dedent(START) + textwrap.dedent(program),
+            str(checkpoint(FAMILY)),
+            stall,
+        ],
+        env={**os.environ, "PYTHONPATH": path, "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+    )
+    assert run.returncode == 0, (run.returncode, run.stdout, run.stderr)
+    return run.stderr
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id=""),
+        pytest.param(("-X", "dev", "-W", "error::ResourceWarning"), id="development mode", marks=pytest.mark.slow),
+    ],
+)
+def test_end_of_the_process(end: str, options: tuple[str, ...]) -> None:
+    """Nobody waits for a read that hangs, and only intended messages are written, also with Python's own checks."""
+    lines = ended(ENDS[end], *options).splitlines()
+    if end == "closed with a stuck read":
+        assert LEFT_BEHIND in lines.pop(0)
+    assert not lines

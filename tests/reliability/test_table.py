@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests; each of them exists, and each test of this folder is named."""
+"""Each test that docs/reliability.md names exists, and the page names each test of this folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DOCUMENT = TESTS.parent / "docs" / "reliability.md"
 
 
 def named() -> set[str]:
-    """Every `folder/file.py::function` of the document."""
+    """Return every `folder/file.py::function` of the page."""
     return set(re.findall(r"`([\w/]+\.py::\w+)`", DOCUMENT.read_text(encoding="utf-8")))
 
 

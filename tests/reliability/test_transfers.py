@@ -1,4 +1,4 @@
-"""Transfers that fail: the forward that needed the bytes says so, and the next one is right."""
+"""Transfers that fail: the forward that needed the bytes raises, and the next one is right."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LOAD = r"Expert \d of MoE layer \d could not be fetched \(.*offset \d+\): .*"
 
 
 def assert_forgotten(way: str, kind: FaultKind, match: str) -> None:
-    """One transfer fails: its forward raises `match`, the next ones answer as if nothing had been.
+    """Let one transfer fail, and check that its forward raises `match` and the next ones answer right.
 
-    Of what a visit has asked for: what fails between a gate and its experts' forward (hinted or streamed) is fetched once
-    more, and nobody told.
+    Of what a visit has asked for: what fails between a gate and its experts' forward (hinted or streamed) is fetched
+    once more, and nobody told.
     """
     with faulty(way, only(5, kind), predictor=None, early_preemption=False, stream=False) as (model, link):
         assert_told(model, ExpertLoadError, LOAD + match + ".*start the generation again")
@@ -87,7 +87,7 @@ def test_vanished_disk(way: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_vanished_disk_and_close(way: str) -> None:
-    """There is a way out: no thread waits for the disk."""
+    """Closing does not wait for the disk."""
     with faulty(way, always("gone")) as (model, _):
         assert_told(model, ExpertLoadError, "No such device")
         model.promoe.close()
@@ -126,7 +126,7 @@ def test_dead_worker(way: str, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("kind", ["failed", "short", "torn", "no_memory", "bug"])
 @pytest.mark.parametrize("way", WAYS)
 def test_failed_prefetch(way: str, kind: FaultKind) -> None:
-    """Nobody needed it yet: it is fetched on demand, and no forward fails."""
+    """Nobody needed it yet, so it is fetched on demand, and no forward fails."""
     prefetching = threading.local()
 
     with faulty(way, never, min_probability=0.01) as (model, link):
@@ -143,7 +143,7 @@ def test_failed_prefetch(way: str, kind: FaultKind) -> None:
         for _ in range(3):
             try:
                 greedy(model, PROMPTS["short"])
-            except ExpertLoadError:  # it became urgent on its way
+            except ExpertLoadError:  # a forward came to need it while it was on its way
                 continue
         link.mend()
         assert_right(model)
@@ -154,7 +154,7 @@ def test_failed_prefetch(way: str, kind: FaultKind) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("way", WAYS)
 def test_faults_of_all_kinds(way: str, seed: int) -> None:
-    """Whatever comes, an answer is right or an error, and in the end it is right.
+    """Each answer is right or an error, and the last one is right.
 
     How many transfers a prompt takes is up to the threads, and so is which of them fail and whether anyone waits for
     those: prompts are asked over a good link and a bad one in turn until enough of both have been seen.
@@ -180,7 +180,7 @@ def test_faults_of_all_kinds(way: str, seed: int) -> None:
 
 
 def test_garbage_of_a_failed_read_is_never_used() -> None:
-    """Every slot is full of NaN but for what arrived whole: an answer without NaN has read nothing else."""
+    """Every slot holds NaN except for experts that arrived whole. An answer without NaN has read only those."""
     with faulty("RAM, workers", lambda number, chunk: Fault("torn") if number % 7 == 3 else None) as (model, link):
         pool = model.promoe.runtime.engine.pools[0]
         for _ in range(10):
@@ -192,7 +192,7 @@ def test_garbage_of_a_failed_read_is_never_used() -> None:
 
 
 def test_errors_in_one_thread_leave_the_others_alone() -> None:
-    """Forwards of two threads; those that need a failed expert raise, the others are right."""
+    """Two threads run forwards. Those that need a failed expert raise, and the others are right."""
     with faulty("RAM, workers", seeded(1, {"torn": 0.01}), predictor=None) as (model, link):
         outcomes: list[str] = []
 

@@ -34,7 +34,8 @@ from promoe.runtime.sizes import plan_pools
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 from promoe.stores import HostStore
 from promoe.transfer.links import FileLink, HostLink
-from promoe.transfer.links.device import DeviceLink
+from promoe.transfer.links.cached import CachedLink
+from promoe.transfer.links.pinned import PinnedLink
 
 START = np.array(START_WEIGHTS, dtype=np.float32)
 LINK = EmulatedLink(bandwidth_bytes_per_s=1e12)
@@ -116,16 +117,16 @@ def test_links_over_experts_in_files(model: PreTrainedModel, opened: OpenedModel
 def test_links_to_a_device(model: PreTrainedModel, opened: OpenedModel) -> None:
     in_ram = replace(parts_of(model, workers=3), device=FakeDevice())
     link = open_link("auto", in_ram)
-    assert (type(link), link.workers) == (DeviceLink, 1), "one thread keeps two copies in flight"
+    assert (type(link), link.workers) == (PinnedLink, 1), "one thread keeps two copies in flight"
     assert "pinned memory to fake device" in link.describe()
     link.close()
     in_files = replace(in_ram, store=opened.store)
     link = open_link("auto", in_files)
-    assert (type(link), link.workers) == (DeviceLink, 3), "so many threads read"
+    assert (type(link), link.workers) == (CachedLink, 3), "so many threads read"
     assert "of pinned RAM (" in link.describe()
     link.close()
     link = open_link("auto", replace(in_files, config=replace(in_files.config, pinned_bytes=0)))
-    assert "through pinned buffers" in link.describe()
+    assert "of pinned RAM (6 of 24 experts) to fake device" in link.describe(), "two per worker"
     link.close()
 
 

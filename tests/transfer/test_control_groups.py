@@ -101,7 +101,7 @@ def memory_names() -> object:
 
 
 def test_a_real_group_counts_and_limits() -> None:
-    """Where this machine lets us make one; elsewhere the refusal is the result."""
+    """Where this machine does not let us make a group, the refusal is the result."""
     groups = memory_groups()
     if not groups:
         pytest.skip("no control groups for memory")

@@ -30,7 +30,7 @@ class Machine:
         (self.folder / "stat").write_text("\n".join([*lines, "intr 1 2 3", "ctxt 4"]))
 
     def pass_s(self, seconds: float, busy: list[float], own: float = 0.0, withheld: float = 0.0) -> None:
-        """Let time pass; shares of it per core, and cores that are this process's own."""
+        """Let time pass, with the share in which each core is busy, and how many cores this process takes."""
         self.now_s += seconds
         self.own_s += own * seconds
         for core, share in enumerate(busy):
@@ -175,7 +175,7 @@ def test_where_there_is_nothing_to_mend_nothing_is_told(what: str, tmp_path: Pat
 
 
 def test_a_pause_begins_a_new_stretch(tmp_path: Path) -> None:
-    """What others took while nothing was computed says nothing."""
+    """It does not matter what others take while nothing is computed."""
     decoding = Decoding(tmp_path)
     for _ in range(10):
         decoding.tokens(7, others=0.0, own=2.0)

@@ -24,7 +24,7 @@ def small_layout() -> ExpertLayout:
 
 
 def mapping_of(address: int) -> dict[str, str]:
-    """The smaps entry of the mapping that holds `address`; empty if there is none."""
+    """Return the smaps entry of the mapping that holds `address`, or nothing if there is none."""
     inside, entry = False, {}
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
@@ -243,11 +243,11 @@ def test_poison_is_nan_in_every_float_dtype() -> None:
         assert all(tensor.isnan().all() for tensor in pool.tensors(idx).values())
 
 
-# -- another number of slots ----------------------------------------------------------------------------------------
+# -- resizing -------------------------------------------------------------------------------------------------------
 
 
 def filled(num_slots: int) -> SlotPool:
-    """Every byte of slot i is i + 1."""
+    """Make a pool in which every byte of slot i is i + 1."""
     pool = SlotPool(small_layout(), num_slots)
     for idx in range(num_slots):
         pool.slot(idx)[:] = bytes([idx + 1]) * pool.layout.slot_bytes

@@ -21,7 +21,7 @@ def test_what_a_processor_says_of_itself(tmp_path: Path) -> None:
 
 
 def in_group(tmp_path: Path, line: str, quotas: dict[str, dict[str, str]]) -> tuple[Path, Path]:
-    """A process in a control group, and the groups' files by folder."""
+    """Make a process in a control group, and the groups' files by folder."""
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "self" / "cgroup").write_text(f"{line}\n")
     for folder, files in quotas.items():

@@ -24,7 +24,7 @@ def two_threads() -> Iterator[None]:
 
 
 def multiply() -> None:
-    """Large enough that torch would use all threads it may."""
+    """Multiply matrices so large that torch would use all threads it may."""
     (torch.ones(512, 512) @ torch.ones(512, 512)).relu_().to(torch.bfloat16)
 
 
@@ -33,7 +33,7 @@ def system_threads() -> set[str]:
 
 
 def started_by(start: Callable[[Callable[[], None]], threading.Thread]) -> int:
-    """How many system threads there are more while a thread that multiplies is at work, itself included."""
+    """Return how many more system threads there are while a thread multiplies, itself included."""
     multiplied, end = threading.Event(), threading.Event()
 
     def work() -> None:

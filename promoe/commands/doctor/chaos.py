@@ -14,8 +14,7 @@ from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from promoe.config import PromoeConfig
 from promoe.errors import EngineClosedError, EngineError, PromoeError
 from promoe.runtime.patching import patch, unpatch
-from promoe.transfer.engine import Engine
-from promoe.transfer.links.faults import FaultKind, Faults, seeded
+from promoe.transfer.links.faults import FaultKind, FaultyLink, seeded
 
 NEW_TOKENS = 8
 MOST_TRIES = 100
@@ -97,18 +96,18 @@ def _under(
 ) -> Outcome:
     plan = seeded(seed, {} if kind is None else {kind: FAULT_SHARE})
     config = PromoeConfig(stall_timeout_s=STALL_TIMEOUT_S, workers=2)
-    handle = patch(model, cache="25%", predictor="gate", link=Faults(plan), config=config).promoe
+    engine = patch(model, cache="25%", predictor="gate", link="host", config=config).promoe.runtime.engine
+    engine.link = link = FaultyLink(engine.link, plan)
     try:
-        return _ask(model, prompt, expected, kind, handle.runtime.engine)
+        return _ask(model, prompt, expected, kind, link)
     finally:
-        handle.runtime.engine.link.mend()
+        link.mend()
         unpatch(model)
 
 
 def _ask(
-    model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, engine: Engine
+    model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, link: FaultyLink
 ) -> Outcome:
-    link: Any = engine.link
     errors: Counter[str] = Counter()
     right = 0
     for _ in range(MOST_TRIES):

@@ -51,7 +51,7 @@ def fit_overlap(
     stand_in.release()
     config = PromoeConfig(read_mode=mode, bypass=False)
     layers = stand_in.layers
-    layouts, counts = [layer.layout for layer in layers], [layer.num_experts for layer in layers]
+    layouts, counts = store.layouts[: len(layers)], [layer.num_experts for layer in layers]
     most = max(layer.top_k or 1 for layer in layers) + 1
     nbytes = sum(layout.slot_bytes * count for layout, count in zip(layouts, counts, strict=True))
     least = most * len(set(layouts)) * nbytes // sum(counts)

@@ -1,8 +1,8 @@
-"""What a device beside the processor is: memory that is filled by copies which go on while the host does other things.
+"""What a device beside the processor is: memory that copies fill while the host does other things.
 
-Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue: another
-queue, or the host, can wait until everything before it was done. All that promoe's correctness on a device rests on is said
-in terms of these, so that it can be tested where there is none.
+Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue:
+another queue, or the host, can wait until everything before it is done. All that promoe's correctness on a device rests
+on is said in these terms, so that it can be tested without a device.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from typing import Protocol
 
 import torch
 
+from promoe.errors import ConfigError
+
+# CUDA's driver copies up to 64 KiB of ordinary memory before it returns. This leaves a margin.
+COPIED_AT_ONCE_BYTES = 16 * 1024
+
 
 class Event(Protocol):
     """A place in a queue."""
 
     def wait_on_host(self) -> None:
-        """Return when everything before it was done."""
+        """Return when everything before it is done."""
         ...
 
 
@@ -28,23 +33,23 @@ class Queue(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Equal for what is the same queue."""
+        """Equal for two objects that stand for the same queue."""
         ...
 
     def mark(self) -> Event:
-        """The place after all that was put into it so far."""
+        """Return the place after everything that was put into the queue so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """What is put into it from now on begins after `event`. Returns at once."""
+        """Let everything that is put into the queue from now on begin after `event`. Returns at once."""
         ...
 
     def wait_on_host(self) -> None:
-        """Return as soon as all that was put into it so far was done, at the cost of a core that spins."""
+        """Return as soon as everything that was put into the queue so far is done. A core spins meanwhile."""
         ...
 
     def running(self) -> AbstractContextManager[object]:
-        """Meanwhile the calling thread's kernels go there."""
+        """Send the calling thread's kernels to this queue while the context lasts."""
         ...
 
     def copy_all(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -61,7 +66,7 @@ class Pinned:
 
     Args:
         ranges: [start, end), disjoint.
-        refused_bytes: of what was to be pinned and could not be.
+        refused_bytes: bytes that could not be pinned.
         undo: unpins. Safe to repeat.
     """
 
@@ -72,7 +77,7 @@ class Pinned:
         self.undo = undo
 
     def covers(self, memory: torch.Tensor) -> bool:
-        """Whether all of a contiguous tensor's memory is."""
+        """Return whether all of a contiguous tensor's memory is pinned."""
         address = memory.data_ptr()
         place = bisect_right(self._starts, address) - 1
         return place >= 0 and address + memory.nbytes <= self._ranges[place][1]
@@ -86,42 +91,75 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """For reports: "NVIDIA H100"."""
+        """Its name for reports, such as "NVIDIA H100"."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory that is free now."""
+        """Return the bytes of memory that are free now."""
         ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 on the device, aligned to at least 256 bytes.
+        """Return `[nbytes]` uint8 on the device, aligned to at least 256 bytes.
 
         Raises:
-            ConfigError: there is not so much.
+            ConfigError: the device has not that much memory.
         """
         ...
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """`[nbytes]` uint8 in host memory that copies need not be staged from; for use in inference mode and out of it."""
+        """Return `[nbytes]` uint8 in pinned host memory, for use inside and outside of inference mode."""
         ...
 
     def current(self) -> Queue:
-        """Where the calling thread's kernels go; to be used at once, by this thread."""
+        """Return the queue of the calling thread's kernels. This thread is to use it at once."""
         ...
 
     def new_queue(self) -> Queue:
-        """One beside that, for copies."""
+        """Return another queue, for copies."""
         ...
 
     def side_queue(self) -> Queue:
-        """One beside both, for kernels; the same each time: libraries keep memory for each queue that they have worked in."""
+        """Return another queue, for kernels: the same each time, since libraries keep memory for each queue."""
         ...
 
     def pin(self, tensors: Sequence[torch.Tensor], own_pages: bool = False) -> Pinned:
         """Pin the host memory of tensors where it lies, as far as that does no harm to others.
 
         Args:
-            tensors: whose storages are pinned.
-            own_pages: nothing else lies in the pages that they are in.
+            tensors: their storages are pinned.
+            own_pages: nothing else lies in their pages.
         """
         ...
+
+
+def open_device(device: str | torch.device) -> Device | None:
+    """Return the device of a name, or None for the processor.
+
+    Raises:
+        ConfigError: there is no such device, or slots cannot be on it.
+    """
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f'The \'device\' argument must be "cpu" or "cuda". Got {device!r} instead.') from error
+    if kind == "cpu":
+        return None
+    if kind != "cuda":
+        raise ConfigError(f'The \'device\' argument must be "cpu" or "cuda". Got {str(device)!r} instead.')
+    from promoe.transfer.devices.cuda import CudaDevice
+
+    return CudaDevice(device)
+
+
+def send(numbers: Sequence[int] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a few integers in host memory as a tensor on `device`, in the order of the calling thread's kernels.
+
+    Returns at once: the driver copies a small tensor right away, and a larger one goes through pinned memory, which
+    torch keeps until the copy is made.
+    """
+    on_host = numbers if isinstance(numbers, torch.Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    if device.type == "cpu":
+        return on_host
+    if on_host.nbytes > COPIED_AT_ONCE_BYTES:
+        on_host = on_host.pin_memory()
+    return on_host.to(device, non_blocking=True)

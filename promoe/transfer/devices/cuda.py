@@ -1,4 +1,4 @@
-"""CUDA as a `Device`."""
+"""CUDA GPUs as devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from promoe.transfer.devices.base import Pinned
 from promoe.units import format_memory
 
 PAGE_BYTES = 4096
-# A block of so much that malloc gives has pages of its own (glibc's largest threshold). Pages that others share must not be
-# registered: CUDA refuses copies of memory that is registered in part.
+# A block of this size that malloc gives has pages of its own (glibc's largest threshold). Pages that others share must not
+# be registered: CUDA refuses copies of memory that is registered in part.
 OWN_PAGES_BYTES = 32 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class CudaEvent:
         self.raw = raw
 
     def wait_on_host(self) -> None:
-        """Block this thread, not the interpreter, until it is reached."""
+        """Block this thread, but not the interpreter, until the place is reached."""
         self.raw.synchronize()
 
 
@@ -49,23 +49,23 @@ class CudaQueue:
         self.key: Hashable = stream.cuda_stream
 
     def mark(self) -> CudaEvent:
-        """Record an event. It blocks who waits for it on the host instead of letting a core spin."""
+        """Record an event. Waiting for it on the host blocks the thread, so that no core spins."""
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return CudaEvent(event)
 
     def wait(self, event: Any) -> None:
-        """Let the stream wait."""
+        """Let the stream wait; see `Queue.wait`."""
         self._stream.wait_event(event.raw)
 
     def wait_on_host(self) -> None:
-        """Spin: to be woken takes twice as long as what there usually is to wait for."""
+        """Wait and spin: being woken takes twice as long as the usual wait."""
         event = torch.cuda.Event()
         event.record(self._stream)
         event.synchronize()
 
     def running(self) -> AbstractContextManager[object]:
-        """As torch's current stream."""
+        """Make it torch's current stream while the context lasts."""
         if torch.cuda.current_device() == self._stream.device_index:
             return _Current(self._stream)
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream)
@@ -84,10 +84,10 @@ class CudaQueue:
 
 
 class _Current:
-    """`torch.cuda.stream` for a stream of the current device, in a tenth of its time.
+    """Does what `torch.cuda.stream` does for a stream of the current device, in a tenth of its time.
 
     Args:
-        stream: to be current meanwhile.
+        stream: current while the context lasts.
     """
 
     __slots__ = ("_before", "_stream")
@@ -105,12 +105,12 @@ class _Current:
 
 
 class _CurrentQueue(CudaQueue):
-    """The stream that is its thread's already."""
+    """The stream that is its thread's current one already."""
 
     __slots__ = ()
 
     def running(self) -> AbstractContextManager[object]:
-        """Nothing is to be changed."""
+        """Do nothing."""
         return nullcontext()
 
 
@@ -134,26 +134,27 @@ class CudaDevice:
                 'device="cpu", or install a build of torch for your GPU.'
             )
         self.torch_device = torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
-        self._streams: dict[tuple[int, int, int], _CurrentQueue] = {}  # by what torch calls them; it has some dozens
+        self._streams: dict[tuple[int, int, int], _CurrentQueue] = {}  # by torch's name; there are some dozens
 
     @property
     def name(self) -> str:
-        """As the driver calls it."""
+        """The driver's name for it."""
         name: str = torch.cuda.get_device_name(self.torch_device)
         return name
 
     def free_bytes(self) -> int:
-        """As the driver says, and what torch keeps for reuse."""
+        """Return what the driver says is free, and what torch keeps for reuse."""
         free_bytes: int = torch.cuda.mem_get_info(self.torch_device)[0]
         reserved, allocated = (f(self.torch_device) for f in (torch.cuda.memory_reserved, torch.cuda.memory_allocated))
         return free_bytes + int(reserved) - int(allocated)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory, filled with zeros; torch's allocator aligns to 512 bytes."""
+        """Allocate device memory, filled with zeros. torch's allocator aligns to 512 bytes."""
         try:
             with torch.inference_mode(False):
                 memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.torch_device)
-            self.current().mark().wait_on_host()  # or the zeros could come after the first copies, which have their own stream
+            # The first copies, in a stream of their own, must not come before the zeros.
+            self.current().mark().wait_on_host()
             return memory
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -162,7 +163,7 @@ class CudaDevice:
             ) from error
 
     def allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        """Pinned host memory; ordinary memory, with a warning, where the system gives none."""
+        """Allocate pinned host memory, or ordinary memory with a warning where the system gives none."""
         with torch.inference_mode(False):
             try:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -171,7 +172,10 @@ class CudaDevice:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def current(self) -> CudaQueue:
-        """The calling thread's stream. Several times per layer, and torch.cuda.current_stream takes 20 us."""
+        """Return the calling thread's stream.
+
+        Called several times per layer, where torch.cuda.current_stream takes 20 µs.
+        """
         which: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.torch_device.index)
         queue = self._streams.get(which)
         if queue is None:
@@ -179,11 +183,11 @@ class CudaDevice:
         return queue
 
     def new_queue(self) -> CudaQueue:
-        """A stream of its own."""
+        """Return a new stream."""
         return CudaQueue(torch.cuda.Stream(self.torch_device))
 
     def side_queue(self) -> CudaQueue:
-        """A stream for all who ask: cuBLAS keeps a workspace of up to 32 MiB for each that it has worked in."""
+        """Return one stream for all callers: cuBLAS keeps a workspace of up to 32 MiB for each stream that it worked in."""
         if self.torch_device not in _side_streams:
             _side_streams.setdefault(self.torch_device, torch.cuda.Stream(self.torch_device))
         return CudaQueue(_side_streams[self.torch_device])
@@ -217,7 +221,7 @@ class CudaDevice:
         return Pinned(found.items(), refused_bytes, undo)
 
     def _forget_error(self) -> None:
-        """The runtime tells a failure once more at the next launch."""
+        """Launch something, since the runtime reports a failure once more at the next launch."""
         try:
             torch.zeros(1, device=self.torch_device)
         except RuntimeError as error:
@@ -225,13 +229,13 @@ class CudaDevice:
 
 
 def _is_pinned(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is, from its first byte to its last."""
+    """Return whether a storage is pinned from its first byte to its last."""
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return whole[:1].is_pinned() and whole[-1:].is_pinned()
 
 
 def page_ranges(blocks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages that blocks of (address, bytes) are in, as disjoint ranges [start, end): a page is registered once."""
+    """Return the pages of blocks (address, bytes), as disjoint ranges [start, end): a page is registered once."""
     found: list[tuple[int, int]] = []
     for address, nbytes in sorted(blocks):
         start, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + nbytes) // PAGE_BYTES) * PAGE_BYTES

@@ -1,6 +1,6 @@
 """The transfer engine: threads that move chunks as the scheduler orders, and forwards that wait for them.
 
-Knows links, slots and errors; does not know models.
+It knows links, slots and errors. It does not know models.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,54 +17,36 @@ import numpy.typing as npt
 
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stats.counts import Phase
-from promoe.stats.recorder import Recorder
-from promoe.stores import Store
-from promoe.transfer.engine.monitor import Changing, Monitor
+from promoe.transfer.engine.monitor import Changing
 from promoe.transfer.engine.resizing import Resizing
+from promoe.transfer.engine.transfers import Transfers
 from promoe.transfer.engine.visit import EngineVisit
 from promoe.transfer.engine.warming import Warming
-from promoe.transfer.links import Link
-from promoe.transfer.memory import Pool, SlotPool
+from promoe.transfer.memory import SlotPool
 from promoe.transfer.threads import ThreadBeside, hold_in_forks, stop_at_exit
 
 logger = logging.getLogger(__name__)
 
-# How often it is looked whether all workers wait, before the engine is renewed.
+# How often `renew` looks whether all workers wait.
 RENEWAL_LOOKS_S = 0.001
 
 
-class Engine(Monitor):
-    """Serves expert weights from a store into slots, by a scheduler's orders. Start with `start`, end with `close`.
+class Engine(Transfers):
+    """Serves expert weights from a store into slots, by a scheduler's orders.
 
-    Args:
-        scheduler: decides; driven by this engine alone.
-        store: where the chunks of an expert lie.
-        link: moves one chunk; `link.workers` threads call it.
-        pools: one per pool of the scheduler, in its order.
-        recorder: counts; guarded by this engine's lock.
-        stall_timeout_s: a forward that waits while no chunk completes for this long raises EngineStalledError.
-        clock: seconds, by which that is measured.
+    `start` starts it and `close` ends it. `Monitor` describes the arguments.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        store: Store,
-        link: Link,
-        pools: Sequence[Pool],
-        recorder: Recorder,
-        stall_timeout_s: float = 60.0,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(scheduler, store, link, pools, recorder, stall_timeout_s, clock)
-        if scheduler.config.strict:
-            self._poison_released_slots()
-        self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in range(link.workers)]
+    _threads: Sequence[ThreadBeside] = ()
 
     def start(self) -> None:
         """Start the link workers."""
+        if self.scheduler.config.strict:
+            self._poison_released_slots()
         hold_in_forks(self, self.lock, Engine._forked)
         stop_at_exit(self, Engine._end)
+        workers = range(self.link.workers)
+        self._threads = [ThreadBeside(partial(self._serve, idx), f"promoe-link-{idx}") for idx in workers]
         for thread in self._threads:
             thread.start()
 
@@ -74,20 +56,20 @@ class Engine(Monitor):
         return self._closed
 
     def close(self) -> None:
-        """Stop the workers (the chunks in flight land first) and wake whoever waits. Safe to repeat.
+        """Stop the workers, once the chunks in flight have landed, and wake all who wait. Safe to repeat.
 
-        A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and so would
-        we. Its slot's memory lives as long as it does. A signal handler that interrupts this thread where it has the lock
-        waits for none: they need the lock to end.
+        A worker whose transfer does not return within `stall_timeout_s` is left behind: its source hangs, and waiting
+        would hang, too. The memory of its slot lives as long as that worker. A signal handler that has interrupted this
+        thread where it holds the lock waits for no worker: they need the lock to end.
         """
         interrupts = self.interrupted
         with self.lock:
             self._closed = True
             self._work.notify_all()
-            self.notify_visits()
+            self.notify_waiters()
         if interrupts:
             return
-        # No limit at all (inf) is more than a thread can be waited for.
+        # `join` takes no infinite timeout, which stands for no limit.
         deadline_s = time.perf_counter() + min(self.stall_timeout_s, threading.TIMEOUT_MAX)
         workers = [thread for thread in self._threads if thread is not threading.current_thread()]
         for thread in workers:
@@ -98,11 +80,11 @@ class Engine(Monitor):
         self.link.close()
 
     def renew(self) -> None:
-        """After an exception came in the midst of a change: go on with another scheduler, and nothing in the slots.
+        """Go on with another scheduler and nothing in the slots, after an exception came in the midst of a change.
 
-        To be called while no forward uses a slot. What was learned while running is learned anew. Where that is not possible
-        (a worker died or does not come back, the slots were being resized) nothing is changed, and `check_alive` goes on to say
-        what happened.
+        Call it while no forward uses a slot. What was learned while running is learned anew. Where renewing is not
+        possible (a worker died or does not come back, the slots were being resized) nothing is changed, and
+        `check_alive` still raises what happened.
         """
         deadline_s = time.perf_counter() + self.stall_timeout_s
         while time.perf_counter() < deadline_s:
@@ -112,12 +94,12 @@ class Engine(Monitor):
                 if not all(thread.is_alive() for thread in self._threads):
                     return
                 if not self._working:
-                    self._begin_anew()
+                    self._replace_scheduler()
                     return
             time.sleep(RENEWAL_LOOKS_S)
 
-    def _begin_anew(self) -> None:
-        """Have another scheduler, with the lock held; last of all, it is served again."""
+    def _replace_scheduler(self) -> None:
+        """Replace the scheduler, with the lock held. As the last step, the engine serves again."""
         before = self.scheduler
         self._assigned.clear()
         sizes = zip(before.config.pools, self.pools, strict=True)
@@ -126,37 +108,39 @@ class Engine(Monitor):
         self.scheduler.prefetch_on = before.prefetch_on
         if before.config.strict:
             self._poison_released_slots()
-        self.waiting_visits.clear()
+        self.waiters.clear()
         self._load_errors.clear()
-        self.held, self._idle_workers = None, self.link.workers
+        self.paused_by, self._idle_workers = None, self.link.workers
         self._broken, self.torn = None, False
 
     def _end(self) -> None:
-        """The process ends: nothing is begun any more. Forwards of daemon threads wait for their end, without a word."""
+        """Begin nothing any more: the process ends. Forwards of daemon threads wait silently for their end."""
         with self.lock:
             self._ending = True
             self._work.notify_all()
 
     def _forked(self) -> None:
-        """This is a new process, which has a copy of everything but the threads; with the lock held."""
-        self.scheduler.prefetch_on = False  # or the forward would hand visits to a predictor's thread that is not there
+        """Stop serving in a new process, which has a copy of everything but the threads; with the lock held."""
+        self.scheduler.prefetch_on = False  # the predictor's thread, which would be given visits, is not there either
         self._broken, self.renewable = None, False
-        self._break("This process was forked from the one that patched the model, whose link workers it lacks.", None)
+        self._stop_serving(
+            "This process was forked from the one that patched the model, whose link workers it lacks.", None
+        )
 
     def _poison_released_slots(self) -> None:
-        """From now on, a slot in RAM without an expert holds NaN: whoever reads one shows it."""
+        """Let every slot in RAM hold NaN while it has no expert, so that reading one shows."""
         for spec, pool in zip(self.scheduler.config.pools, self.pools, strict=True):
             if isinstance(pool, SlotPool):
                 pool.poison()
                 self.scheduler.cache_of(spec.layers[0]).on_release = pool.poison_slot
 
-    # -- the forwards' side -------------------------------------------------------------------------------------
+    # -- what forwards call ---------------------------------------------------------------------------------------
 
     def hint(self, layer_idx: int, ids: Sequence[int]) -> int:
-        """A gate chose these experts: start what is missing. Returns how many are resident."""
+        """Start to fetch what is missing of the experts that a gate chose. Return how many are resident."""
         with self.lock:
             if self.torn:
-                return 0  # the visit will say so
+                return 0  # the visit will raise
             with Changing(self):
                 hits = self.scheduler.hint(layer_idx, ids)
                 if hits < len(ids) and not self.forwards_copy:
@@ -182,20 +166,20 @@ class Engine(Monitor):
             tokens: experts of each real token, for the reuse prior.
             num_sequences: tokens expected at the layer's next visit.
             hits: how many were resident at gate time, if a hint for these ids was given; for the counters.
-            phase: of the pass; None: of the one begun last. For the counters.
+            phase: of the pass, for the counters; None: that of the pass that began last.
         """
         return EngineVisit(self, layer_idx, ids, tokens, num_sequences, hits, phase)
 
     def forecast(self, origin_step: int, steps_ahead: int, layer_idx: int, probabilities: npt.ArrayLike) -> bool:
-        """Hand a forecast to the scheduler, unless its layer's turn has come meanwhile; says whether it was in time.
+        """Hand a forecast to the scheduler, unless its layer's turn has come meanwhile. Return whether it was in time.
 
         Args:
-            origin_step: scheduler step of the visit that it was made from.
+            origin_step: scheduler step of the visit that the forecast was made from.
             steps_ahead: layer visits from that one to the one forecast.
             layer_idx: the layer forecast.
             probabilities: `[num_experts]`.
         """
-        p_next = np.asarray(probabilities, dtype=np.float64)  # what is no number must not end in the midst of a change
+        p_next = np.asarray(probabilities, dtype=np.float64)  # before the change: what cannot be converted raises here
         with self.lock:
             remaining = steps_ahead - max(0, self.scheduler.step - origin_step)
             made_before_renewal = origin_step > self.scheduler.step + 1
@@ -207,13 +191,15 @@ class Engine(Monitor):
         return True
 
     def foresee_reuse(self, origin_step: int, layer_idx: int, log_odds: npt.ArrayLike) -> bool:
-        """Hand what a predictor says of a layer's next visits to the scheduler, unless the layer was visited once more
-        meanwhile; says whether it was in time.
+        """Hand the scheduler the odds that a layer's experts are used again, unless it was visited meanwhile.
 
         Args:
-            origin_step: scheduler step of the visit that it was made from.
-            layer_idx: the layer visited, and foreseen.
-            log_odds: `[num_experts]`, see `Scheduler.foresee_reuse`.
+            origin_step: scheduler step of the visit that the odds were made from.
+            layer_idx: the layer visited.
+            log_odds: `[num_experts]`, as a predictor says them; see `Scheduler.foresee_reuse`.
+
+        Returns:
+            Whether it was in time.
         """
         odds = np.asarray(log_odds, dtype=np.float32)
         with self.lock:
@@ -225,7 +211,7 @@ class Engine(Monitor):
         return True
 
     def stream(self, layer_idx: int) -> None:
-        """The layer after the one just hinted will need nearly all its experts: fetch the absent ones in order."""
+        """Fetch a layer's absent experts in order: it is the next after the one just hinted, and needs nearly all."""
         with self.lock:
             if self.torn:
                 return
@@ -234,23 +220,15 @@ class Engine(Monitor):
                 self.wake_workers()
 
     def warm(self, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> int:
-        """Fetch these experts, best first, into slots that are free; returns how many of them are there in the end.
-
-        Args:
-            keys: which.
-            rates: see `Scheduler.start_from`.
-
-        Raises:
-            EngineClosedError, EngineStalledError, EngineError: nothing will come any more.
-        """
+        """Fetch experts, best first, into free slots. Return how many of them are resident then (see `Warming`)."""
         return Warming(self, keys, rates).run()
 
     def resize(self, num_slots: Sequence[int]) -> None:
-        """Have another number of slots, of each pool; what stays keeps its weights (see `Resizing.run` for errors)."""
+        """Resize each pool (see `Resizing.run` for errors)."""
         Resizing(self, num_slots).run()
 
     def set_prefetch(self, on: bool) -> None:
-        """Switch prefetch on or off; off also withdraws what is forecast. Counters know since when."""
+        """Switch prefetch on or off, also in the counters. Off withdraws what is forecast."""
         with self.lock:
             if on == self.scheduler.prefetch_on or self.torn:
                 return
@@ -260,7 +238,7 @@ class Engine(Monitor):
                 if not on:
                     self.scheduler.withdraw_forecasts()
 
-    # -- the workers' side --------------------------------------------------------------------------------------
+    # -- what link workers do -------------------------------------------------------------------------------------
 
     def _serve(self, worker_idx: int) -> None:
         try:
@@ -272,9 +250,10 @@ class Engine(Monitor):
             logger.exception("link worker %d died", worker_idx)
             with self.lock:
                 self.renewable = False
-                self._break(f"A link worker died: {error!r}.", error)
+                self._stop_serving(f"A link worker died: {error!r}.", error)
 
     def _next_lease(self, worker_idx: int) -> Lease | None:
+        """Wait for an order. None: the engine was closed, or the process ends."""
         with self.lock:
             self._working.discard(worker_idx)
             self._idle_workers += 1

@@ -1,4 +1,4 @@
-"""A layer's visit, as its forward sees it: groups of experts that are there, and waiting for the others."""
+"""A layer's visit as its forward sees it: groups of experts that have arrived, and waiting for the others."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from promoe.errors import EngineError
 from promoe.scheduler.visit import Visit
 from promoe.stats.counts import Phase
 from promoe.stats.tracing import STALL
-from promoe.transfer.engine.monitor import Changing, Monitor
+from promoe.transfer.engine.monitor import Changing
+from promoe.transfer.engine.transfers import Transfers
 from promoe.transfer.engine.waiter import Waiter
 from promoe.transfer.rows import ExpertRows, FirstRows
 
 
 class EngineVisit(Waiter):
-    """A layer's visit, as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive."""
+    """A layer's visit as its forward sees it: `all_rows` when everything is there, else `groups` as they arrive.
+
+    A context manager; made by `Engine.visit`, which describes the arguments.
+    """
 
     def __init__(
         self,
-        engine: Monitor,
+        engine: Transfers,
         layer_idx: int,
         ids: Sequence[int],
         tokens: Sequence[Sequence[int]] | None,
@@ -38,10 +42,10 @@ class EngineVisit(Waiter):
         self._late: set[int] = set()  # experts that were not there when their turn came
         self._at_once = False
         self._begin_early = False
-        self._group: list[int] = []  # that runs
-        self._whole = True  # these experts are there, and not only their first tensors
-        self._first_slots: dict[int, int] = {}  # expert -> slot, of those whose first tensors were given
-        self._reading: list[int] = []  # slots
+        self._group: list[int] = []  # the experts that run now
+        self._whole = True  # all tensors of the group's experts are there, and not only the first ones
+        self._first_slots: dict[int, int] = {}  # expert -> slot, where the forward was given the first tensors
+        self._reading: list[int] = []  # slots that the group's kernels read
         self._hits = hits
         self._phase = phase
         self._visit: Visit | None = None  # while it lasts
@@ -62,7 +66,7 @@ class EngineVisit(Waiter):
                 self._visit = engine.scheduler.begin_visit(layer_idx, ids, self._tokens, self._num_sequences)
                 self._visit.admit()
                 self._group = self._visit.ready()
-                if self._hits is None:  # not the group: without `reorder`, that ends at the first that is missing
+                if self._hits is None:  # not the group: without `reorder`, that ends at the first missing expert
                     self._hits = sum(engine.scheduler.is_resident(layer_idx, expert_idx) for expert_idx in ids)
                 if len(self._group) < len(ids) and not engine.forwards_copy:
                     engine.wake_workers()
@@ -72,7 +76,7 @@ class EngineVisit(Waiter):
     ) -> None:
         try:
             self._end_reads()
-        finally:  # whatever a device says: what is granted is given back
+        finally:  # whatever a device says, what was granted is given back
             self.close(ran=kind is None)
 
     def close(self, ran: bool = False) -> None:
@@ -87,8 +91,8 @@ class EngineVisit(Waiter):
                     raise self._renewed()
                 return
             with Changing(engine):
-                if self in engine.waiting_visits:  # Ctrl-C came twice
-                    engine.waiting_visits.remove(self)
+                if self in engine.waiters:  # Ctrl-C came twice
+                    engine.waiters.remove(self)
                 self._visit = None
                 visit.close()
                 if ran:
@@ -98,7 +102,7 @@ class EngineVisit(Waiter):
                         self._layer_idx, self._ids, min(hits, needed), ready, self._stall_s, self._phase
                     )
                 engine.wake_workers()
-                engine.notify_visits()
+                engine.notify_waiters()
 
     @property
     def anything_ready(self) -> bool:
@@ -106,7 +110,7 @@ class EngineVisit(Waiter):
         return bool(self._group)
 
     def all_rows(self) -> ExpertRows | None:
-        """The tensors of every needed expert, if all are resident now, or are after some short copies; else None."""
+        """Return the tensors of every needed expert, if all are resident now, or are after some short copies. Else None."""
         if len(self._group) < len(self._ids) and self._engine.forwards_copy:
             start_s, there = time.perf_counter(), self._group
             self._engine.copy_demand()
@@ -117,15 +121,15 @@ class EngineVisit(Waiter):
         return self._rows() if len(self._group) == len(self._ids) else None
 
     def groups(self, at_once: bool = False, begin: bool = False) -> Iterator[ExpertRows]:
-        """Groups of ready experts until all have run; waits where none is ready.
+        """Yield groups of ready experts until all have run. Waits where none is ready.
 
-        Rows of a group are valid until the next one is asked for; of `FirstRows`, unless that raises: they lose their slot
-        when the rest cannot be fetched.
+        A group's rows are valid until the next group is asked for. `FirstRows` stay valid, unless that raises: their
+        experts lose their slots when the rest cannot be fetched.
 
         Args:
-            at_once: wait for all that there may be slots for, so that groups are as few as possible.
-            begin: in place of waiting, give the first tensors of an expert, as `FirstRows`; it comes again when all of it is
-                there. Not with `at_once`.
+            at_once: wait for as many experts as have slots, so that there are as few groups as possible.
+            begin: in place of waiting, give the first tensors of an expert, as `FirstRows`. The expert comes again when
+                all of it is there. Not with `at_once`.
 
         Raises:
             ExpertLoadError: a needed expert could not be fetched.
@@ -141,6 +145,11 @@ class EngineVisit(Waiter):
 
     @property
     def _granted(self) -> Visit:
+        """The scheduler's visit.
+
+        Raises:
+            EngineError: the engine was renewed meanwhile.
+        """
         assert self._visit is not None, "the visit is over"
         if self._engine.scheduler is not self._visit.scheduler:
             raise self._renewed()
@@ -170,6 +179,7 @@ class EngineVisit(Waiter):
         self._reading = []
 
     def _next_group(self) -> list[int]:
+        """Give back the group that ran. Return the next one, or nothing if all have run."""
         engine, visit = self._engine, self._granted
         self._end_reads()
         with engine.lock:
@@ -178,9 +188,9 @@ class EngineVisit(Waiter):
                     visit.release(self._group)
                 engine.progress += 1
                 admitted = visit.admit()
-                if engine.waiting_visits or (admitted and not engine.forwards_copy):
+                if engine.waiters or (admitted and not engine.forwards_copy):
                     engine.wake_workers()
-                engine.notify_visits()  # another visit may be granted what this one gave back
+                engine.notify_waiters()  # another visit may be granted what this one gave back
             if visit.finished:
                 return []
             there = visit.ready()
@@ -192,23 +202,23 @@ class EngineVisit(Waiter):
         return self._wait(there, start_s)
 
     def may_go_on(self) -> bool:
-        """Whether waiting, with the engine's lock held, is over."""
+        """Return whether there is a group to run, or an error to raise, with the engine's lock held."""
         visit = self._visit
         return visit is not None and (self._suffices(visit.ready()) or bool(visit.failed() or self._beginning()))
 
-    def _what(self) -> str:
+    def _who(self) -> str:
         return f"MoE layer {self._layer_idx} waits for experts"
 
     def _suffices(self, ready: Sequence[int]) -> bool:
-        """Whether these experts are a group to run now."""
+        """Return whether these experts are a group to run now."""
         return bool(ready) and (not self._at_once or len(ready) == self._granted.num_granted)
 
     def _beginning(self) -> list[int]:
-        """Experts whose first tensors have come, and were not given yet."""
+        """Return the experts whose first tensors have come, and were not given to the forward yet."""
         return [idx for idx in self._granted.begun() if idx not in self._first_slots] if self._begin_early else []
 
     def _runnable(self, ready: list[int]) -> list[int]:
-        """What to run now, with the engine's lock held: whole experts, else what can be begun of others."""
+        """Return what to run now, with the engine's lock held: whole experts, else what can be begun of others."""
         self._whole = self._suffices(ready)
         if self._whole:
             return ready
@@ -218,7 +228,7 @@ class EngineVisit(Waiter):
         return beginning
 
     def _wait(self, there: Sequence[int], start_s: float) -> list[int]:
-        """Wait until a group may run; `there` were ready at `start_s`."""
+        """Wait until a group may run. The experts in `there` were ready at `start_s`."""
         try:
             group = self._wait_for(self._look)
             self._late.update(set(group).difference(there))
@@ -232,7 +242,7 @@ class EngineVisit(Waiter):
             tracer.span(STALL, f"wait L{self._layer_idx}", start_s, end_s, layer=self._layer_idx)
 
     def _look(self) -> list[int] | None:
-        """A group that may run, with the engine's lock held; None: wait until `notify`."""
+        """Return a group that may run, with the engine's lock held. None: wait to be notified."""
         engine, visit = self._engine, self._granted
         while True:
             if failed := visit.failed():

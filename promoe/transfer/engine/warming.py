@@ -1,4 +1,4 @@
-"""Filling free slots before they are asked for."""
+"""Warming the cache: experts are fetched into free slots before a forward asks for them."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ import logging
 from collections.abc import Sequence
 
 from promoe.scheduler import ExpertKey
-from promoe.transfer.engine.monitor import Changing, Monitor
+from promoe.transfer.engine.monitor import Changing
+from promoe.transfer.engine.transfers import Transfers
 from promoe.transfer.engine.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 
 
 class Warming(Waiter):
-    """Fetches experts into slots that are free, and waits for them. Forwards may run meanwhile: theirs go first.
+    """Fetches experts into free slots and waits for them. Forwards may run meanwhile: theirs go first.
 
     Args:
         engine: started.
         keys: what to fetch, best first.
-        rates: how often each layer's experts are used, see `Scheduler.start_from`.
+        rates: how often each layer's experts are used; see `Scheduler.start_from`.
     """
 
-    def __init__(self, engine: Monitor, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> None:
+    def __init__(self, engine: Transfers, keys: Sequence[ExpertKey], rates: Sequence[Sequence[float]]) -> None:
         super().__init__(engine)
         self._keys = keys
         self._rates = rates
 
     def run(self) -> int:
-        """Return once nothing more will come; says how many of the experts are there.
+        """Return how many of the experts are in slots, once nothing more will come.
 
         Raises:
             EngineClosedError, EngineStalledError, EngineError: nothing is served any more.
@@ -40,7 +41,7 @@ class Warming(Waiter):
                     engine.scheduler.start_from(self._rates)
                     engine.scheduler.warm(self._keys)
                     engine.wake_workers()
-            found, failed = self._wait_for(self._look)
+            num_resident, failed = self._wait_for(self._look)
         finally:
             with engine.lock:
                 if not engine.torn:
@@ -54,19 +55,19 @@ class Warming(Waiter):
                 key,
                 str(error),
             )
-        return found
+        return num_resident
 
     def may_go_on(self) -> bool:
-        """Whether it is over, with the engine's lock held."""
+        """Return whether warming is over, with the engine's lock held."""
         return not self._engine.scheduler.warming
 
     def _look(self) -> tuple[int, dict[ExpertKey, BaseException]] | None:
-        """Once it is over: how many experts are there, and which failed."""
+        """Return how many experts are in slots and which failed, once warming is over."""
         if not self.may_go_on():
             return None
         engine = self._engine
-        found = sum(engine.scheduler.is_resident(*key) for key in self._keys)
-        return found, engine.failed_experts(self._keys)
+        num_resident = sum(engine.scheduler.is_resident(*key) for key in self._keys)
+        return num_resident, engine.failed_experts(self._keys)
 
-    def _what(self) -> str:
+    def _who(self) -> str:
         return "The cache is being warmed"

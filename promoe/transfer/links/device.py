@@ -1,4 +1,4 @@
-"""Host to device: chunks copied from pinned memory by the device's copy engine, two in flight at a time."""
+"""Links from host memory to a device, whose copy engine copies chunks, two at a time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -14,79 +13,64 @@ from promoe.stores.base import Chunk
 from promoe.transfer.device_pool import DeviceSlot
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.link_timetable import IN_FLIGHT
+from promoe.transfer.links.base import Link
 
 
-class Source(Protocol):
-    """Where a device link takes bytes from: host memory, pinned if copies are to go on beside the host."""
-
-    at_hand: bool
-    """Whether `fetch` neither reads, copies nor waits, whatever is asked for."""
-
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `sent` was called for it.
-
-        Raises:
-            OSError: it cannot be had.
-        """
-        ...
-
-    def sent(self, copied: Event | None) -> None:
-        """The copy of what this thread fetched last will have been made at `copied`; None: it will not be."""
-        ...
-
-    def describe(self) -> str:
-        """For reports: "pinned memory"."""
-        ...
-
-    def close(self) -> None:
-        """Give back memory and files; nothing is fetched any more, and all copies were made."""
-        ...
-
-
-class DeviceLink:
+class DeviceLink(Link):
     """Copies chunks to slots on a device. A transfer is over when its copy is in the device's queue.
 
-    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it, and the next
-    `transfer` waits, on the host, until no more than two copies are in flight, so that what is more urgent never waits for
-    more than these. That is what `transfer_all` is for: it waits for nothing.
+    So an expert counts as arrived a little before it has: kernels that read it are told to wait for it. `transfer`
+    waits on the host until fewer than two copies are in flight, so that something more urgent never waits for more than
+    these. What is urgent goes by `transfer_all`, which does not wait.
+
+    Subclasses know where the bytes are: `_fetch`, `_sent`. Host memory is pinned if the host is not to wait for copies.
 
     Args:
-        source: where bytes come from.
         device: where the slots are.
         workers: threads that fetch and copy.
     """
 
-    copies_from_ram = False
-
-    def __init__(self, source: Source, device: Device, workers: int = 1) -> None:
+    def __init__(self, device: Device, workers: int) -> None:
         self.workers = workers
-        self._source = source
         self._device = device
-        self.queues = source.at_hand
         self._queue = device.new_queue()
-        self._turn = threading.Lock()  # of who waits for those in flight
+        self._turn = threading.Lock()  # one thread at a time waits for the copies in flight
         self._lock = threading.Lock()
-        self._in_flight: deque[Event] = deque(maxlen=IN_FLIGHT)  # what was put in last: copies are made in order
+        self._in_flight: deque[Event] = deque(maxlen=IN_FLIGHT)  # the latest events: copies are made in order
         self._closed = False
 
+    def _fetch(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk as its slot is to have it, `[nbytes]` uint8 in host memory, valid until `_sent` is called.
+
+        If the link `queues`, this never reads, copies or waits.
+
+        Raises:
+            OSError: the bytes could not be read.
+        """
+        raise NotImplementedError
+
+    def _sent(self, copied: Event | None) -> None:
+        """Note that the copy of what this thread fetched last is over at `copied`; None if it will not be made."""
+        raise NotImplementedError
+
     def transfer(self, chunk: Chunk, destination: DeviceSlot, address: int) -> None:
-        """Put one chunk's copy into the queue; see `Link.transfer`."""
-        fetched = self._source.fetch(chunk)
+        """Queue one chunk's copy; see `Link.transfer`."""
+        fetched = self._fetch(chunk)
         copied = None
         try:
             with self._turn:
                 self._wait_for_one()
                 copied = self._put([(chunk, destination, fetched)])
         finally:
-            self._source.sent(copied)
+            self._sent(copied)
 
     def transfer_all(self, transfers: Sequence[tuple[Chunk, DeviceSlot]]) -> None:
-        """See `QueueingLink`; not unless it `queues`."""
+        """Queue the copies of several chunks as one batch; see `Link.transfer_all`."""
         assert self.queues
-        self._put([(chunk, destination, self._source.fetch(chunk)) for chunk, destination in transfers])
+        self._put([(chunk, destination, self._fetch(chunk)) for chunk, destination in transfers])
 
     def _wait_for_one(self) -> None:
-        """Return when fewer than `IN_FLIGHT` are."""
+        """Return when fewer than `IN_FLIGHT` copies are in flight."""
         with self._lock:
             oldest = self._in_flight[0] if len(self._in_flight) == IN_FLIGHT else None
         if oldest is not None:
@@ -108,18 +92,18 @@ class DeviceLink:
             return copied
 
     def describe(self) -> str:
-        """One line for reports: "pinned memory to NVIDIA H100, 2 copies in flight"."""
-        return f"{self._source.describe()} to {self._device.name}, {IN_FLIGHT} copies in flight"
+        """Return the end of the line for reports: "to NVIDIA H100, 2 copies in flight"."""
+        return f"to {self._device.name}, {IN_FLIGHT} copies in flight"
 
     def close(self) -> None:
-        """Refuse further transfers, and give back the host's memory once the copies in flight were made."""
+        """Refuse further transfers, and return once the copies in flight are over."""
         with self._lock:
             self._closed = True
             while self._in_flight:
                 self._in_flight.popleft().wait_on_host()
-        self._source.close()
 
 
 def _place(chunk: Chunk, slot: DeviceSlot) -> torch.Tensor:
+    """Return the bytes of a slot that a chunk fills."""
     start = chunk.slot_offset_bytes
     return slot.memory[start : start + chunk.nbytes]

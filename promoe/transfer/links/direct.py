@@ -1,8 +1,12 @@
 """Reads past the page cache (O_DIRECT): any range of a file to any address, on a device that only knows whole blocks.
 
 The kernel requires file offset and length to be multiples of a block, and addresses to be aligned. Where they allow it,
-whole blocks go straight to their place and only the two partial blocks at the ends pass through a buffer; otherwise the
-whole range is staged and copied.
+whole blocks go straight to their place, and only the two partial blocks at the ends pass through a buffer. Otherwise
+the whole range is staged and copied.
+
+Since version 6.1, Linux says for each file what it requires, and that is often far less than a page. An NVMe disk
+typically wants offsets in multiples of 512 and addresses in multiples of 4. Every tensor of a safetensors file meets
+that, so every chunk can go straight into its slot.
 """
 
 from __future__ import annotations
@@ -10,25 +14,60 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from promoe.transfer.links.alignment import PAGE_BYTES, WHOLE_PAGES, Alignment, direct_alignment
 from promoe.transfer.links.staging import Staging
 from promoe.transfer.memory import HugePageRegion
 
+PAGE_BYTES = 4096
 REFUSALS = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+AT_EMPTY_PATH = 0x1000
+STATX_DIOALIGN = 0x2000
+STATX_BYTES = 256
+DIO_FIELDS_OFFSET = 152  # of stx_dio_mem_align, followed by stx_dio_offset_align, in struct statx
 
 
 class DirectUnsupportedError(OSError):
     """The file system (or the operating system) of a file has no O_DIRECT."""
 
 
+class Alignment(NamedTuple):
+    """What O_DIRECT requires: offsets and lengths in multiples of `offset_bytes`, addresses of `memory_bytes`.
+
+    Both are powers of two.
+    """
+
+    offset_bytes: int
+    memory_bytes: int
+
+
+WHOLE_PAGES = Alignment(PAGE_BYTES, PAGE_BYTES)
+"""Enough for file systems on common hardware that do not say what they require."""
+
+
+def direct_alignment(fd: int) -> Alignment:
+    """Return what the file system requires for an open file, or whole pages where it says nothing that could be used."""
+    answer = ctypes.create_string_buffer(STATX_BYTES)
+    try:
+        failed = ctypes.CDLL(None).statx(fd, b"", AT_EMPTY_PATH, STATX_DIOALIGN, answer)
+    except (AttributeError, OSError):  # not Linux, or an old C library
+        return WHOLE_PAGES
+    (known,) = struct.unpack_from("=I", answer, 0)
+    memory_bytes, offset_bytes = struct.unpack_from("=II", answer, DIO_FIELDS_OFFSET)
+    usable = all(0 < align <= PAGE_BYTES and PAGE_BYTES % align == 0 for align in (memory_bytes, offset_bytes))
+    if failed or not known & STATX_DIOALIGN or not usable:
+        return WHOLE_PAGES
+    return Alignment(offset_bytes, memory_bytes)
+
+
 class Descriptor:
     """An open file that closes when nobody reads it any more.
 
-    Closing a number under a running read could let that read hit another file that was opened meanwhile: a silent wrong
-    weight. So readers hold the object, and the number lives as long as they do.
+    If its number were closed under a running read, another file could be opened under that number, and the read would
+    find that one: a wrong weight without an error. So readers hold the object, and the number lives as long as they do.
     """
 
     def __init__(self, path: Path, flags: int) -> None:
@@ -46,11 +85,11 @@ class DirectFiles:
     """O_DIRECT descriptors of files, and reads of arbitrary ranges of them. Thread-safe.
 
     Args:
-        paths: the files, by the number that `file_idx` means.
+        paths: `file_idx` -> the file.
 
     Raises:
-        DirectUnsupportedError: one of them lies where there is no O_DIRECT (tmpfs of older kernels, some network and
-            stacked file systems, macOS).
+        DirectUnsupportedError: one of them is on a file system without O_DIRECT (tmpfs of older kernels, some network
+            and stacked file systems, macOS).
         OSError: one of them cannot be opened or read.
     """
 
@@ -60,16 +99,17 @@ class DirectFiles:
 
     @property
     def descriptors(self) -> Mapping[int, Descriptor]:
-        """The open files by number; each stays open for as long as it is held."""
+        """The open files by number. Each stays open for as long as somebody holds it."""
         if self._descriptors is None:
             raise OSError(errno.EBADF, "The link is closed")
         return self._descriptors
 
     def read(self, file_idx: int, offset_bytes: int, target: memoryview, address: int) -> None:
-        """Fill `target`, which lies at `address`, from `offset_bytes` of a file on.
+        """Fill `target`, which is at `address`, from `offset_bytes` of a file on.
 
         Raises:
-            OSError: the device fails, the file ends early, or the files are closed; names path, offset and bytes.
+            OSError: the device fails, the file ends early, or the files are closed. The message names path, offset and
+                bytes.
         """
         descriptor, nbytes = self.descriptors[file_idx], len(target)
         block_bytes, memory_bytes = descriptor.alignment
@@ -102,7 +142,7 @@ class DirectFiles:
             The buffer, valid until the thread's next read, and the offset in it at which the range starts.
 
         Raises:
-            OSError: as `read`.
+            OSError: see `read`.
         """
         return self._stage(self.descriptors[file_idx], offset_bytes, nbytes)
 
@@ -139,14 +179,14 @@ class DirectFiles:
         return descriptor
 
     def _try_read(self, descriptor: Descriptor, alignment: Alignment) -> None:
-        """Read one block to an address that is aligned just so."""
+        """Read one block to an address that is aligned no better than required."""
         offset_bytes, memory_bytes = alignment
         memory = self._staging.region(2 * PAGE_BYTES).memory
         os.preadv(descriptor.fd, [memory[memory_bytes : memory_bytes + offset_bytes]], offset_bytes)
 
 
 def _read_blocks(descriptor: Descriptor, offset_bytes: int, nbytes: int, buffers: list[memoryview]) -> None:
-    """One `preadv` of the blocks around a range; more only if the kernel stops half way."""
+    """Read the blocks around a range with one `preadv`, or more only if the kernel stops half way."""
     block_bytes = descriptor.alignment.offset_bytes
     lead_bytes = offset_bytes % block_bytes
     done_bytes = 0
@@ -168,7 +208,7 @@ def _read_blocks(descriptor: Descriptor, offset_bytes: int, nbytes: int, buffers
 
 
 def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The buffers behind the first `nbytes`."""
+    """Return what is left of the buffers after their first `nbytes`."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if nbytes < len(buffer):

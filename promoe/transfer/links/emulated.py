@@ -1,4 +1,4 @@
-"""A link of set speed (`promoe.transfer.link_timetable`): for tests, and to show another machine's transfer and compute."""
+"""A link of set speed, for tests and to emulate another machine: bytes are real, only their arrival is delayed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from promoe.errors import ConfigError
 from promoe.stores.base import Chunk, Store
 from promoe.transfer.link_timetable import IN_FLIGHT, Wire
-from promoe.transfer.links.base import Link
+from promoe.transfer.links.base import Link, LinkWrapper
 from promoe.transfer.links.host import HostLink
 from promoe.units import format_seconds
 
-# time.sleep wakes up about this much late; the rest of a wait is spent yielding.
+# time.sleep wakes up about this much too late. The rest of a wait is spent yielding.
 SLEEP_ERROR_S = 50e-6
 
 
 @dataclass(frozen=True)
 class EmulatedLink:
-    """An emulated link: what to pass as `link=`. Bytes are real, only their arrival is delayed.
+    """An emulated link, to be passed as `link=`. Bytes are real, only their arrival is delayed.
 
     Args:
         bandwidth_bytes_per_s: bytes per second on the wire, for example 12e9.
         latency_s: seconds from the start of a transfer until it takes the wire, for example 20e-6.
 
     Raises:
-        ConfigError: the bandwidth is not positive and finite, or the latency negative or not finite.
+        ConfigError: the bandwidth is not positive and finite, or the latency is negative or not finite.
     """
 
     bandwidth_bytes_per_s: float
@@ -57,73 +57,64 @@ class EmulatedLink:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> BoundEmulatedLink:
-        """The link over a store.
+        """Return the link over a store.
 
         Args:
             store: where the experts are.
-            over: what moves the real bytes, closed with this link; by default they are copied by a core, so leave one free
-                of computing (`torch.set_num_threads`).
-            clock: seconds, for tests.
+            over: moves the real bytes; closed with this link. By default a core copies them, so leave one core free of
+                computing (`torch.set_num_threads`).
+            clock: returns seconds; for tests.
             sleep: for tests.
         """
         return BoundEmulatedLink(self, over or HostLink(store), clock, sleep)
 
 
-class BoundEmulatedLink:
+class BoundEmulatedLink(LinkWrapper):
     """An emulated link over a real one. Made by `EmulatedLink.bind`.
 
-    `late_chunks` counts transfers whose real bytes took longer than the emulated wire: if they are many, the store is
-    too slow for the speed that was asked for.
+    A transfer whose real bytes take longer than the emulated wire ends when they have come.
     """
-
-    copies_from_ram = False
 
     def __init__(
         self, spec: EmulatedLink, link: Link, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
+        super().__init__(link)
         self.workers = IN_FLIGHT
-        self.spec = spec
-        self.late_chunks = 0
-        self._link = link
+        self.copies_from_ram = False
+        self.emulated_bytes_per_s = spec.bandwidth_bytes_per_s
+        self._spec = spec
         self._clock = clock
         self._sleep = sleep
         self._wire = Wire(spec.bandwidth_bytes_per_s, spec.latency_s)
         self._lock = threading.Lock()
-        # There is one copy engine: two copies at once would take a second core from computing.
+        # A device has one copy engine, so one copy is made at a time: a second one would take another core from computing.
         self._engine: AbstractContextManager[object] = threading.Lock() if link.copies_from_ram else nullcontext()
         self._closed = False
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
         """Move one chunk, then wait until it would have arrived; see `Link.transfer`.
 
-        The bytes on the wire are the source's: a conversion happens on arrival.
+        The source's bytes count on the wire: a conversion happens on arrival.
         """
         if self._closed:
             raise OSError(errno.EBADF, "The link is closed")
         with self._lock:
             arrival_s = self._wire.reserve(self._clock(), chunk.source_nbytes)
         with self._engine:
-            self._link.transfer(chunk, destination, address)
-        if self._clock() > arrival_s:
-            with self._lock:
-                self.late_chunks += 1
-            return
-        self._wait_until(arrival_s)
+            self.link.transfer(chunk, destination, address)
+        while (left_s := arrival_s - self._clock()) > 0:
+            # In the last microseconds, sleep(0) gives the core and the interpreter lock to others.
+            self._sleep(left_s - SLEEP_ERROR_S if left_s > 2 * SLEEP_ERROR_S else 0.0)
 
     def describe(self) -> str:
-        """One line for reports: "emulated 12.0 GB/s, 20.0 µs"."""
-        speed = f"emulated {self.spec.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
-        return f"{speed}, {format_seconds(self.spec.latency_s)} latency"
+        """Return one line for reports, such as "emulated 12.0 GB/s, 20.0 µs latency"."""
+        speed = f"emulated {self._spec.bandwidth_bytes_per_s / 1e9:.3g} GB/s"
+        return f"{speed}, {format_seconds(self._spec.latency_s)} latency"
 
     def close(self) -> None:
         """Refuse further transfers."""
         self._closed = True
-        self._link.close()
-
-    def _wait_until(self, due_s: float) -> None:
-        while (left_s := due_s - self._clock()) > 0:
-            # sleep(0) gives the core and the interpreter lock away in the last microseconds.
-            self._sleep(left_s - SLEEP_ERROR_S if left_s > 2 * SLEEP_ERROR_S else 0.0)
+        self.link.close()
 
 
 def _is_number(value: object) -> bool:

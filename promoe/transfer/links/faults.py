@@ -1,4 +1,4 @@
-"""Links that fail on purpose, reproducibly: what disks, drivers and bugs do, by a plan, around any link that ends in RAM."""
+"""Links that fail on purpose and reproducibly, as disks, drivers and bugs do; for tests and `promoe doctor --chaos`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError
-from promoe.stores.base import Chunk, Store
-from promoe.transfer.links.base import Link
-from promoe.transfer.links.host import HostLink
+from promoe.stores.base import Chunk
+from promoe.transfer.links.base import Link, LinkWrapper
 
 FaultKind = Literal["failed", "short", "slow", "stuck", "wrong", "torn", "bug", "exit", "gone", "no_memory"]
 GARBAGE = 0xFF
@@ -22,14 +21,14 @@ GARBAGE = 0xFF
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one transfer.
+    """The fault of one transfer.
 
     Args:
         kind: "failed" (EIO, nothing written), "short" (the first half, then the file ends), "slow", "stuck" (until
-            `FaultyLink.release` is set), "wrong" (one byte differs, and nobody says so), "torn" (garbage, then EIO), "bug"
-            (RuntimeError), "exit" (SystemExit, which ends a worker), "gone" (this and every later transfer fails with ENODEV
-            until `FaultyLink.mend`), "no_memory" (MemoryError).
-        seconds: how long a slow transfer takes more, half of it before and half after the bytes are written.
+            `FaultyLink.release` is set), "wrong" (one byte differs, without an error), "torn" (garbage, then EIO),
+            "bug" (RuntimeError), "exit" (SystemExit, which ends a worker), "gone" (this and every later transfer fails
+            with ENODEV until `FaultyLink.mend`), "no_memory" (MemoryError).
+        seconds: how much longer a slow transfer takes, half of it before and half after the bytes are written.
 
     Raises:
         ConfigError: there is no such kind.
@@ -44,19 +43,19 @@ class Fault:
 
 
 Plan = Callable[[int, Chunk], Fault | None]
-"""Pure: the number of a transfer, from 0 in order of starting, and its chunk -> its fault; None: it goes well."""
+"""A pure function: a transfer's number, from 0 in order of starting, and its chunk -> its fault; None: it succeeds."""
 
 
 def seeded(seed: int, shares: Mapping[FaultKind, float], seconds: float = 1e-3) -> Plan:
-    """A plan that draws each transfer's fault; the draw depends on the seed and the transfer's number alone.
+    """Return a plan that draws each transfer's fault. A draw depends on the seed and the transfer's number alone.
 
     Args:
         seed: of the draws.
-        shares: of all transfers, by kind; the rest goes well.
-        seconds: the most that a slow transfer takes more.
+        shares: kind -> share of all transfers, 0 to 1; the others succeed.
+        seconds: how much longer a slow transfer takes at most.
 
     Raises:
-        ConfigError: an unknown kind, or shares that are no shares of one whole.
+        ConfigError: a kind is unknown, a share is negative, or together they exceed 1.
     """
     faults = [Fault(kind) for kind in shares]
     if any(not share >= 0 for share in shares.values()) or sum(shares.values()) > 1 + 1e-9:
@@ -76,38 +75,25 @@ def seeded(seed: int, shares: Mapping[FaultKind, float], seconds: float = 1e-3) 
     return plan
 
 
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """What to pass as `link=` to have faults injected, by `plan`, into the link that the model would have."""
-
-    plan: Plan
-
-    def bind(self, store: Store, *, over: Link | None = None) -> FaultyLink:
-        """The link over a store; `over` moves the bytes and is closed with it."""
-        return FaultyLink(over or HostLink(store), self.plan)
-
-
-class FaultyLink:
-    """A link whose transfers fail as a plan says.
+class FaultyLink(LinkWrapper):
+    """A link into RAM whose transfers fail as a plan says. Put one over an open model's link to make its transfers fail.
 
     Args:
-        link: moves the bytes.
+        link: moves the bytes; closed with this link. A transfer that is stuck then stays so.
         plan: asked once per transfer; calls do not overlap.
         sleep: for tests of this class.
 
     Attributes:
         injected: faults so far, by kind.
-        release: set it to let stuck transfers go on, those to come too.
+        release: set it to end this and later stuck transfers.
         stuck: set once a transfer is stuck.
     """
 
     def __init__(self, link: Link, plan: Plan, sleep: Callable[[float], None] = time.sleep) -> None:
-        self.workers = link.workers
-        self.copies_from_ram = link.copies_from_ram
+        super().__init__(link)
         self.injected: Counter[FaultKind] = Counter()
         self.release = threading.Event()
         self.stuck = threading.Event()
-        self._link = link
         self._plan: Plan = plan
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -118,28 +104,24 @@ class FaultyLink:
         """Move one chunk, or fail as planned; see `Link.transfer`."""
         fault, number = self._next(chunk)
         if fault is None:
-            self._link.transfer(chunk, destination, address)
+            self.link.transfer(chunk, destination, address)
             return
         self._before(fault, chunk, destination)
-        self._link.transfer(chunk, destination, address)
+        self.link.transfer(chunk, destination, address)
         if fault.kind == "wrong":
             destination[chunk.slot_offset_bytes + number % chunk.nbytes] ^= GARBAGE
         elif fault.kind == "slow":
             self._sleep(fault.seconds / 2)
 
     def mend(self) -> None:
-        """No faults from now on: the disk is back, and stuck transfers go on."""
+        """Inject no more faults: the disk is back, and stuck transfers go on."""
         with self._lock:
             self._plan, self._gone = _no_faults, False
         self.release.set()
 
     def describe(self) -> str:
-        """One line for reports."""
-        return f"{self._link.describe()}, with injected faults"
-
-    def close(self) -> None:
-        """Close the link. A transfer that is stuck stays so."""
-        self._link.close()
+        """Return one line for reports."""
+        return f"{self.link.describe()}, with injected faults"
 
     def _next(self, chunk: Chunk) -> tuple[Fault | None, int]:
         with self._lock:
@@ -151,7 +133,7 @@ class FaultyLink:
             return fault, number
 
     def _before(self, fault: Fault, chunk: Chunk, destination: memoryview) -> None:
-        """What a fault does before its bytes are moved; most of them never are."""
+        """Do what a fault does before the bytes are moved. Most faults raise here."""
         what = f"injected: {chunk.source_nbytes} bytes at offset {chunk.source_offset_bytes}"
         start, half_bytes = chunk.slot_offset_bytes, (chunk.nbytes + 1) // 2
         if fault.kind == "slow":

@@ -1,4 +1,4 @@
-"""Disk to RAM: chunks read from a store's files into slots, through the page cache or past it."""
+"""The link from disk to RAM: chunks are read from a store's files into slots, through the page cache or past it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from promoe.errors import ConfigError
 from promoe.stores.base import Chunk, Store
+from promoe.transfer.links.base import Link
 from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.links.staging import Staging, convert_into_slot, read_into_slot
@@ -22,22 +23,22 @@ FileMode = Literal["auto", "page_cache", "direct"]
 SPARE_RAM_BYTES = 2 * 1024**3
 
 
-class FileLink:
+class FileLink(Link):
     """Reads chunks of a file store with blocking reads, from `workers` threads at once.
 
     Args:
-        store: where the experts are; it stays the caller's to close, after the link.
-        mode: "page_cache" reads through the system's cache, which keeps what it read in idle RAM; "direct" reads past
-            it (O_DIRECT), straight into the slot where addresses allow; "auto" takes the page cache if all experts fit
+        store: where the experts are; the caller closes it, after the link.
+        mode: "page_cache" reads through the system's cache, which keeps what it read in idle RAM. "direct" reads past
+            it (O_DIRECT), straight into the slot where addresses allow. "auto" takes the page cache if all experts fit
             into free RAM with 2 GiB to spare. Where the file system has no O_DIRECT, "direct" becomes "page_cache",
             with a logged warning.
-        workers: threads that the engine should run.
-        planned_bytes: RAM that is spoken for but not in use yet (slots fill later), subtracted from the free RAM; less than 0
-            if more will be given back.
+        workers: threads that the engine runs.
+        planned_bytes: RAM that is planned for but not in use yet (slots fill later), subtracted from the free RAM. It
+            is negative if more RAM will be freed than used.
 
     Raises:
-        ConfigError: unknown mode, or fewer than one worker.
-        OSError: a file cannot be opened, or is another than the one that the store opened.
+        ConfigError: the mode is unknown, or there is no worker.
+        OSError: a file cannot be opened, or is not the one that the store opened.
     """
 
     def __init__(self, store: Store, mode: FileMode = "auto", workers: int = 2, *, planned_bytes: int = 0) -> None:
@@ -52,7 +53,11 @@ class FileLink:
         self._staging = Staging()
         self._closed = False
         self._direct: DirectFiles | None = None
-        self.mode, self._why = _choose(mode, store, planned_bytes)
+        free_bytes = free_ram_bytes()
+        self.mode: Literal["page_cache", "direct"]
+        self.mode, self._why = choose_mode(
+            mode, store.expert_bytes, None if free_bytes is None else free_bytes - planned_bytes
+        )
         if self.mode == "direct":
             try:
                 self._direct = DirectFiles({i: file.path for i, file in enumerate(store.files) if not file.closed})
@@ -68,7 +73,7 @@ class FileLink:
         if self._closed:
             raise OSError(errno.EBADF, f"Cannot read {self._store.describe(chunk)}: the link is closed")
         direct = self._direct
-        if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth blocks of their own
+        if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth reading whole blocks
             read_into_slot(self._store, chunk, destination, self._staging)
             return
         descriptor = direct.descriptors[chunk.source_idx]
@@ -81,7 +86,7 @@ class FileLink:
         self._store.files[chunk.source_idx].check_unchanged(descriptor.fd)
 
     def describe(self) -> str:
-        """One line for reports: "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""
+        """Return one line for reports, such as "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""
         name = "O_DIRECT" if self.mode == "direct" else "page cache"
         layers = range(len(self._store.num_experts))
         largest_bytes = max((max(self._store.chunk_bytes(layer_idx)) for layer_idx in layers), default=0)
@@ -89,25 +94,16 @@ class FileLink:
         return f"{name}, chunks up to {format_memory(largest_bytes)}, {readers} ({self._why})"
 
     def close(self) -> None:
-        """Close the link's own files; reads in flight end in peace. The store stays open. Closing twice is allowed."""
+        """Close the link's own files once the reads in flight have ended. The store stays open. Closing twice is allowed."""
         self._closed = True
         if self._direct is not None:
             self._direct.close()
 
 
-def drop_page_cache(store: Store) -> None:
-    """Drop the store's files from the system's page cache, so that the next buffered read comes from the device.
-
-    For benchmarks. Pages that some process has mapped stay. Does nothing where the system has no such call (macOS).
-
-    Raises:
-        OSError: a file cannot be opened.
-    """
-    drop_files([file.path for file in store.files])
-
-
 def drop_files(paths: Iterable[Path]) -> None:
-    """As `drop_page_cache`, of any files.
+    """Drop files from the system's page cache, so that the next buffered read comes from the device.
+
+    Pages that some process has mapped stay. This does nothing where the system has no such call (macOS).
 
     Raises:
         OSError: a file cannot be opened.
@@ -123,20 +119,15 @@ def drop_files(paths: Iterable[Path]) -> None:
             os.close(fd)
 
 
-def _choose(mode: FileMode, store: Store, planned_bytes: int) -> tuple[Literal["page_cache", "direct"], str]:
-    free_bytes = free_ram_bytes()
-    return choose_mode(mode, store.expert_bytes, None if free_bytes is None else free_bytes - planned_bytes)
-
-
 def choose_mode(
     mode: FileMode, expert_bytes: int, free_bytes: int | None
 ) -> tuple[Literal["page_cache", "direct"], str]:
-    """How files are read, and why.
+    """Return how to read files, and why.
 
     Args:
         mode: as asked for.
         expert_bytes: of all experts.
-        free_bytes: of RAM, beside slots and all else; None: unknown.
+        free_bytes: RAM that slots and all else leave free; None if unknown.
     """
     if mode != "auto":
         return mode, "as asked"

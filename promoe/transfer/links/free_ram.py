@@ -1,4 +1,4 @@
-"""How much RAM could still be used without swapping: what decides between the page cache and O_DIRECT."""
+"""How much RAM is free, and how much this process has. The former decides between page cache and O_DIRECT."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from promoe.transfer.control_groups import CGROUPS, PROC, memory_groups
 
 
 def free_ram_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """RAM that is free or reclaimable, in bytes, within the memory limits of this process's control groups.
+    """Return the RAM that is free or reclaimable, in bytes, within the memory limits of this process's control groups.
 
-    Returns:
-        None where the system does not tell (other than Linux).
+    None where the system does not say (other than Linux).
     """
     try:
         lines = (proc / "meminfo").read_text().splitlines()
@@ -23,10 +22,9 @@ def free_ram_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def own_ram_bytes(proc: Path = PROC) -> int | None:
-    """RAM that this process has for itself, in bytes: without what files hold for it, as a mapped checkpoint does.
+    """Return the RAM that this process has for itself, in bytes: without mapped files such as a checkpoint.
 
-    Returns:
-        None where the system does not tell (other than Linux).
+    None where the system does not say (other than Linux).
     """
     try:
         lines = (proc / "self" / "status").read_text().splitlines()

@@ -1,19 +1,20 @@
-"""RAM to RAM, as fast as the machine copies: for experts in host memory without a slower tier to speak of."""
+"""The link from RAM to RAM, as fast as the machine copies."""
 
 from __future__ import annotations
 
 import errno
 
 from promoe.stores.base import Chunk, Store
+from promoe.transfer.links.base import Link
 from promoe.transfer.links.staging import Staging, read_into_slot
 
 
-class HostLink:
-    """Copies chunks from a store in RAM into slots in RAM, without any limit.
+class HostLink(Link):
+    """Copies chunks from a store in RAM into slots in RAM.
 
     Args:
-        store: where the experts are; it stays the caller's to close.
-        workers: threads that the engine should run. One already saturates a small machine's memory.
+        store: where the experts are; the caller closes it.
+        workers: threads that the engine runs. One is enough for a small machine's memory.
     """
 
     copies_from_ram = True
@@ -31,7 +32,7 @@ class HostLink:
         read_into_slot(self._store, chunk, destination, self._staging)
 
     def describe(self) -> str:
-        """One line for reports."""
+        """Return one line for reports."""
         return "host memory"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""How busy a link is, for those who watch: the time in which at least one of its transfers is under way."""
+"""A meter for a link: it adds up the time in which at least one transfer is in flight."""
 
 from __future__ import annotations
 
@@ -8,55 +8,42 @@ from collections.abc import Callable
 from typing import Any
 
 from promoe.stores.base import Chunk
-from promoe.transfer.links.base import Link
+from promoe.transfer.links.base import Link, LinkWrapper
 
 
-class MeteredLink:
-    """Moves chunks by another link and adds up the time in which it moves any.
+class MeteredLink(LinkWrapper):
+    """A link that adds up the time in which another one moves something.
 
-    On a device this is the time in which copies are handed over, which is less than they take.
+    For a device this is the time that it takes to queue copies, which is less than they take.
 
     Args:
         link: moves the bytes.
-        clock: seconds, for tests.
+        clock: returns seconds; for tests.
     """
 
     def __init__(self, link: Link, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.workers = link.workers
-        self.copies_from_ram = link.copies_from_ram
-        self._link = link
+        super().__init__(link)
         self._clock = clock
         self._lock = threading.Lock()
-        self._under_way = 0
+        self._in_flight = 0
         self._since_s = 0.0
         self._busy_s = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._link, name)  # whatever else that link has
 
     def transfer(self, chunk: Chunk, destination: Any, address: int) -> None:
         """Move one chunk; see `Link.transfer`."""
         with self._lock:
-            self._under_way += 1
-            if self._under_way == 1:
+            self._in_flight += 1
+            if self._in_flight == 1:
                 self._since_s = self._clock()
         try:
-            self._link.transfer(chunk, destination, address)
+            self.link.transfer(chunk, destination, address)
         finally:
             with self._lock:
-                self._under_way -= 1
-                if not self._under_way:
+                self._in_flight -= 1
+                if not self._in_flight:
                     self._busy_s += self._clock() - self._since_s
 
     def busy_s(self) -> float:
-        """Seconds so far in which at least one transfer was under way, up to now."""
+        """Return the seconds up to now in which at least one transfer was in flight."""
         with self._lock:
-            return self._busy_s + (self._clock() - self._since_s if self._under_way else 0.0)
-
-    def describe(self) -> str:
-        """One line for reports."""
-        return self._link.describe()
-
-    def close(self) -> None:
-        """Close the link."""
-        self._link.close()
+            return self._busy_s + (self._clock() - self._since_s if self._in_flight else 0.0)

@@ -1,4 +1,4 @@
-"""Bytes that a link brought, compared with what the store has, or had when they first came."""
+"""A check of what a link brought: the bytes in the slot against those in the store, or those that came first."""
 
 from __future__ import annotations
 
@@ -8,41 +8,39 @@ from collections.abc import Hashable
 
 from promoe.config import Verify
 from promoe.stores.base import Chunk, Store, convert_chunk
-from promoe.transfer.links.base import Link
+from promoe.transfer.links.base import Link, LinkWrapper
 
 
-class VerifiedLink:
-    """Moves chunks by another link and compares their CRC-32 in the slot.
+class VerifiedLink(LinkWrapper):
+    """A link into RAM that compares the CRC-32 of what another link brought.
 
-    When a chunk comes for the first time, it is read once more, by the store itself, into other memory, and converted there:
-    both must agree. With "always", what comes later must agree with that, too. A transfer that does not is an error, nothing
-    is remembered of it, and the next one is compared again.
+    When a chunk comes for the first time, the store itself reads it again into other memory and converts it there: both
+    must agree. With "always", later arrivals must agree with the first one, too. A transfer that does not agree is an
+    error; nothing is remembered of it, and the next one is compared again.
 
-    Where both reads find the same pages in the system's cache, they agree on what went wrong before it got there.
+    Two reads of the same page of the system's cache agree also on what went wrong before the page got there.
 
     Args:
-        link: moves the bytes; closed with this link.
-        store: whose chunks they are.
+        link: moves the bytes.
+        store: where the chunks come from.
         mode: "first" or "always".
     """
 
     def __init__(self, link: Link, store: Store, mode: Verify) -> None:
-        self.workers = link.workers
-        self.copies_from_ram = link.copies_from_ram
-        self.link = link
+        super().__init__(link)
         self._store = store
-        self._mode = mode
+        self._verify = mode
         self._known: dict[Hashable, int] = {}
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
         """Move one chunk and compare it; see `Link.transfer`.
 
         Raises:
-            OSError: as the link's; or the bytes are others, which the message says with both checksums.
+            OSError: the transfer failed, or the bytes differ; the message names both checksums.
         """
         self.link.transfer(chunk, destination, address)
         known = self._known.get(chunk.name)
-        if known is not None and self._mode == "first":
+        if known is not None and self._verify == "first":
             return
         found = zlib.crc32(destination[chunk.slot_offset_bytes : chunk.slot_offset_bytes + chunk.nbytes])
         expected = zlib.crc32(self._read_again(chunk)) if known is None else known
@@ -56,14 +54,11 @@ class VerifiedLink:
         self._known[chunk.name] = expected
 
     def describe(self) -> str:
-        """One line for reports."""
-        return f"{self.link.describe()}, verified ({self._mode})"
-
-    def close(self) -> None:
-        """Close the link."""
-        self.link.close()
+        """Return one line for reports."""
+        return f"{self.link.describe()}, verified ({self._verify})"
 
     def _read_again(self, chunk: Chunk) -> memoryview:
+        """Return the chunk's final bytes, read and converted by the store."""
         source = memoryview(bytearray(chunk.source_nbytes))
         self._store.read(chunk, source)
         if chunk.dtype is None:

@@ -10,8 +10,7 @@ import pytest
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
 from promoe.stores.layout import ExpertLayout
-from promoe.transfer.links.alignment import WHOLE_PAGES
-from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
+from promoe.transfer.links.direct import WHOLE_PAGES, DirectFiles, DirectUnsupportedError
 
 
 @dataclass
@@ -21,7 +20,7 @@ class RawFile:
     closed: bool = False
 
     def check_unchanged(self, fd: int) -> None:
-        """It may change as it likes."""
+        """Accept every file."""
 
 
 class RawFileStore(Store):
@@ -78,7 +77,7 @@ def raw_files(tmp_path_factory: pytest.TempPathFactory) -> list[RawFile]:
 
 @pytest.fixture
 def make_store(tmp_path: Path) -> Iterator[MakeStore]:
-    """A store over fresh files of the test's own: `make_store(contents, experts)`."""
+    """Return a function that makes a store over new files: `make_store(contents, experts)`."""
     stores: list[RawFileStore] = []
 
     def make(contents: Sequence[bytes], experts: Sequence[Sequence[Chunk]]) -> RawFileStore:
@@ -112,7 +111,7 @@ def needs_direct(has_direct: bool) -> None:
 
 @pytest.fixture
 def whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a file system that asks for whole pages, or does not tell."""
+    """Let the file system require whole pages, or not say what it requires."""
     monkeypatch.setattr("promoe.transfer.links.direct.direct_alignment", lambda fd: WHOLE_PAGES)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from promoe.transfer.links.alignment import STATX_DIOALIGN, WHOLE_PAGES, Alignment, direct_alignment
+from promoe.transfer.links.direct import STATX_DIOALIGN, WHOLE_PAGES, Alignment, direct_alignment
 
 
 class FakeLibrary:

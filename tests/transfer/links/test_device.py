@@ -1,4 +1,4 @@
-"""The link to a device, over a device that is not there."""
+"""The links to a device, over a fake device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.link_timetable import IN_FLIGHT
-from promoe.transfer.links import HostLink, Link, QueueingLink
-from promoe.transfer.links.cached_source import CachedSource
+from promoe.transfer.links import HostLink, Link
+from promoe.transfer.links.cached import CachedLink
 from promoe.transfer.links.device import DeviceLink
-from promoe.transfer.links.device_sources import PinnedSource, StagedSource
+from promoe.transfer.links.pinned import PinnedLink
 
 EXPERTS, ROWS, COLUMNS = 5, 24, 64
 CHUNK_BYTES = 4096
@@ -37,14 +37,12 @@ def link_over(source: str, store: HostStore, device: FakeDevice) -> DeviceLink:
     if source == "unpinnable":
         device.unpinnable_bytes = 1
     if source in ("pinned", "unpinnable"):
-        return DeviceLink(PinnedSource(store, device), device)
-    if source == "cached":
-        nbytes = 2 * store.layouts[0].slot_bytes
-        return DeviceLink(CachedSource(HostLink(store), store, device, nbytes), device)
-    return DeviceLink(StagedSource(HostLink(store), device, store.layouts[0].slot_bytes), device, workers=2)
+        return PinnedLink(store, device)
+    assert source == "cached"
+    return CachedLink(HostLink(store), store, device, nbytes=0)
 
 
-@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "cached"])
 def test_an_expert_is_there_for_who_waits(source: str, store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 2, device), link_over(source, store, device)
@@ -73,10 +71,9 @@ def test_at_most_two_copies_are_in_flight(store: HostStore) -> None:
     assert device.host_waits == len(chunks), "the host's memory is given back when nothing reads it any more"
 
 
-@pytest.mark.parametrize("source", ["pinned", "unpinnable", "staged", "cached"])
+@pytest.mark.parametrize("source", ["pinned", "unpinnable", "cached"])
 def test_it_queues_what_is_pinned_where_it_lies(source: str, store: HostStore) -> None:
     link = link_over(source, store, FakeDevice())
-    assert isinstance(link, QueueingLink)
     assert link.queues is (source == "pinned")
     link.close()
 
@@ -100,7 +97,7 @@ def test_several_chunks_at_once_wait_for_nothing_and_arrive_together(
 
 
 def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostStore) -> None:
-    """What is speculative is never many copies ahead of what will be demanded."""
+    """Speculation never puts many copies before what will be demanded."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over("pinned", store, device)
     chunk = store.chunks(ExpertKey(0, 0))[0]
@@ -112,11 +109,11 @@ def test_who_transfers_one_by_one_waits_for_those_that_came_at_once(store: HostS
     link.close()
 
 
-@pytest.mark.parametrize("source", ["staged", "unpinnable", "cached"])
+@pytest.mark.parametrize("source", ["unpinnable", "cached"])
 def test_a_buffer_is_not_written_before_its_copy_was_made(
     source: str, store: HostStore, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Copies are made as late as they can be; each must still find its own bytes."""
+    """Copies are made as late as possible, and each must still find its own bytes."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], EXPERTS, device), link_over(source, store, device)
     for expert_idx in range(EXPERTS):
@@ -148,7 +145,7 @@ def test_what_cannot_be_pinned_is_said_once(store: HostStore, caplog: pytest.Log
 
 
 def test_copies_that_cannot_be_made_hold_no_buffer(store: HostStore, tensors: dict[str, torch.Tensor]) -> None:
-    """Those of an expert that could not be copied are there for the next."""
+    """The buffer of an expert that could not be copied is free for the next expert."""
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 1, device), link_over("cached", store, device)
     mark = FakeQueue.mark
@@ -173,7 +170,7 @@ def broken_mark(queue: FakeQueue) -> FakeEvent:
     raise RuntimeError("no event")
 
 
-@pytest.mark.parametrize("source", ["pinned", "staged"])
+@pytest.mark.parametrize("source", ["pinned", "cached"])
 def test_a_closed_link_or_store_refuses(source: str, store: HostStore) -> None:
     device = FakeDevice()
     pool, link = DevicePool(store.layouts[0], 1, device), link_over(source, store, device)
@@ -188,7 +185,7 @@ def test_a_closed_link_or_store_refuses(source: str, store: HostStore) -> None:
 
 
 def test_files_can_be_the_source(tmp_path: Path) -> None:
-    """Through the same link that fills slots in RAM."""
+    """They are read by the same link that fills slots in RAM."""
     from tiny_checkpoint import write_checkpoint
 
     from promoe.model.opening import open_without_experts
@@ -198,7 +195,7 @@ def test_files_can_be_the_source(tmp_path: Path) -> None:
     store = open_without_experts(write_checkpoint(tmp_path / "checkpoint")).store
     device = FakeDevice()
     slot_bytes = store.layouts[0].slot_bytes
-    link = DeviceLink(StagedSource(FileLink(store, "page_cache"), device, slot_bytes), device, 2)
+    link = CachedLink(FileLink(store, "page_cache"), store, device, nbytes=0)
     pool = DevicePool(store.layouts[0], 1, device)
     key = ExpertKey(1, 5)
     for chunk in store.chunks(key):
@@ -209,6 +206,6 @@ def test_files_can_be_the_source(tmp_path: Path) -> None:
     for spec in store.layouts[0].tensors:
         part = slice(spec.offset_bytes, spec.offset_bytes + spec.nbytes)
         assert bytes(pool.slot(0).memory[part].tolist()) == bytes(expected[part])
-    assert "through pinned buffers to fake device" in link.describe()
+    assert "of pinned RAM (4 of 24 experts) to fake device" in link.describe()
     link.close()
     store.close()

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from promoe.transfer.links.alignment import PAGE_BYTES, WHOLE_PAGES, Alignment, direct_alignment
-from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError, _skip
+from promoe.transfer.links.direct import (
+    PAGE_BYTES,
+    WHOLE_PAGES,
+    Alignment,
+    DirectFiles,
+    DirectUnsupportedError,
+    _skip,
+    direct_alignment,
+)
 from promoe.transfer.memory import HugePageRegion
 
 from .conftest import RawFile
@@ -117,7 +124,7 @@ def test_skip() -> None:
 
 @pytest.fixture
 def finest(raw_files: list[RawFile]) -> Alignment:
-    """What this machine really asks for."""
+    """Return what this machine really requires."""
     fd = os.open(raw_files[0].path, os.O_RDONLY)
     alignment = direct_alignment(fd)
     os.close(fd)

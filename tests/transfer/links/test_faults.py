@@ -14,7 +14,7 @@ from promoe.errors import ConfigError
 from promoe.scheduler import ExpertKey
 from promoe.stores import Chunk
 from promoe.stores.host import HostStore
-from promoe.transfer.links import Fault, Faults, FaultyLink, HostLink, Link
+from promoe.transfer.links import Fault, FaultyLink, HostLink, Link
 from promoe.transfer.links.faults import FaultKind, Plan, seeded
 from promoe.transfer.memory import SlotPool
 
@@ -46,7 +46,7 @@ def only(number: int, kind: FaultKind) -> Plan:
 
 
 def move(link: FaultyLink, store: HostStore, pool: SlotPool, expert_idx: int) -> torch.Tensor:
-    """Fetch an expert into its slot; returns what is there."""
+    """Fetch an expert into its slot. Return what is there."""
     link.transfer(store.chunks(ExpertKey(0, expert_idx))[0], pool.slot(expert_idx), pool.address(expert_idx))
     return pool.tensors(expert_idx)["up"]
 
@@ -130,7 +130,7 @@ def test_a_seeded_plan_is_a_function_of_seed_and_number(store: HostStore) -> Non
 
 
 def test_closed(store: HostStore, pool: SlotPool) -> None:
-    link = Faults(only(9, "failed")).bind(store)
+    link = FaultyLink(HostLink(store), only(9, "failed"))
     assert link.describe() == "host memory, with injected faults"
     assert link.copies_from_ram
     link.close()

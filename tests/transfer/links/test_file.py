@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from promoe.errors import ConfigError
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
-from promoe.transfer.links import FileLink, Link, drop_page_cache
+from promoe.transfer.links import FileLink, Link
 from promoe.transfer.links.direct import DirectFiles
+from promoe.transfer.links.file import drop_files
 from promoe.transfer.memory import HugePageRegion
 
 from .conftest import MakeStore, RawFile, RawFileStore
@@ -361,7 +362,7 @@ def test_closing_under_a_running_read_cannot_redirect_it_to_another_file(
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="no posix_fadvise")
-def test_drop_page_cache_drops_every_file_after_writing_it_out(
+def test_drop_files_drops_every_file_after_writing_it_out(
     make_store: MakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store([os.urandom(9_000), os.urandom(5_000)], [[plain(0, 9_000)]])
@@ -372,7 +373,7 @@ def test_drop_page_cache_drops_every_file_after_writing_it_out(
 
     monkeypatch.setattr(os, "fsync", record("fsync"))
     monkeypatch.setattr(os, "posix_fadvise", record("fadvise"))
-    drop_page_cache(store)
+    drop_files(file.path for file in store.files)
     paths = [str(file.path) for file in store.files]
     advice = f"fadvise(0, 0, {os.POSIX_FADV_DONTNEED})"
     assert calls == [("fsync()", paths[0]), (advice, paths[0]), ("fsync()", paths[1]), (advice, paths[1])]

@@ -13,7 +13,7 @@ GIB = 1024**3
 
 @pytest.fixture
 def system(tmp_path: Path) -> tuple[Path, Path]:
-    """A /proc that tells 8 GiB, and control groups without limits."""
+    """Make a /proc with 8 GiB available, and control groups without limits."""
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\nSwapFree: 5 kB\n")

@@ -21,12 +21,12 @@ class Clock:
         return self.now_s
 
 
-class HeldLink:
+class HeldLink(Link):
     """A link whose transfers last until the test lets them go."""
 
     workers = 3
     copies_from_ram = True
-    spec = "of the link"
+    mode = "direct"
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -84,6 +84,6 @@ def test_it_is_the_link_in_all_else() -> None:
     link = HeldLink()
     meter = MeteredLink(link)
     assert isinstance(meter, Link)
-    assert (meter.workers, meter.copies_from_ram, meter.describe(), meter.spec) == (3, True, "held", "of the link")
+    assert (meter.workers, meter.copies_from_ram, meter.describe(), meter.mode) == (3, True, "held", "direct")
     meter.close()
     assert link.closed

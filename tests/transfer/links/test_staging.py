@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from promoe.stores.base import Chunk
-from promoe.transfer.links.staging import SERIAL_COPY_ELEMENTS, Staging, convert_into_slot
+from promoe.transfer.links.staging import Staging, convert_into_slot
 from promoe.transfer.memory import HugePageRegion
 
 
@@ -31,13 +32,14 @@ def test_each_thread_has_its_own_buffer() -> None:
     assert theirs[0].address != mine.address
 
 
-def test_conversion_in_parts_equals_conversion_at_once() -> None:
-    for count in (1, SERIAL_COPY_ELEMENTS - 1, SERIAL_COPY_ELEMENTS, 3 * SERIAL_COPY_ELEMENTS + 5):
+@pytest.mark.parametrize("offset_bytes", [0, 3, 4])
+def test_conversion_from_any_byte_rounds_as_torch_does(offset_bytes: int) -> None:
+    for count in (1, 32_767, 32_768, 98_309):
         source = torch.randn(count)
         source[::7] *= 1e30
-        region = HugePageRegion(count * 4 + 4)
-        region.tensor(4, (count,), torch.float32).copy_(source)
+        region = HugePageRegion(count * 4 + offset_bytes)
+        region.memory[offset_bytes:] = source.view(torch.uint8).numpy().data
         chunk = Chunk(0, count * 2, 0, 0, count * 4, torch.float32, torch.bfloat16)
         slot = HugePageRegion(count * 2)
-        convert_into_slot(chunk, region, 4, slot.memory)
+        convert_into_slot(chunk, region, offset_bytes, slot.memory)
         assert torch.equal(slot.tensor(0, (count,), torch.bfloat16), source.to(torch.bfloat16))

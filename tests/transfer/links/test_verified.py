@@ -32,7 +32,7 @@ def numbers(*wrong: int) -> Plan:
 
 
 class Reads:
-    """Counts a store's own reads."""
+    """A store that counts its own reads."""
 
     def __init__(self, store: Store) -> None:
         self.count = 0
@@ -91,7 +91,7 @@ def test_tensors_that_somebody_writes_are_noticed(store: HostStore) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_converted_chunks_agree_whatever_the_way(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The second read is converted by other code, in other memory."""
+    """The second read is converted in other memory."""
     save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     store = SafetensorsStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])
@@ -105,7 +105,7 @@ def test_converted_chunks_agree_whatever_the_way(tmp_path: Path, dtype: torch.dt
 
 
 def test_bytes_changed_without_a_date_are_noticed(tmp_path: Path) -> None:
-    """What a fingerprint cannot see."""
+    """A fingerprint of the file cannot see them."""
     (file,) = save(tmp_path).glob("*.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     store = SafetensorsStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])

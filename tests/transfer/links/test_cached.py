@@ -19,16 +19,15 @@ from promoe.stores import HostStore
 from promoe.stores.base import Chunk
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.links import HostLink
-from promoe.transfer.links import cached_source as module
-from promoe.transfer.links.cached_source import CachedSource, bytes_for_all_that_fits
-from promoe.transfer.links.device import DeviceLink
+from promoe.transfer.links import cached as module
+from promoe.transfer.links.cached import CachedLink, bytes_for_all_that_fits
 
 EXPERTS, ROWS, COLUMNS = 6, 24, 64
 KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(EXPERTS)]
 
 
 def make_store() -> HostStore:
-    """Two layers, of whose experts the second one's are smaller; two chunks per tensor."""
+    """Make a store of two layers, the second with smaller experts, and two chunks per tensor."""
     draw = torch.Generator().manual_seed(0)
     sizes = ((ROWS, COLUMNS), (ROWS // 2, COLUMNS))
     banks = [{name: torch.randn(EXPERTS, *size, generator=draw) for name in ("up", "down")} for size in sizes]
@@ -36,7 +35,7 @@ def make_store() -> HostStore:
 
 
 class CountingLink(HostLink):
-    """Counts what is read; may be held up, or fail."""
+    """A link that counts what it reads, and may be held up or fail."""
 
     def __init__(self, store: HostStore, workers: int = 1) -> None:
         super().__init__(store, workers)
@@ -62,8 +61,7 @@ class Machine:
         self.device = FakeDevice(eager=eager)
         self.read = CountingLink(self.store, workers)
         slot_bytes = max(layout.slot_bytes for layout in self.store.layouts)
-        self.source = CachedSource(self.read, self.store, self.device, buffers * slot_bytes)
-        self.link = DeviceLink(self.source, self.device, workers)
+        self.link = CachedLink(self.read, self.store, self.device, buffers * slot_bytes)
         self.pools = [DevicePool(layout, EXPERTS, self.device) for layout in self.store.layouts]
 
     def fetch(self, key: ExpertKey) -> None:
@@ -96,7 +94,7 @@ def test_every_copy_has_the_bytes_of_its_expert(keys: list[ExpertKey], buffers: 
     machine.device.run_all(draw)
     for key in set(keys):
         machine.assert_there(key)
-    assert machine.source.nbytes <= buffers * max(layout.slot_bytes for layout in machine.store.layouts)
+    assert machine.link.nbytes <= buffers * max(layout.slot_bytes for layout in machine.store.layouts)
     machine.link.close()
     assert machine.device.pinned == []
 
@@ -173,11 +171,11 @@ def test_events_of_an_expert_that_stays_do_not_pile_up() -> None:
     machine = Machine(2, eager=True)
     for _ in range(100):
         machine.fetch(KEYS[0])
-    (buffer,) = machine.source._held.values()
+    (buffer,) = machine.link._held.values()
     assert len(buffer.copied) <= module.MOST_EVENTS
 
 
-def test_a_closed_source_refuses_and_lets_go() -> None:
+def test_a_closed_link_refuses_and_lets_go() -> None:
     machine = Machine(2, eager=True)
     machine.link.close()
     with pytest.raises(OSError, match="closed"):
@@ -189,12 +187,12 @@ def test_it_says_what_stays_and_what_it_cannot_pin(caplog: pytest.LogCaptureFixt
     device, store = FakeDevice(), make_store()
     device.unpinnable_bytes = 2**20
     slot_bytes = store.layouts[0].slot_bytes
-    source = CachedSource(HostLink(store), store, device, 5 * slot_bytes + 1)
-    assert source.describe() == "host memory, kept in 60.0 KiB of pinned RAM (5 of 12 experts)"
+    link = CachedLink(HostLink(store), store, device, 5 * slot_bytes + 1)
+    assert link.describe().startswith("host memory, kept in 60.0 KiB of pinned RAM (5 of 12 experts) to fake device")
     assert "1.0 MiB of RAM for experts could not be pinned" in caplog.text
-    source.close()
+    link.close()
     with pytest.raises(ConfigError, match=r"at least 49152 bytes here: 4 experts of .* Got 49151 instead"):
-        CachedSource(HostLink(store, workers=2), store, device, 4 * slot_bytes - 1)
+        CachedLink(HostLink(store, workers=2), store, device, 4 * slot_bytes - 1)
 
 
 def test_by_default_as_many_stay_as_free_ram_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The tier between disk and device: experts that were read stay in pinned RAM until others need their place."""
+"""The link from disk to a device: experts that were read stay in pinned RAM until others need their place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +14,7 @@ from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.links.base import Link
+from promoe.transfer.links.device import DeviceLink
 from promoe.transfer.links.file import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.memory import HugePageRegion
@@ -22,9 +22,9 @@ from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
 
-# One that is read into while the other is copied.
+# One buffer is read into while the other is copied.
 FEWEST_PER_WORKER = 2
-# Of one expert, whose copies are made in order: older ones are over, which is made sure of.
+# Events kept for one expert. Its copies are made in order, so older ones are over, which is made sure of.
 MOST_EVENTS = 16
 
 
@@ -37,40 +37,41 @@ class _Buffer:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self.chunks: set[int] = set()  # that are there, by their offset in the slot
+        self.chunks: set[int] = set()  # those that are there, by their offset in the slot
         self.reading: set[int] = set()
-        self.users = 0  # threads between `fetch` and `sent`
-        self.copied: list[Event] = []  # of the expert that it holds
-        self.before: list[Event] = []  # of the one before it: nothing is written until these are over
+        self.users = 0  # threads between `_fetch` and `_sent`
+        self.copied: list[Event] = []  # copies of the expert that it holds
+        self.before: list[Event] = []  # copies of the expert before it: nothing is written until these are over
 
     def vacate(self) -> None:
-        """Forget the expert; its copies may still be under way."""
+        """Forget the expert. Its copies may still be in flight."""
         assert not self.users, self.users
         self.chunks.clear()
         self.before, self.copied = [*self.before, *self.copied], []
 
 
-class CachedSource:
-    """What a link brings into RAM stays there: the least recently used expert makes room, once no copy needs it any more.
+class CachedLink(DeviceLink):
+    """Copies what another link reads into pinned RAM. The least recently used expert makes room, once no copy needs it.
 
     Args:
-        link: brings chunks into RAM, from as many threads as it has workers; closed with this source.
+        link: brings chunks into RAM, from as many threads as it has workers; closed with this link.
         store: what it reads.
-        device: that experts are copied to.
-        nbytes: of pinned RAM, at most.
+        device: where experts are copied to.
+        nbytes: of pinned RAM, at most. 0: the least with which each worker can read one expert while another is copied.
 
     Raises:
-        ConfigError: that is too little to read and copy at the same time, or the system has not so much.
+        ConfigError: that is too little to read and copy at the same time, or the system has not that much.
     """
 
-    at_hand = False
-
     def __init__(self, link: Link, store: Store, device: Device, nbytes: int) -> None:
+        super().__init__(device, link.workers)
         slot_bytes, fewest = _slot_bytes(store), FEWEST_PER_WORKER * link.workers
+        if nbytes == 0:
+            nbytes = fewest * slot_bytes
         if nbytes < fewest * slot_bytes:
             raise ConfigError(
                 f"The 'pinned_bytes' of a PromoeConfig must be at least {fewest * slot_bytes} bytes here: {fewest} experts of "
-                f"{format_memory(slot_bytes)}, {FEWEST_PER_WORKER} per worker. Got {nbytes} instead. With 0, none stay in RAM."
+                f"{format_memory(slot_bytes)}, {FEWEST_PER_WORKER} per worker. Got {nbytes} instead. 0 stands for this minimum."
             )
         self._num_experts = sum(store.num_experts)
         self._num_buffers = min(nbytes // slot_bytes, max(fewest, self._num_experts))
@@ -82,7 +83,7 @@ class CachedSource:
             for chunk in store.chunks(ExpertKey(layer_idx, expert_idx))
         }
         self.nbytes = self._num_buffers * slot_bytes
-        """Of pinned RAM."""
+        """Bytes of pinned RAM."""
         memory = HugePageRegion(self.nbytes).tensor(0, (self._num_buffers, slot_bytes), torch.uint8)
         self._pinned = device.pin([memory], own_pages=True)
         if refused_bytes := self._pinned.refused_bytes:
@@ -96,10 +97,12 @@ class CachedSource:
         self._held: OrderedDict[ExpertKey, _Buffer] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self._latest = threading.local()  # by worker: the buffer of what it fetched
-        self._closed = False
 
-    def fetch(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk from RAM, read into it if it is not there; see `Source.fetch`. What another worker reads is waited for."""
+    def _fetch(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk in RAM, and read it first if it is not there; see `DeviceLink._fetch`.
+
+        If another worker is reading it, wait for that.
+        """
         key, place = self._keys[chunk.name], chunk.slot_offset_bytes
         with self._changed:
             buffer = self._wait_for_buffer(key)
@@ -114,8 +117,8 @@ class CachedSource:
         self._latest.buffer = buffer
         return buffer.memory[place : place + chunk.nbytes]
 
-    def sent(self, copied: Event | None) -> None:
-        """The expert stays at least until then; see `Source.sent`."""
+    def _sent(self, copied: Event | None) -> None:
+        """Keep the expert at least until then; see `DeviceLink._sent`."""
         with self._changed:
             buffer: _Buffer = self._latest.buffer
             if copied is not None:
@@ -127,14 +130,16 @@ class CachedSource:
             oldest.wait_on_host()
 
     def describe(self) -> str:
-        """The link's description, and what stays: "..., kept in 4.0 GiB of pinned RAM (240 of 1440 experts)"."""
+        """Return one line for reports: "..., kept in 4.0 GiB of pinned RAM (240 of 1440 experts) to NVIDIA H100, ..."."""
         kept = f"{min(self._num_buffers, self._num_experts)} of {self._num_experts} experts"
-        return f"{self._link.describe()}, kept in {format_memory(self.nbytes)} of pinned RAM ({kept})"
+        return (
+            f"{self._link.describe()}, kept in {format_memory(self.nbytes)} of pinned RAM ({kept}) {super().describe()}"
+        )
 
     def close(self) -> None:
-        """Close the link and give back the RAM."""
-        with self._changed:
-            self._closed = True
+        """Refuse further transfers, close the other link and give back the RAM."""
+        super().close()
+        with self._changed:  # those who wait for a buffer see that the link is closed
             self._changed.notify_all()
         self._link.close()
         self._held.clear()
@@ -142,7 +147,10 @@ class CachedSource:
         self._pinned.undo()
 
     def _wait_for_buffer(self, key: ExpertKey) -> _Buffer:
-        """The expert's buffer, with the lock held; that of another, which is let go, if it has none."""
+        """Return the expert's buffer, or if it has none a free one or that of another expert, with the lock held.
+
+        There is one for each worker soon: there are more buffers than workers, and each worker uses one at a time.
+        """
         while not self._closed:
             buffer = self._held.pop(key, None) or self._vacant()
             if buffer is not None:
@@ -179,7 +187,7 @@ class CachedSource:
 
 
 def bytes_for_all_that_fits(store: Store, workers: int) -> int:
-    """Pinned RAM for as many experts as free RAM has room for, with 2 GiB to spare; 0 where that is too little."""
+    """Return pinned RAM for as many experts as fit into free RAM with 2 GiB to spare, or 0 where that is too little."""
     free_bytes = free_ram_bytes() or 0
     slot_bytes = _slot_bytes(store)
     nbytes = min(free_bytes - SPARE_RAM_BYTES, sum(store.num_experts) * slot_bytes)
@@ -187,10 +195,10 @@ def bytes_for_all_that_fits(store: Store, workers: int) -> int:
 
 
 def _slot_bytes(store: Store) -> int:
-    """A buffer takes an expert of any layer."""
+    """Return the bytes of the largest slot, for a buffer takes an expert of any layer."""
     return max(layout.slot_bytes for layout in store.layouts)
 
 
-def _wait_for_all(events: Sequence[Event]) -> None:
+def _wait_for_all(events: list[Event]) -> None:
     for event in tuple(events):
         event.wait_on_host()
