@@ -221,16 +221,17 @@ def test_a_timeline_shows_each_prediction() -> None:
         engine.tracer = Tracer()
         thread.visit(1, visit(layer_idx=1))
         thread.drain()
-    (span,) = engine.tracer._events
+    (span,) = engine.tracer.spans()
     assert (span.lane, span.name, span.args) == (PREDICTOR, "predict from L1", {"forecasts": 2})  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("in_order", "seen"), [(False, [0, 8, 9]), (True, list(range(10)))])
-def test_a_predictor_that_is_behind_sees_the_latest_visits_only(in_order: bool, seen: list[int]) -> None:
+@pytest.mark.parametrize(("needs_every_visit", "seen"), [(False, [0, 8, 9]), (True, list(range(10)))])
+def test_a_predictor_that_is_behind_sees_the_latest_visits_only(needs_every_visit: bool, seen: list[int]) -> None:
     assert MAX_WAITING == 2
     slow = Gate()
     predictor = Predictor(slow)
-    with predicting(predictor, in_order=in_order) as (thread, engine):
+    predictor.needs_every_visit = needs_every_visit  # type: ignore[attr-defined]
+    with predicting(predictor) as (thread, engine):
         thread.visit(0, visit(0))
         assert slow.entered.wait(WAIT_S)
         for step in range(1, 10):
