@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from promoe.errors import CheckpointError, ConfigError
+from promoe.files import read_json
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 from promoe.stores.safetensors_files import SafetensorsFile
-from promoe.untrusted import read_json
 
 from .network import MlpNetwork, Network, ResidualNetwork
 

@@ -1,23 +1,39 @@
-"""Files that promoe writes for people: checked before a long run begins, and never left half written."""
+"""Files that promoe writes for people, and files that others wrote.
+
+Written: the path is checked before a long run begins, and a file is written as a whole or not at all. Read: the file may be
+damaged or hostile, so it is opened only if it is a plain file, it is read up to a limit, and its JSON must stand for one value.
+What that value should mean is checked where it is used.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
+import stat
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from promoe.errors import ConfigError
 
 PathLike = str | os.PathLike[str]
 
+# As much as the header of a safetensors file may have, by its format.
+MAX_JSON_BYTES = 100 * 1024 * 1024
+LFS_BEGINS = b"version https://git-lfs"
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 
 def make_folder(folder: Path) -> None:
-    """Make a folder for results, and those around it, unless it is there.
+    """Make a folder for results, and its parents, unless it exists.
 
     Raises:
-        ConfigError: that cannot be done.
+        ConfigError: the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +42,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_writable(path: PathLike) -> Path:
-    """Return `path` as a Path if a file can be written there; leaves nothing behind.
+    """Return `path` as a Path if a file can be written there; leave nothing behind.
 
     The check really creates (and removes) a temporary file beside it: access bits lie for root, on read-only mounts
     and on network drives.
@@ -37,7 +53,7 @@ def check_writable(path: PathLike) -> Path:
     target = Path(path)
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(target)  # a name that no file can have
+            os.stat(target)  # raises OSError for a name that no file can have
         if os.path.exists(target) and not os.path.isfile(target):
             kind = "a folder" if os.path.isdir(target) else "not a plain file"
             raise ConfigError(f"Cannot write '{target}': it is {kind}. Give the path of a file.")
@@ -53,8 +69,8 @@ def check_writable(path: PathLike) -> Path:
 def write_atomically(path: PathLike, pieces: Iterable[str]) -> Path:
     """Write the text `pieces` to `path` in UTF-8: to a temporary file beside it, then renamed over it.
 
-    A reader sees the old file or the whole new one. An exception while writing leaves the old file as it was. Names of files
-    may hold what no UTF-8 has; there a "?" is written.
+    A reader sees the old file or the whole new one. An exception while writing leaves the old file as it was. A character
+    that UTF-8 does not have, as in some names of files, is written as "?".
 
     Raises:
         ConfigError: the file cannot be written (no such folder, no permission, disk full).
@@ -95,3 +111,73 @@ def _unwritable(target: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"Cannot write '{target}': {error.strerror or error}. Choose a folder with write permission and free space."
     )
+
+
+def open_plain(path: PathLike) -> int:
+    """Open a plain file, or a link to one, and return its descriptor for reading.
+
+    Raises:
+        OSError: there is none, or it is a folder, a device or a pipe, which could be waited for without end.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
+    except ValueError as error:  # a zero byte in the name
+        raise OSError(errno.EINVAL, str(error), repr(path)) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "Not a plain file", str(path))
+    return fd
+
+
+def is_lfs_pointer(content: bytes) -> bool:
+    """Return whether a file begins as what Git LFS leaves in place of one that was not pulled."""
+    return content.startswith(LFS_BEGINS)
+
+
+def read_json(path: PathLike) -> Any:
+    """Return the value in a JSON file.
+
+    Raises:
+        OSError: the file cannot be read, or is not a plain file.
+        ValueError: the file is larger than 100 MiB, or see `loads`.
+    """
+    with open(open_plain(path), "rb") as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if is_lfs_pointer(content):
+        raise ValueError("it is a Git LFS pointer; run `git lfs pull` in its folder")
+    if len(content) > MAX_JSON_BYTES:
+        raise ValueError(f"larger than {MAX_JSON_BYTES >> 20} MiB")
+    return loads(content)
+
+
+def loads(content: bytes, *, constants: bool = True) -> Any:
+    """Return the value of JSON in UTF-8, if every reader would find the same one in it.
+
+    Args:
+        content: the JSON.
+        constants: whether NaN and Infinity, which Python writes and JSON does not have, may be in it.
+
+    Raises:
+        ValueError: it is not JSON, has a key twice, numbers that are too long, text that is not Unicode, or is nested too
+            deeply.
+    """
+    text = content.decode("utf-8")
+    try:
+        value = json.loads(text, object_pairs_hook=_keys_once, parse_constant=None if constants else _no_constant)
+        if _SURROGATE.search(text):  # half a character, which nothing can write or print
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return value
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the key {twice[:80]!r} is there twice")
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

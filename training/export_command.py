@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import torch
 
-from promoe import untrusted
+from promoe import files
 from promoe.errors import ConfigError
 from promoe.predictors.trained import CONFIG_FILE, TrainedPredictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
@@ -62,7 +62,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ConfigError: there is none.
     """
     try:
-        values = untrusted.read_json(path)
+        values = files.read_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read {path}: {error}. Check the path.") from error
     if not isinstance(values, dict):

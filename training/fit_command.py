@@ -17,7 +17,7 @@ from sklearn.linear_model import LogisticRegression
 
 import promoe
 from promoe.errors import ConfigError, check_at_least
-from promoe.files import write_atomically
+from promoe.files import read_json, write_atomically
 from promoe.predictors.trained import NETWORKS, TRAINED_KINDS, TrainedConfig, TrainedPredictor, above_threshold
 from promoe.training.fit import PredictorModule, TraceData, TraceRows, new_predictor
 from promoe.training.kinds import PREDICTOR_FOLDER, SETTINGS_FILE
@@ -27,7 +27,6 @@ from promoe.training.reuse_fit import fit_reuse
 from promoe.training.tables import spread
 from promoe.training.trace_folder import require_same_settings
 from promoe.training.trainer_options import TrainerOptions
-from promoe.untrusted import read_json
 
 CHECKPOINT_FOLDER = "checkpoints"
 # Rows that calibrate; each is one outcome per expert, layer and distance.

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 from promoe.errors import ConfigError, PromoeError
+from promoe.files import read_json
 from promoe.training.routing_traces import RoutingTrace, TraceError
 from promoe.training.tables import KINDS, Kind
-from promoe.untrusted import read_json
 
 # Those of `hidden_kinds.HIDDEN_KINDS`, which would have to be imported.
 NAMES_OF_HIDDEN_KINDS = ("gate", "linear", "sklearn-mlp")

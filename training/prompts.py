@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypedDict
 
 from promoe.errors import PromoeError
+from promoe.files import open_plain, read_json
 from promoe.training.sharegpt import read_conversations
-from promoe.untrusted import open_plain, read_json
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from promoe.files import open_plain
 from promoe.training.routing_traces import RoutingTrace, TraceError, are_distinct
 from promoe.training.trace_folder import DECODE, GATES_FILE, part_paths, read_info
 from promoe.training.trace_parts import distinct_prompts, flat, open_part
-from promoe.untrusted import open_plain
 
 
 class RecordedTrace:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy_format
 
 from promoe.errors import PromoeError
-from promoe.untrusted import open_plain
+from promoe.files import open_plain
 
 if TYPE_CHECKING:
     import torch

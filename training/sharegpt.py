@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from promoe.errors import PromoeError
-from promoe.untrusted import open_plain
+from promoe.files import open_plain
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from datasets import ClassLabel, Features, Value
 from datasets import Sequence as ListOf
 
 from promoe.errors import ConfigError
+from promoe.files import read_json
 from promoe.training.routing_traces import MAX_EXPERTS, TraceError
-from promoe.untrusted import read_json
 
 INFO_FILE = "trace.json"
 GATES_FILE = "gates.safetensors"

@@ -26,9 +26,9 @@ import pyarrow as pa
 import torch
 from datasets import Features
 
+from promoe.files import open_plain
 from promoe.training.routing_traces import TraceError
 from promoe.training.trace_folder import INFO_FILE, TraceInfo
-from promoe.untrusted import open_plain
 
 
 @dataclass(frozen=True)

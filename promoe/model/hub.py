@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from promoe.errors import CheckpointError, ConfigError
-from promoe.untrusted import read_json
+from promoe.files import read_json
 
 # Arguments of from_pretrained that say how to find a file of a checkpoint.
 OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

@@ -24,6 +24,7 @@ from promoe.experts.kernels import packed_gain
 from promoe.experts.kernels.packed import Packing
 from promoe.experts.kernels.packed_store import NO_PACKINGS, PackedStore, Packings, packings_in
 from promoe.experts.moe_layers import MoELayer
+from promoe.files import read_json
 from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import read_expert
@@ -32,7 +33,6 @@ from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import header_of, layer_path, write_layer
 from promoe.units import format_memory
-from promoe.untrusted import read_json
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from promoe.errors import ConfigError, shown
-from promoe.files import PathLike
+from promoe.files import PathLike, read_json
 from promoe.stats.lanes import Lanes, Transfer, Work
 from promoe.stats.run import Run
 from promoe.stats.totals import Stats
 from promoe.units import is_number
-from promoe.untrusted import read_json
 
 FORMAT = "promoe run"
 VERSION = 1

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
+from promoe.files import MAX_JSON_BYTES, open_plain
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
-from promoe.untrusted import MAX_JSON_BYTES, open_plain
 
 logger = logging.getLogger(__name__)
 

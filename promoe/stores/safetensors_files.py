@@ -15,9 +15,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from promoe.errors import CheckpointError
+from promoe.files import open_plain, read_json
 from promoe.stores.fingerprint import Fingerprint
 from promoe.stores.safetensors_header import TensorRange, read_header
-from promoe.untrusted import open_plain, read_json
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

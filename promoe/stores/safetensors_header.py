@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.untrusted import LFS_BEGINS, MAX_JSON_BYTES, is_lfs_pointer, loads
+from promoe.files import LFS_BEGINS, MAX_JSON_BYTES, is_lfs_pointer, loads
 
 HEADER_LENGTH_BYTES = 8
 # More than torch takes; of a list of millions even the product would not end.

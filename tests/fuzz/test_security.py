@@ -13,7 +13,7 @@ ROOT = Path(promoe.__file__).resolve().parent.parent
 NEVER_IMPORTED = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 NEVER_CALLED = {"eval", "exec", "compile", "__import__", "os.system", "np.fromregex", "torch.hub.load"}
 # Where JSON of others is parsed. Streams of prompts take keys that are there twice, as public data have them.
-PARSERS = {"promoe/untrusted.py": {"json.loads"}, "training/prompts.py": {"json.loads"}}
+PARSERS = {"promoe/files.py": {"json.loads"}, "training/prompts.py": {"json.loads"}}
 
 
 def sources() -> list[Path]:
@@ -93,7 +93,7 @@ def test_no_code_of_a_checkpoint_is_trusted() -> None:
 def test_json_is_parsed_in_one_place() -> None:
     for name, called, _ in calls():
         if called in ("json.load", "json.loads"):
-            assert called in PARSERS.get(name, ()), f"{name} calls {called}: read it with promoe.untrusted"
+            assert called in PARSERS.get(name, ()), f"{name} calls {called}: read it with promoe.files"
 
 
 def test_dictionaries_of_options_do_not_trust_either() -> None:

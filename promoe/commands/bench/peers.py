@@ -19,9 +19,9 @@ from torch import nn
 from promoe.commands.bench.systems import Kind
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.files import read_json
 from promoe.model.opening import open_without_experts
 from promoe.model.tokenizer import load_tokenizer
-from promoe.untrusted import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,7 +16,7 @@ import torch
 
 import promoe
 from promoe.errors import ConfigError, PromoeError
-from promoe.untrusted import read_json
+from promoe.files import read_json
 
 PLACE = Path("examples") / "sharegpt_moe"
 PROMPTS = "heldout_prompts.json"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from promoe.commands.run import LEAST_TEMPERATURE
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.errors import shown
-from promoe.untrusted import loads
+from promoe.files import loads
 
 # Transformers compares each with every token of the vocabulary before it generates.
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32

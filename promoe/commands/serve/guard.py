@@ -18,8 +18,8 @@ from promoe.commands.serve.app import HEALTH, error_body
 from promoe.commands.serve.bodies import read_requests
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.commands.serve.turns import ASKED, ENDING, Turns
+from promoe.files import loads
 from promoe.units import format_memory, format_seconds
-from promoe.untrusted import loads
 
 logger = logging.getLogger(__name__)
 
