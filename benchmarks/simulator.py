@@ -18,7 +18,8 @@ from typing import Any, get_args
 from common import save
 
 from promoe.commands.simulate.machine import MACHINES, geometry_of
-from promoe.commands.simulate.run import PolicyName, Scenario, simulate
+from promoe.commands.simulate.options import PolicyName
+from promoe.commands.simulate.run import Scenario, simulate
 from promoe.training.evaluate_command import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned

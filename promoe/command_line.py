@@ -1,4 +1,4 @@
-"""Commands made from typed functions: options, help and mistakes come from their signatures and docstrings."""
+"""Programs with verbs: each verb's options, help and checks come from a dataclass (or from a function's signature)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,56 @@ import errno
 import inspect
 import io
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, get_args, get_origin
 
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from promoe.errors import ConfigError, PromoeError, shown
 from promoe.transfer.processor import choose_threads
 
 # What writing to an open file or terminal fails with.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+EXIT_DIFFERENT_TOKENS = 1
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 EXIT_NOT_READ = 141  # as shells count what SIGPIPE ends
 MAX_NUMBER = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Command:
+    """A verb of a program.
+
+    Args:
+        options: a dataclass. Its docstring is the help of the verb, and the string under each field is that of the option.
+            Fields before `KW_ONLY` are given by position.
+        home: "module:function" of what is called with the options. It is imported only then: help need not wait for torch.
+            The exit code is 1 if it returns False, for tokens that differ, and otherwise 0.
+    """
+
+    options: type
+    home: str
+
+    def run(self, options: Mapping[str, Any]) -> int:
+        """Run the verb and return the exit code.
+
+        Raises:
+            PromoeError: an option has a wrong value, or the command fails.
+        """
+        checked = self.options(**options)
+        module, _, name = self.home.partition(":")
+        return EXIT_DIFFERENT_TOKENS if getattr(import_module(module), name)(checked) is False else 0
+
+
+Commands = Mapping[str, Command | Callable[..., int]]
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -38,7 +70,7 @@ class _HelpFormatter(DefaultHelpFormatter):
 
 
 class _Parser(ArgumentParser):
-    """Options as shells have them: hyphens for underscores, and a flag for what is False by default.
+    """A parser of options as shells have them: hyphens for underscores, and a flag for what is False by default.
 
     Attributes:
         optional: parameters that are given by position, or left out.
@@ -64,40 +96,45 @@ class _Parser(ArgumentParser):
             names, kwargs = (parameter,), {**shown, "nargs": "?"}
         return super().add_argument(*names, **kwargs)
 
-    def read_signature(self, command: Callable[..., int]) -> None:
-        """Learn from a command what is optional, and what takes several values."""
-        parameters = inspect.signature(command, eval_str=True).parameters.values()
+    def add_options(self, options: Callable[..., Any]) -> None:
+        """Add the options of a verb: the fields of a dataclass, or the parameters of a function."""
+        parameters = inspect.signature(options, eval_str=True).parameters.values()
         self.optional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
         self.several = {p.name: get_args(p.annotation)[0] for p in parameters if get_origin(p.annotation) is list}
+        add = self.add_class_arguments if isinstance(options, type) else self.add_function_arguments
+        add(options, as_group=False, as_positional=True)
 
-
-def _with_hyphens(argument: str) -> str:
-    """`--trainer.max_epochs=3` as `--trainer.max-epochs=3`: Python's names are accepted too."""
-    name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
-
-
-def _options_with_hyphens(arguments: Sequence[str]) -> list[str]:
-    """The same of all; what follows `--` is no option, whatever it looks like."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    return [*map(_with_hyphens, arguments[:end]), *arguments[end:]]
-
-
-Commands = Mapping[str, Callable[..., int]]
+    def _print_message(self, message: str, file: Any = None) -> None:
+        # argparse's own swallows the error of an output without room.
+        print(message, end="", file=file or sys.stderr, flush=True)
 
 
 def make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:
-    """What reads the command line of a program, with a subcommand for each of its commands."""
+    """Return what reads the command line of a program, with a subcommand for each of its commands."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = _Parser(prog=program, description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--version", action="version", version=f"promoe {version}")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, command in commands.items():
-        text = (command.__doc__ or "").partition("\n    Args:")[0].strip()
+        options = command.options if isinstance(command, Command) else command
+        text = re.split(r"\n(?:Args|Raises):", inspect.getdoc(options) or "")[0].strip()
         subparser = _Parser(description=text, formatter_class=_HelpFormatter)
-        subparser.read_signature(command)
-        subparser.add_function_arguments(command, as_group=False, as_positional=True)
+        subparser.add_options(options)
         subcommands.add_subcommand(name, subparser, help=text.partition("\n")[0])
     return parser
+
+
+def _with_hyphens(arguments: Sequence[str]) -> list[str]:
+    """Return `--trainer.max_epochs=3` as `--trainer.max-epochs=3`: Python's names are accepted too.
+
+    What follows `--` is not an option, whatever it looks like.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    found = []
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        found.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
+    return [*found, *arguments[end:]]
 
 
 def _check_numbers(options: Mapping[str, Any]) -> None:
@@ -111,13 +148,13 @@ def _check_numbers(options: Mapping[str, Any]) -> None:
 
 
 def _replace_what_cannot_be_written() -> None:
-    """In an encoding of fewer characters, `?` for one of the others is better than the end of an answer."""
+    """In an encoding with fewer characters, write `?` for one that it lacks: better than the end of an answer."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")
 
 
 def _write_nowhere() -> None:
-    """Nobody reads stdout any more, and what it still holds would be an error when Python ends."""
+    """Send stdout to nowhere: nobody reads it any more, and what it still holds would be an error when Python ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -139,7 +176,7 @@ def _tell(text: str) -> None:
 def run_command(program: str, description: str, version: str, commands: Commands, argv: Sequence[str] | None) -> int:
     """Run the command that `argv` names and return its exit code.
 
-    2: the user can mend it, 130: interrupted, 141: whoever read its output (`head`) has left.
+    1: tokens differ, 2: the user can mend it, 130: interrupted, 141: whoever read its output (`head`) has left.
     """
     choose_threads()  # before a command imports torch
     _open_closed_streams()
@@ -147,12 +184,13 @@ def run_command(program: str, description: str, version: str, commands: Commands
     try:
         parser = make_parser(program, description, version, commands)
         arguments = sys.argv[1:] if argv is None else argv
-        parsed = parser.instantiate(parser.parse_args(_options_with_hyphens(arguments)))
+        parsed = parser.instantiate(parser.parse_args(_with_hyphens(arguments)))
         name = f"{program} {parsed.command}"
         _replace_what_cannot_be_written()
         options = vars(parsed[parsed.command])
         _check_numbers(options)
-        code = commands[parsed.command](**options)
+        command = commands[parsed.command]
+        code = command.run(options) if isinstance(command, Command) else command(**options)
         sys.stdout.flush()
         return code
     except PromoeError as error:

@@ -14,8 +14,8 @@ from tiny_checkpoint import write_checkpoint
 from transformers import AutoModelForCausalLM
 
 from promoe import cli
-from promoe.commands import run as running
-from promoe.commands.report import SAME
+from promoe.commands.report.command import SAME
+from promoe.commands.run import command as running
 from promoe.errors import CheckpointError, ExpertLoadError
 from promoe.stats.text_report import load_run
 from promoe.transfer.cpu_contention import Taken
@@ -242,7 +242,7 @@ def test_an_error_while_generating_ends_the_text_and_the_threads(
 
 
 def test_an_interruption_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(request: running.Request) -> None:
+    def interrupt(request: running.Options) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(running, "answer", interrupt)

@@ -8,8 +8,6 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import transformers
@@ -18,6 +16,7 @@ from promoe.commands.plan import show
 from promoe.commands.plan.choice import Choice, choose, rates_to_try
 from promoe.commands.plan.fits import Room, largest_rate, pools, rate_name, rate_of, slots_bytes
 from promoe.commands.plan.measuring import measure_compute, measure_link
+from promoe.commands.plan.options import Options
 from promoe.commands.plan.overlap import fit_overlap
 from promoe.commands.plan.reading import ReadModel, read_model
 from promoe.commands.plan.result import Result, write_result
@@ -27,8 +26,8 @@ from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn
 from promoe.commands.plan.time_model import TimeModel
 from promoe.commands.plan.times import LinkSpeed
 from promoe.commands.plan.verification import verify
-from promoe.config import PromoeConfig, ReadMode
-from promoe.errors import ConfigError, PromoeError, check_at_least
+from promoe.config import PromoeConfig
+from promoe.errors import ConfigError, PromoeError
 from promoe.experts.kernels.packed_store import Packings, packings_in
 from promoe.files import check_writable
 from promoe.model.packed_files import packable
@@ -47,85 +46,58 @@ RATES = (0.125, 0.25, 0.5, 0.75, 1.0)
 STAND_IN_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class Task:
-    """The command's options; see `promoe.cli.plan`.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-
-    model: str
-    cache: Sequence[str] = ()
-    device: str = "cpu"
-    context: int = 4096
-    prompt_tokens: int = 256
-    new_tokens: int = 32
-    tokens_per_second: float | None = None
-    trace: str | None = None
-    dtype: str | None = None
-    read_mode: ReadMode = "auto"
-    verify: bool = False
-    json: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(1, context=self.context, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
-        if self.tokens_per_second is not None and not 0 < self.tokens_per_second < float("inf"):
-            raise ConfigError(f"--tokens-per-second must be more than 0. Got {self.tokens_per_second:g}.")
-
-
-def run_plan(task: Task, out: TextIO) -> Result:
+def run_plan(options: Options, out: TextIO | None = None) -> Result:
     """Plan, print to `out`, write the JSON, and return what was found.
 
     Raises:
         PromoeError: an option cannot work, or the model cannot be served.
     """
-    if task.json is not None:
-        check_writable(task.json)
+    if options.json is not None:
+        check_writable(options.json)
     transformers.logging.disable_progress_bar()
-    trace = None if task.trace is None else open_trace(task.trace)
-    device = open_device(task.device)
-    read = read_model(task.model, task.dtype)
+    trace = None if options.trace is None else open_trace(options.trace)
+    device = open_device(options.device)
+    read = read_model(options.model, options.dtype)
     with ExitStack() as stack:
         if read.store is not None:
             stack.enter_context(closing(read.store))
-        result = _Plan(task, read, device, out).run(trace)
-    if task.json is not None:
-        write_result(result, task.json)
-        print(f"\nwritten to {task.json}", file=out)
+        result = _Plan(options, read, device, out).run(trace)
+    if options.json is not None:
+        write_result(result, options.json)
+        print(f"\nwritten to {options.json}", file=out)
     return result
 
 
 class _Plan:
     """One plan in the making."""
 
-    def __init__(self, task: Task, read: ReadModel, device: Device | None, out: TextIO) -> None:
-        self.task, self.read, self.sizes, self._out = task, read, read.sizes, out
+    def __init__(self, options: Options, read: ReadModel, device: Device | None, out: TextIO | None) -> None:
+        self.options, self.read, self.sizes, self._out = options, read, read.sizes, out
         self._columns = shutil.get_terminal_size((80, 24)).columns
         self._device = device
-        self.room = _room(task, read.sizes, device)
+        self.room = _room(options, read.sizes, device)
         self._links: dict[ProbeMode, LinkSpeed] = {}
         self._taken: Taken | None = None  # while speeds were measured
         self._packed_s: float | None = None  # of a token, were experts packed; None: nothing gained
 
     def run(self, trace: RoutingTrace | None) -> Result:
         """Everything, in the order in which it is printed."""
-        task, sizes = self.task, self.sizes
-        asked = [rate_of(cache, sizes, self.room) for cache in task.cache]
-        self._print(show.model_lines(sizes, task.context, self._columns))
+        options, sizes = self.options, self.sizes
+        asked = [rate_of(cache, sizes, self.room) for cache in options.cache]
+        self._print(show.model_lines(sizes, options.context, self._columns))
         largest = largest_rate(sizes, self.room)
         self._print(show.machine_lines(self.room, largest, self._columns))
         rates = sorted(
             {*(asked or (rate for rate in RATES if rate >= sizes.least_rate)), *([largest] if largest else [])}
         )
         if not largest:
-            raise ConfigError(_no_room(task.model, sizes, self.room))
-        routings = _routings(task, sizes, trace)
+            raise ConfigError(_no_room(options.model, sizes, self.room))
+        routings = _routings(options, sizes, trace)
         predictor = self._predictor(routings, rates)
         if isinstance(predictor, str):
             self._print(show.entry("speed", f"not predicted: {predictor}", self._columns))
             self._print(["", *show.fit_lines(sizes, rates, self.room)])
-            return Result(sizes, self.room, task.context)
+            return Result(sizes, self.room, options.context)
         fitting = [rate for rate in rates if rate <= largest or self._fits(rate)]
         predictions = [predictor(rate) for rate in fitting]
         choice = self._choose(predictor, asked, fitting, largest)
@@ -140,16 +112,16 @@ class _Plan:
             packing = show.packing_advice(self._pack_command(), sizes, predictor.compute_s, self._packed_s)
         self._print(["", *show.choice_lines(choice, packing, self._commands(choice), self._columns)])
         verified = []
-        if task.verify:
+        if options.verify:
             run_at = (
                 [rate for rate in fitting if rate in asked] or [rate for rate in fitting if rate < 1][:3] or fitting
             )
-            verified = verify(predictor, run_at, task.prompt_tokens, task.new_tokens, self._settings())
+            verified = verify(predictor, run_at, options.prompt_tokens, options.new_tokens, self._settings())
             self._print(["", *show.verified_lines(verified, predictor.compute_s, self._compute_s(), self._columns)])
         return Result(
             sizes,
             self.room,
-            task.context,
+            options.context,
             compute=predictor.compute,
             packed_compute_s=self._packed_s,
             links=self._links,
@@ -167,9 +139,9 @@ class _Plan:
 
     def _choose(self, predictor: TimeModel, asked: Sequence[float], fitting: Sequence[float], largest: float) -> Choice:
         rates = rates_to_try(self.sizes.least_rate, largest)
-        if asked and self.task.tokens_per_second is None:
+        if asked and self.options.tokens_per_second is None:
             rates = list(fitting) or rates
-        return choose(predictor, rates, self.room, self._link_name, self.task.tokens_per_second)
+        return choose(predictor, rates, self.room, self._link_name, self.options.tokens_per_second)
 
     def _predictor(self, routings: Sequence[Routing], rates: Sequence[float]) -> TimeModel | str:
         """What predicts speeds; or why nothing can."""
@@ -178,13 +150,13 @@ class _Plan:
         try:
             with closing(self._stand_in(self.read)) as found:
                 watch = CoreWatch()
-                compute = measure_compute(found, self.task.prompt_tokens)
+                compute = measure_compute(found, self.options.prompt_tokens)
                 # A rate that was asked for may fit and be more than the largest one, which is in whole per cent.
                 ends = (self.sizes.least_rate, largest_rate(self.sizes, self.room))
                 for mode in {self._mode(rate) for rate in (*ends, *filter(self._fits, rates))}:
                     workers = PromoeConfig().workers
                     self._links[mode] = measure_link(found, self.read.store, self.read.folder, mode, workers)
-                compute = compute.quicker(measure_compute(found, self.task.prompt_tokens))
+                compute = compute.quicker(measure_compute(found, self.options.prompt_tokens))
                 self._taken = watch.taken()
                 if self.read.store is not None:
                     self._links = {
@@ -207,7 +179,7 @@ class _Plan:
 
     def _compute_s(self, packings: Packings | None = None) -> float:
         """Computing a token once more, as it is or with packed experts. Its blocks are the model's: they are read anew."""
-        read = read_model(self.task.model, self.task.dtype)
+        read = read_model(self.options.model, self.options.dtype)
         if read.store is not None:
             read.store.close()
         with closing(self._stand_in(read, packings)) as found:
@@ -217,7 +189,7 @@ class _Plan:
         free_bytes = self.room.free_bytes
         planned = self.sizes.other_bytes + slots_bytes(pools(self.sizes, rate))
         return choose_mode(
-            self.task.read_mode, self.sizes.expert_bytes, None if free_bytes is None else free_bytes - planned
+            self.options.read_mode, self.sizes.expert_bytes, None if free_bytes is None else free_bytes - planned
         )[0]
 
     def _link_at(self, rate: float) -> LinkSpeed:
@@ -228,28 +200,28 @@ class _Plan:
 
     def _settings(self) -> dict[str, Any]:
         """For `from_pretrained`, beside the cache."""
-        task = self.task
-        settings: dict[str, Any] = {} if task.device == "cpu" else {"device": task.device}
-        if task.dtype is not None:
-            settings["dtype"] = task.dtype
-        if task.read_mode != "auto":
-            settings["config"] = PromoeConfig(read_mode=task.read_mode)
+        options = self.options
+        settings: dict[str, Any] = {} if options.device == "cpu" else {"device": options.device}
+        if options.dtype is not None:
+            settings["dtype"] = options.dtype
+        if options.read_mode != "auto":
+            settings["config"] = PromoeConfig(read_mode=options.read_mode)
         return settings
 
     def _pack_command(self) -> str:
-        dtype = "" if self.task.dtype is None else f" --dtype {shlex.quote(self.task.dtype)}"
-        return f"promoe pack {shlex.quote(self.task.model)}{dtype}"
+        dtype = "" if self.options.dtype is None else f" --dtype {shlex.quote(self.options.dtype)}"
+        return f"promoe pack {shlex.quote(self.options.model)}{dtype}"
 
     def _commands(self, choice: Choice) -> list[str]:
         """To copy: on the command line, where it has the options, and in Python."""
-        cache, model = rate_name(choice.prediction.rate), self.task.model
+        cache, model = rate_name(choice.prediction.rate), self.options.model
         arguments = {name: repr(value) for name, value in self._settings().items() if name != "config"}
-        if self.task.read_mode != "auto":
-            arguments["config"] = f'promoe.PromoeConfig(read_mode="{self.task.read_mode}")'
+        if self.options.read_mode != "auto":
+            arguments["config"] = f'promoe.PromoeConfig(read_mode="{self.options.read_mode}")'
         python = ", ".join(
             [json.dumps(model), f'cache="{cache}"', *(f"{name}={text}" for name, text in arguments.items())]
         )
-        on_device = f" --device {shlex.quote(self.task.device)}" if "device" in arguments else ""
+        on_device = f" --device {shlex.quote(self.options.device)}" if "device" in arguments else ""
         shell = f'promoe run {shlex.quote(model)} "PROMPT" --cache {cache}{on_device}'
         later = ["once its weights are in that folder, beside config.json:"]
         return [
@@ -259,17 +231,17 @@ class _Plan:
         ]
 
 
-def _room(task: Task, sizes: ModelSizes, device: Device | None) -> Room:
-    kv_bytes = sizes.kv.nbytes(task.context)
+def _room(options: Options, sizes: ModelSizes, device: Device | None) -> Room:
+    kv_bytes = sizes.kv.nbytes(options.context)
     if device is None:
         return Room("RAM", free_ram_bytes(), sizes.other_bytes, kv_bytes)
     return Room(device.name, device.free_bytes(), sizes.other_bytes, kv_bytes)
 
 
-def _routings(task: Task, sizes: ModelSizes, trace: RoutingTrace | None) -> list[Routing]:
+def _routings(options: Options, sizes: ModelSizes, trace: RoutingTrace | None) -> list[Routing]:
     if trace is None:
-        return [made_up(sizes, habit, task.prompt_tokens, task.new_tokens) for habit in (SELDOM, OFTEN)]
-    return [from_trace(trace, sizes, str(task.trace), task.prompt_tokens, task.new_tokens)]
+        return [made_up(sizes, habit, options.prompt_tokens, options.new_tokens) for habit in (SELDOM, OFTEN)]
+    return [from_trace(trace, sizes, str(options.trace), options.prompt_tokens, options.new_tokens)]
 
 
 def _no_room(model: str, sizes: ModelSizes, room: Room) -> str:

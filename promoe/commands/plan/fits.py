@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
+from promoe.commands.model_options import cache_size
 from promoe.commands.plan.sizes import ModelSizes, rounded_up
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES, PoolPlan, plan_pools
 
@@ -71,8 +71,10 @@ def rate_of(cache: str, sizes: ModelSizes, room: Room) -> float:
     """
     free_bytes = None if room.free_bytes is None else max(0, room.free_bytes - room.other_bytes)
     layouts, counts = [layer.layout for layer in sizes.layers], [layer.num_experts for layer in sizes.layers]
-    size: str | int = int(cache) if re.fullmatch("[0-9]{1,18}", cache) else cache
-    return sum(plan.spec.num_slots for plan in plan_pools(size, layouts, counts, free_bytes)) / sizes.num_experts
+    return (
+        sum(plan.spec.num_slots for plan in plan_pools(cache_size(cache), layouts, counts, free_bytes))
+        / sizes.num_experts
+    )
 
 
 def slots_bytes(plans: list[PoolPlan]) -> int:

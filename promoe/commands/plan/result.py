@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from promoe.commands.plan.choice import Choice
@@ -16,7 +15,7 @@ from promoe.commands.plan.sizes import ModelSizes
 from promoe.commands.plan.time_model import Prediction
 from promoe.commands.plan.times import ComputeTimes, LinkSpeed
 from promoe.commands.plan.verification import Verified
-from promoe.files import write_atomically
+from promoe.files import PathLike, write_atomically
 from promoe.transfer.cpu_contention import Taken
 
 
@@ -81,7 +80,7 @@ def as_json(result: Result) -> dict[str, Any]:
     return numbers
 
 
-def write_result(result: Result, path: Path) -> None:
+def write_result(result: Result, path: PathLike) -> None:
     """Write it. Raises ConfigError where that cannot be done."""
     write_atomically(path, [json.dumps(as_json(result), indent=2, allow_nan=False), "\n"])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from promoe.commands.run import LEAST_TEMPERATURE
+from promoe.commands.run.options import LEAST_TEMPERATURE
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.errors import shown
 from promoe.files import loads

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import transformers
 from transformers.utils.import_utils import is_serve_available
 
+from promoe.commands.serve.options import Options
 from promoe.commands.serve.requests import Limits
 from promoe.commands.serve.turns import Turns
 from promoe.commands.terminal import opening_bar
-from promoe.errors import ConfigError, UnsupportedModelError, check_at_least
+from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
-from promoe.runtime.sizes import CacheSize, check_cache, fixed_bytes
+from promoe.runtime.sizes import fixed_bytes
 from promoe.stats import saved
 
 if TYPE_CHECKING:
@@ -35,52 +37,6 @@ LAST_WORDS_S = 5
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `promoe serve` was asked for; see the help of its options.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    model: str
-    cache: CacheSize = "50%"
-    predictor: str | None = "gate"
-    device: str = "cpu"
-    packed: str | None = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str | None = None
-    api_key: str | None = None
-    max_prompt_tokens: int = 8192
-    max_new_tokens: int = 1024
-    max_body: str = "1MiB"
-    max_waiting: int = 32
-    warm: str | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(
-            1,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            max_waiting=self.max_waiting,
-        )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be from 0 (any that is free) to 65535. Got {self.port} instead.")
-        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
-            raise ConfigError("The API key must be plain ASCII text that is not empty. Leave it out to ask for none.")
-        check_cache(self.cache)
-        try:
-            fixed_bytes(self.max_body)
-        except ConfigError as error:
-            raise ConfigError(f"--max-body: {error}") from None
-
-    @property
-    def served_name(self) -> str:
-        """What clients call the model."""
-        return self.name or self.model
-
-
-@dataclass(frozen=True)
 class Address:
     """Where a server listens, and how to end it from another thread."""
 
@@ -88,27 +44,22 @@ class Address:
     end: Callable[[], None]
 
 
-def run_serve(options: Options, out: TextIO) -> None:
+def run_serve(options: Options, out: TextIO | None = None) -> None:
     """Open the model, serve it until Ctrl-C or SIGTERM, and say at the end what happened.
 
     Raises:
         PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
     """
     require_server()
+    if options.api_key is None:
+        options = replace(options, api_key=os.environ.get(API_KEY_VARIABLE))
     before = None if options.warm is None else saved.read(options.warm).run.stats
     with _listening(options.host, options.port) as listener:
         transformers.logging.disable_progress_bar()  # ours shows bytes
         transformers.logging.set_verbosity_error()  # its server logs each request as a warning; ours says how it ended
         tokenizer = load_tokenizer(options.model)
         with opening_bar(Path(options.model).name) as progress:
-            model = from_pretrained(
-                options.model,
-                cache=options.cache,
-                predictor=options.predictor,
-                device=options.device,
-                packed=options.packed,
-                progress=progress,
-            )
+            model = from_pretrained(options.model, progress=progress, **options.for_opening())
         handle: Any = model.promoe
         try:
             with _terminated_as_interrupted():
@@ -276,7 +227,7 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say(address: Address, options: Options, out: TextIO) -> None:
+def _say(address: Address, options: Options, out: TextIO | None) -> None:
     key = "with the API key" if options.api_key else "no API key"
     print(f"Serving {options.served_name} at {address.url}/v1 ({key}); Ctrl-C ends it", file=out, flush=True)
     print(f"  statistics: {address.url}/promoe/report, {address.url}/promoe/stats", file=out, flush=True)

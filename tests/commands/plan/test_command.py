@@ -16,10 +16,12 @@ from zoo import families
 
 from commands.plan.planned import link, times
 from promoe import cli
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 from promoe.commands.plan import command, verification
-from promoe.commands.plan.command import Task, run_plan
+from promoe.commands.plan.command import run_plan
 from promoe.commands.plan.fits import Room
+from promoe.commands.plan.options import Options
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES
 from promoe.transfer.cpu_contention import Taken
@@ -41,7 +43,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(folder: Path, **fields: Any) -> tuple[command.Result, str]:
     out = io.StringIO()
     fields = {"prompt_tokens": 12, "new_tokens": 6, **fields}
-    return run_plan(Task(str(folder), **fields), out), out.getvalue()
+    return run_plan(Options(str(folder), **fields), out), out.getvalue()
 
 
 def test_will_it_run_and_how_fast(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_packing_is_advised_where_it_makes_tokens_quicker(
     assert result.packed_compute_s < 1e-4 * len(result.sizes.layers) * result.sizes.layers[0].top_k
     assert json.loads((tmp_path / "plan.json").read_text())["packed_compute_s"] == result.packed_compute_s
 
-    run_pack(folder, None, None, io.StringIO())
+    run_pack(pack.Options(str(folder)), io.StringIO())
     result, text = planned(folder)
     assert "experts packed" in text
     assert "promoe pack" not in text
@@ -210,7 +212,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cache_just_above_the_largest_whole_per_cent_may_be_read_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def room(task: Task, sizes: Any, device: Any) -> Room:
+    def room(options: Options, sizes: Any, device: Any) -> Room:
         slots_bytes = sizes.slots_bytes * 33 // 64
         return Room("RAM", AUTO_RESERVE_BYTES + sizes.other_bytes + slots_bytes, sizes.other_bytes, 0)
 
