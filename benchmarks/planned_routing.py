@@ -15,9 +15,8 @@ from statistics import mean
 
 import torch
 
-from promoe.commands.plan.fits import pools
 from promoe.commands.plan.routing import OFTEN, SELDOM, Answers, Habit, from_trace, made_up
-from promoe.commands.plan.sizes import ExpertsOfLayer, KvCache, ModelSizes
+from promoe.commands.plan.sizes import ExpertsOfLayer, KvCache, ModelSizes, cache_argument
 from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.config import EvictionName
 from promoe.scheduler.replay import Replay
@@ -41,7 +40,7 @@ def hits(sizes: ModelSizes, answers: Answers, rate: float, policy: EvictionName)
     config = SchedulerConfig(
         num_experts=[layer.num_experts for layer in sizes.layers],
         chunk_bytes=[(1,) for _ in sizes.layers],
-        pools=[plan.spec for plan in pools(sizes, rate)],
+        pools=[plan.spec for plan in sizes.pools(cache_argument(rate))],
         eviction=policy,
         prefetch=False,
     )

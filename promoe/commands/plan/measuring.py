@@ -11,7 +11,7 @@ from statistics import median
 from promoe.commands.contention import contention
 from promoe.commands.doctor.facts import PROBE_FILE_BYTES, scratch_file
 from promoe.commands.plan.stand_in import StandIn, Timed, token_ids
-from promoe.commands.plan.times import ComputeTimes, Curve, LinkSpeed
+from promoe.commands.plan.time_model import ComputeTimes, Curve, LinkSpeed
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import compute_chunk
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -24,7 +24,7 @@ SECONDS = 1.5
 FEWEST_PASSES = 5
 READ_SECONDS = 1.0
 REQUEST_BYTES = 4 * 2**20
-# Read again and again where the page cache is to be measured: they are there after the first time.
+# The part of the files that is read again and again to measure the page cache: after the first time it is there.
 CACHED_BYTES = 256 * 2**20
 GROUP_PASSES, GROUP_SLEEP_S = 10, 0.002
 CONVERSIONS = 3
@@ -35,7 +35,7 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
 
     Args:
         stand_in: those blocks.
-        prompt_tokens: of the prompt.
+        prompt_tokens: tokens of the prompt.
     """
     prompt = token_ids(stand_in.model, prompt_tokens)
     prompts = [stand_in.run(prompt) for _ in range(PROMPTS + 1)][1:]
@@ -64,7 +64,7 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
 
 
 def _group_cost_s(stand_in: StandIn) -> float:
-    """By how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
+    """Return by how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
     found, cache = [], None
     for ids in token_ids(stand_in.model, GROUP_PASSES)[0].split(1):
         experts_s = []
@@ -80,7 +80,7 @@ def _group_cost_s(stand_in: StandIn) -> float:
 def measure_link(
     stand_in: StandIn | None, store: SafetensorsStore | None, folder: Path, mode: FileMode, workers: int
 ) -> LinkSpeed:
-    """How fast experts come from files, alone and beside a model that computes, and what both lose to each other.
+    """Measure how fast experts come from files, alone and beside a model that computes, and what both lose to each other.
 
     Args:
         stand_in: what computes meanwhile; None: nothing.
@@ -133,7 +133,7 @@ def _link(
 
 
 def _conversion_s(store: SafetensorsStore) -> float:
-    """To compute one expert from what is stored; 0 where it is stored as it is."""
+    """Return the seconds to compute one expert from what is stored; 0 where it is stored as it is."""
     times_s = []
     for _ in range(CONVERSIONS):
         start_s = time.perf_counter()

@@ -20,8 +20,8 @@ from promoe.commands.pack import options as pack
 from promoe.commands.pack.command import run_pack
 from promoe.commands.plan import command, verification
 from promoe.commands.plan.command import run_plan
-from promoe.commands.plan.fits import Room
 from promoe.commands.plan.options import Options
+from promoe.commands.plan.sizes import Room
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES
 from promoe.transfer.cpu_contention import Taken
