@@ -1,4 +1,4 @@
-"""What a client sends, read: checked before anything is computed, and refused in words that say what to change."""
+"""Reads what a client sends: it is checked before anything is computed, and refused in words that say what to change."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from promoe.files import loads
 # Transformers compares each with every token of the vocabulary before it generates.
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32
 
-# Fields that say nothing about the answer's text, which the server does without.
+# Fields that say nothing about the answer's text; the server ignores them.
 _IGNORED = frozenset(
     [
         "metadata",
@@ -33,7 +33,7 @@ _IGNORED = frozenset(
         "verbosity",
     ]
 )
-# Fields that would change the answer and that Transformers' server does not heed, with the values that ask for nothing.
+# Fields that would change the answer but that Transformers' server ignores, with the values that ask for nothing.
 _UNHEEDED: dict[str, Collection[Any]] = {
     "n": (1,),
     "best_of": (1,),
@@ -52,24 +52,24 @@ _UNHEEDED: dict[str, Collection[Any]] = {
     "web_search_options": (),
     "generation_config": (),
 }
-# Numbers: least and most. Transformers takes a frequency penalty for a penalty of repetition, 1 more than it.
+# Numbers: least and most. Transformers takes a frequency penalty x for a repetition penalty 1 + x.
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": (0.0, 2.0)}
 # Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
 _SETTINGS = {"min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
-# What is left for Transformers' handlers.
+# Fields that are passed on to Transformers' handlers.
 _HEEDED = {
     CHAT: frozenset(["messages", "tools", "chat_template_kwargs"]),
     COMPLETION: frozenset(["prompt"]),
 }
 _HEEDED_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
-# Text of some token, for what Transformers' handler encodes before the client's own tokens are put in its place.
+# Transformers' handler encodes this text; then the client's own tokens are put in its place.
 _STANDS_FOR_IDS = "."
 MAX_PROMPTS = 32
 _TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked, bytes]]:
-    """What a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
+    """Return what a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
 
     Args:
         path: CHAT or COMPLETION.
@@ -111,7 +111,7 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
     asked = Asked(path, stream=_flag(body, "stream"))
     asked.new_tokens = _new_tokens(body, limits)
     asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
-    body.pop("seed", None)  # set when its turn comes: others' samples are being drawn now
+    body.pop("seed", None)  # set when its turn comes: now it would change another request's samples
     asked.settings = _settings(body)
     greedy = body.get("temperature", 1.0) < LEAST_TEMPERATURE
     if body.keys() & {"temperature", "top_p"} or asked.settings.keys() & {"top_k", "min_p"}:
@@ -128,7 +128,7 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
 
 
 def _prompts(body: dict[str, Any], limits: Limits) -> list[str | list[int]]:
-    """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
+    """Return the prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
     prompt = body.get("prompt")
     one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0]))
     prompts: Any = [prompt] if one else prompt
@@ -156,7 +156,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _settings(body: dict[str, Any]) -> dict[str, float | int]:
-    """Take out of a body what other servers than OpenAI's let a client set."""
+    """Take out of a body the settings that OpenAI's interface does not have and other servers do."""
     found: dict[str, float | int] = {}
     if (top_k := _number(body, "top_k", -1, 2**31, whole=True)) is not None:
         found["top_k"] = max(0, top_k)  # -1 is other servers' word for all tokens
@@ -216,7 +216,7 @@ def _flag(body: dict[str, Any], name: str) -> bool:
 
 
 def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
-    """The newer name wins; Transformers before 5.18 knows the older alone."""
+    """Take the longest answer out of a body. The newer name wins; Transformers before 5.18 knows only the older one."""
     asked = [_number(body, name, 1, limits.new_tokens, whole=True) for name in ("max_completion_tokens", "max_tokens")]
     body.pop("max_completion_tokens", None)
     body.pop("max_tokens", None)
@@ -253,7 +253,7 @@ def _check_bias(body: dict[str, Any], limits: Limits) -> None:
         )
         if not known:
             raise Refused(f"'logit_bias' names {shown(token)}, which is no token id of the model.", param="logit_bias")
-        bias[token] = float(_number({"logit_bias": value}, "logit_bias", -100, 100))  # nothing else will do
+        bias[token] = float(_number({"logit_bias": value}, "logit_bias", -100, 100))  # Transformers takes no int
     if not bias:
         body.pop("logit_bias")
 
@@ -285,9 +285,8 @@ def _check_chat(body: dict[str, Any]) -> None:
 def _check_calls(message: dict[str, Any], number: int) -> None:
     calls = message.get("tool_calls")
     if calls in (None, []):
-        message.pop(
-            "tool_calls", None
-        )  # clients send an answer back as they got it; with it, its text would be left out
+        # Clients send an answer back as they got it; with this field, Transformers would leave its text out.
+        message.pop("tool_calls", None)
         return
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         raise Refused(

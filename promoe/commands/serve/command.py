@@ -1,4 +1,4 @@
-"""`promoe serve`: opens a model and answers requests until it is interrupted."""
+"""`promoe serve`: opens a model, and answers requests until it is interrupted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 API_KEY_VARIABLE = "PROMOE_API_KEY"
-# Connections that nobody reads from are cut off after that when the server ends.
+# When the server ends, connections that nobody reads from are cut off after so many seconds.
 LAST_WORDS_S = 5
 
 
@@ -45,10 +45,10 @@ class Address:
 
 
 def run_serve(options: Options, out: TextIO | None = None) -> None:
-    """Open the model, serve it until Ctrl-C or SIGTERM, and say at the end what happened.
+    """Open the model, serve it until Ctrl-C or SIGTERM, and print a report at the end.
 
     Raises:
-        PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
+        PromoeError: the model cannot be opened, the address is not free, or the server's libraries are not installed.
     """
     require_server()
     if options.api_key is None:
@@ -67,7 +67,7 @@ def run_serve(options: Options, out: TextIO | None = None) -> None:
                     print(f"warmed: {handle.warm(before)} experts that were used before are in slots", file=sys.stderr)
                 serve(model, tokenizer, options, listener, lambda address: _say(address, options, out))
         except KeyboardInterrupt:
-            pass  # the way to end it
+            pass  # the way to end the command
         finally:
             handle.close()
         print(f"\n{handle.report()}", file=sys.stderr)
@@ -93,20 +93,30 @@ def serve(
 
     Args:
         model: patched or opened by promoe; its handle stays open.
-        tokenizer: of the model.
+        tokenizer: the model's.
         options: address, limits and key.
-        listener: bound; closed when this returns.
+        listener: a bound socket; it is closed when this returns.
         on_ready: called once, when requests can come.
 
     Raises:
-        UnsupportedModelError: Transformers' server could not serve it.
+        UnsupportedModelError: Transformers' server cannot serve the model.
     """
+    import uvicorn
+
+    from promoe.commands.serve.app import make_app
+    from promoe.commands.serve.guard import Door, Guard
+
     _check_servable(model, tokenizer)
     limits = _limits(model, options)
-    turns = Turns(limits)
-    with ExitStack() as stack:
-        server = _server(turns, stack, model, tokenizer, options, limits)
-        ready = threading.Event()
+    turns, ready = Turns(limits), threading.Event()
+    door = Door(options.api_key, local_names_only=_is_loopback(options.host))
+    with turns.watching(model) as served:
+        app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, door)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, ws="none"
+            )
+        )
         thread = threading.Thread(
             target=_run_server, args=(server, listener, turns, ready), name="promoe-server", daemon=True
         )
@@ -126,8 +136,8 @@ def serve(
 def _check_servable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has an encoder and a decoder, and Transformers' server takes answers for continuations of "
-            "their prompts. Call model.generate yourself."
+            f"{type(model).__name__} has an encoder and a decoder, but Transformers' server takes an answer for the "
+            "continuation of its prompt. Call model.generate yourself."
         )
     if not hasattr(tokenizer, "_tokenizer"):
         raise UnsupportedModelError(
@@ -136,29 +146,8 @@ def _check_servable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def _server(
-    turns: Turns,
-    stack: ExitStack,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Options,
-    limits: Limits,
-) -> uvicorn.Server:
-    import uvicorn
-
-    from promoe.commands.serve.app import make_app
-    from promoe.commands.serve.guard import Door, Guard
-
-    served = stack.enter_context(turns.watching(model))
-    door = Door(options.api_key, local_names_only=_is_loopback(options.host))
-    app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, door)
-    return uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, ws="none")
-    )
-
-
 def _run_server(server: uvicorn.Server, listener: socket.socket, turns: Turns, ready: threading.Event) -> None:
-    """Where the event loop lives. Whatever ends it ends the turns, too."""
+    """Run the server's event loop in this thread. Whatever ends it ends the turns, too."""
     started = server.startup
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
@@ -188,10 +177,10 @@ def _limits(model: PreTrainedModel, options: Options) -> Limits:
 
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens there, bound before the model is opened, which can take long.
+    """Listen at an address; bound before the model is opened, which can take long.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: nothing can listen there.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -207,7 +196,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """Let SIGTERM end the server as Ctrl-C does, while the context lasts."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

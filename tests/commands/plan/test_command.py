@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from needs import needs_packing
+from peft import LoraConfig, get_peft_model
 from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
+from transformers import AutoModelForCausalLM
 from zoo import families
 
 from commands.plan.planned import link, times
@@ -123,6 +125,18 @@ def test_what_to_copy_where_there_is_only_a_configuration(folder: Path, tmp_path
     assert last[1].startswith(f'  promoe run {tmp_path} "PROMPT" --cache ')
     _, text = planned(folder)
     assert "once its weights" not in text
+
+
+def test_a_folder_that_holds_only_an_adapter_is_planned_as_its_base(folder: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    base: Any = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    assert sorted(path.suffix for path in adapter.iterdir() if path.suffix != ".md") == [".json", ".safetensors"]
+    result, text = planned(adapter)
+    of_base, _ = planned(folder)
+    assert result.sizes == of_base.sizes
+    assert result.choice is not None
+    assert f"promoe run {adapter}" in text, "which opens the base with the adapter"
 
 
 def test_a_wanted_speed_and_caches_of_ones_own(folder: Path) -> None:
