@@ -18,8 +18,8 @@ class ModelOptions:
     """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or
     "auto" (what is free, less 2 GiB)"""
     predictor: str = "gate"
-    """what prefetch goes by: "gate", "previous", "popularity", "random", the folder or hub id of a trained one, or "none" for
-    no prefetch"""
+    """what predicts the experts to prefetch: "gate", "previous", "popularity", "random", the folder or hub id of a trained
+    predictor, or "none" for no prefetch"""
     device: str = "cpu"
     """"cuda" puts the slots and everything but the experts on the GPU"""
     packed: str = "auto"

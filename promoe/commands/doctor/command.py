@@ -1,4 +1,4 @@
-"""What `promoe doctor` prints."""
+"""`promoe doctor`: finds facts, judges them, and prints both."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_doctor(options: Options, out: TextIO | None = None) -> bool:
 
 
 def facts_lines(facts: Facts) -> list[str]:
-    """Names and values, aligned."""
+    """Return names and values, aligned."""
     disk, limit = facts.disk, facts.locked_limit_bytes
     past_cache = (
         "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{format_bandwidth(disk.direct_bytes_per_s)} O_DIRECT"
@@ -73,7 +73,7 @@ def facts_lines(facts: Facts) -> list[str]:
 
 
 def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """A table."""
+    """Return a table of what each kind of fault did."""
     rows = [["fault", "injected", "errors", "answers right"]]
     for outcome in outcomes:
         errors = ", ".join(f"{count} {name}" for name, count in outcome.errors.items()) or "none"
@@ -82,7 +82,7 @@ def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table comes to, and why some of it ended early."""
+    """Say whether all answers were right, and why some tests ended early."""
     answers = sum(outcome.right for outcome in outcomes)
     bad = [outcome for outcome in outcomes if not outcome.survived]
     if bad:

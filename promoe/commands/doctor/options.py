@@ -15,9 +15,9 @@ class Options:
     """
 
     folder: str = "."
-    """where models are: its disk is measured"""
+    """folder where models are: its disk is measured"""
     _: KW_ONLY
     chaos: bool = False
-    """also ask a tiny model while its reads fail in eight ways, and compare its answers bit by bit"""
+    """also let a tiny model answer while its reads fail in eight ways, and compare its answers bit by bit"""
     json: str | None = None
-    """file for all that was found"""
+    """file to write everything to"""

@@ -9,9 +9,9 @@ from dataclasses import KW_ONLY, dataclass
 class Options:
     """Write a copy of a checkpoint's experts in the layout in which this processor multiplies, so that tokens take less time.
 
-    For models that run on the CPU. Takes as much disk as the experts. The copy is for this processor, number of threads
-    and version of torch; where it fits, it is used in place of the checkpoint's own experts, and elsewhere those are.
-    Output stays identical.
+    For models that run on the CPU. The copy takes as much disk as the experts. It is for this processor, number of threads
+    and version of torch; where these are the same, it is used in place of the checkpoint's own experts. Output stays
+    identical.
 
     Example: `promoe pack MODEL`
     """
@@ -22,4 +22,4 @@ class Options:
     out: str | None = None
     """folder for the copy; by default promoe-packed beside the checkpoint's files, where it is found"""
     dtype: str | None = None
-    """of the weights as they will be opened, "bfloat16"; the checkpoint's by default"""
+    """dtype in which the model will be opened, such as bfloat16; the checkpoint's by default"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -50,14 +51,8 @@ def cheapest(predict: Callable[[float], Prediction], rates: Sequence[float], tok
         rates: ascending.
         tokens_per_s: the wanted speed.
     """
-    low, high = 0, len(rates)
-    while low < high:
-        middle = (low + high) // 2
-        if predict(rates[middle]).slowest.tokens_per_s >= tokens_per_s:
-            high = middle
-        else:
-            low = middle + 1
-    return predict(rates[low]) if low < len(rates) else None
+    index = bisect_left(rates, tokens_per_s, key=lambda rate: predict(rate).slowest.tokens_per_s)
+    return predict(rates[index]) if index < len(rates) else None
 
 
 def choose(

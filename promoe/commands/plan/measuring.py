@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -83,8 +85,8 @@ def measure_link(
     """Measure how fast experts come from files, alone and beside a model that computes, and what both lose to each other.
 
     Args:
-        stand_in: what computes meanwhile; None: nothing.
-        store: whose files are read; None: a file that is written and deleted in `folder`.
+        stand_in: the model that computes meanwhile; None: nothing does.
+        store: the store whose files are read; None: a file that is written and deleted in `folder`.
         folder: where the model's files would be.
         mode: "direct" (which becomes "page_cache" where the file system does not have it) or "page_cache".
         workers: threads that read.
@@ -93,42 +95,32 @@ def measure_link(
         ConfigError: nothing can be written to `folder`.
     """
     probe_mode: ProbeMode = "page_cache" if mode == "page_cache" else "direct"
-    if store is None:
-        with scratch_file(folder) as path:
+    read: Callable[[ProbeMode, float], ReadBandwidth]
+    with ExitStack() as stack:
+        if store is None:
+            path = stack.enter_context(scratch_file(folder))
             drop_files([path])
-            how = f"a file of {PROBE_FILE_BYTES >> 20} MiB in {folder}"
-            return _link(
-                stand_in, lambda one, s: probe_file(path, REQUEST_BYTES, workers, one, s), probe_mode, 0.0, how
-            )
-    chunks = list(all_chunks(store))
-    if probe_mode == "page_cache":
-        chunks = chunks[: max(1, CACHED_BYTES // max(chunk.source_nbytes for chunk in chunks))]
-
-    def read(one: ProbeMode, seconds: float) -> ReadBandwidth:
-        return probe_read_bandwidth(store, REQUEST_BYTES, workers, one, seconds, chunks=chunks)
-
-    return _link(stand_in, read, probe_mode, _conversion_s(store), "the model's own files")
-
-
-def _link(
-    stand_in: StandIn | None,
-    read: Callable[[ProbeMode, float], ReadBandwidth],
-    mode: ProbeMode,
-    convert_s: float,
-    how: str,
-) -> LinkSpeed:
-    try:
-        alone = read(mode, READ_SECONDS)
-    except DirectUnsupportedError:
-        mode, alone = "page_cache", read("page_cache", READ_SECONDS)
-    if mode == "page_cache":
-        alone = read(mode, READ_SECONDS)  # what was read once is there
-    beside_bytes_per_s, slowdown = alone.bytes_per_s, 1.0
-    if stand_in is not None:
-        tokens = itertools.cycle(token_ids(stand_in.model, 64)[0].split(1))
-        found = contention(lambda: stand_in.run(next(tokens)[None])[1].pass_s, lambda seconds: read(mode, seconds))
-        beside_bytes_per_s, slowdown = min(found.bandwidth_bytes_per_s, alone.bytes_per_s), found.slowdown
-    name = "O_DIRECT" if mode == "direct" else "page cache"
+            read = partial(probe_file, path, REQUEST_BYTES, workers)
+            how, convert_s = f"a file of {PROBE_FILE_BYTES >> 20} MiB in {folder}", 0.0
+        else:
+            chunks = list(all_chunks(store))
+            if probe_mode == "page_cache":
+                chunks = chunks[: max(1, CACHED_BYTES // max(chunk.source_nbytes for chunk in chunks))]
+            read = partial(probe_read_bandwidth, store, REQUEST_BYTES, workers, chunks=chunks)
+            how, convert_s = "the model's own files", _conversion_s(store)
+        try:
+            alone = read(probe_mode, READ_SECONDS)
+        except DirectUnsupportedError:
+            probe_mode = "page_cache"
+            read(probe_mode, READ_SECONDS)
+        if probe_mode == "page_cache":
+            alone = read(probe_mode, READ_SECONDS)  # what was read once is there
+        beside_bytes_per_s, slowdown = alone.bytes_per_s, 1.0
+        if stand_in is not None:
+            tokens = itertools.cycle(token_ids(stand_in.model, 64)[0].split(1))
+            found = contention(lambda: stand_in.run(next(tokens)[None])[1].pass_s, partial(read, probe_mode))
+            beside_bytes_per_s, slowdown = min(found.bandwidth_bytes_per_s, alone.bytes_per_s), found.slowdown
+    name = "O_DIRECT" if probe_mode == "direct" else "page cache"
     return LinkSpeed(name, alone.bytes_per_s, beside_bytes_per_s, slowdown, convert_s, how)
 
 

@@ -12,9 +12,9 @@ from promoe.errors import ConfigError, check_at_least
 class Options:
     """Say whether a model runs on this machine, how fast with which cache, what limits it, and what to type.
 
-    Goes by a checkpoint's headers (or, where there are none, its config.json); no weights are loaded. Measures the machine
-    with blocks of the model's shapes and, where its files are here, by reading them; half a minute, on busy cores two.
-    Prefetch is not counted.
+    Reads a checkpoint's headers (or, where there are none, its config.json); no weights are loaded. Measures the machine
+    with blocks of the model's shapes and, where its files are here, by reading them. That takes half a minute, on busy cores
+    two. Prefetch is not counted.
 
     Example: `promoe plan MODEL --cache 10% 25%`
 
@@ -28,23 +28,23 @@ class Options:
     cache: list[str] = field(default_factory=list)
     """cache sizes to look at, as shares of the routed experts, sizes or "auto"; by default 12.5% to 100%"""
     device: str = "cpu"
-    """where the slots are to be: cpu, or cuda (sizes only: no speeds)"""
+    """where the slots are: cpu, or cuda (sizes only: no speeds)"""
     context: int = 4096
-    """tokens that the KV cache is to hold"""
+    """length of the KV cache, in tokens"""
     prompt_tokens: int = 256
-    """of the prompts that TTFT is for"""
+    """length of the prompts that TTFT is predicted for"""
     new_tokens: int = 32
-    """of the answers that TPOT is for"""
+    """length of the answers that TPOT is predicted for"""
     tokens_per_second: float | None = None
     """find the smallest cache that is as fast as this"""
     trace: str | None = None
-    """routing of this model, an .npz of expert ids or a folder of `promoe-train collect`, in place of assumptions"""
+    """recorded routing of this model, in place of assumptions: an .npz of expert ids, or a folder of `promoe-train collect`"""
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """of the weights; the checkpoint's by default"""
+    """dtype of the weights; the checkpoint's by default"""
     read_mode: Literal["auto", "direct", "page_cache"] = "auto"
     """how files are read: auto (the page cache where all experts fit into free RAM), direct, or page_cache"""
     verify: bool = False
-    """then run the model with these caches, and print what was predicted beside what is measured"""
+    """also run the model with these caches, and print what was predicted beside what is measured"""
     json: str | None = None
     """file to write everything to"""
 

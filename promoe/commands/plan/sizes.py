@@ -166,11 +166,10 @@ class ModelSizes:
 
 
 class Slots(NamedTuple):
-    """The slots of a cache."""
+    """How many slots a cache has, and the bytes that they take."""
 
     num_slots: int
     nbytes: int
-    """The bytes that they take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class StandIn:
         self.num_blocks, self.num_layers = len(self.blocks), len(layers)
         kinds = [_kind(model, idx, block) for idx, block in enumerate(self.blocks)]
         self._kinds = kinds
-        del self.blocks[_kept(kinds, [layer.name for layer in layers], _path_of(model, self.blocks)) :]
+        del self.blocks[_num_kept(kinds, [layer.name for layer in layers], _path_of(model, self.blocks)) :]
         config = model.config.get_text_config()
         # Not the number of blocks: one of LongCat-Flash's has two layers for the KV cache.
         config.num_hidden_layers = config.num_hidden_layers * len(self.blocks) // self.num_blocks
@@ -107,7 +107,7 @@ class StandIn:
         for layer in self.layers:
             self._undo.callback(attach(layer, self._run(layer), lambda *args: None))
         for idx, block in enumerate(self.blocks):
-            self._undo.callback(self._time(idx, block))
+            self._undo.callback(self._time_block(idx, block))
 
     def run(self, ids: torch.Tensor, cache: Any = None) -> tuple[Any, Timed]:
         """Run tokens `[1, num_tokens]` after those of `cache`, and return the cache after it, and times."""
@@ -158,7 +158,7 @@ class StandIn:
             time.sleep(self.pause_s or 0.0)
             yield {expert_idx: row}
 
-    def _time(self, idx: int, block: nn.Module) -> Callable[[], None]:
+    def _time_block(self, idx: int, block: nn.Module) -> Callable[[], None]:
         """Note the seconds that a block takes without its experts; return what undoes this."""
         begun: list[tuple[float, float]] = []
 
@@ -208,7 +208,7 @@ def _kind(model: PreTrainedModel, idx: int, block: nn.Module) -> tuple[Any, ...]
     return (types[idx] if types is not None and idx < len(types) else None, shapes)
 
 
-def _kept(kinds: Sequence[Any], names: Sequence[str], path: str) -> int:
+def _num_kept(kinds: Sequence[Any], names: Sequence[str], path: str) -> int:
     """Return how many of the first blocks are kept: enough for all kinds of blocks and for some MoE layers."""
     with_experts = [int(name.removeprefix(f"{path}.").split(".")[0]) for name in names]
     all_kinds = max(kinds.index(kind) for kind in set(kinds)) + 1

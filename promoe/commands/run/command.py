@@ -33,8 +33,8 @@ from promoe.units import format_number, format_seconds
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-PROMPT_LENGTH = 120  # characters of it in a report
-LOG_EVERY_S = 1.0  # of --live where stderr is no terminal
+PROMPT_LENGTH = 120  # characters of the prompt in a report
+LOG_EVERY_S = 1.0  # seconds between lines of --live where stderr is not a terminal
 
 
 def answer(options: Options) -> Generation:
@@ -53,10 +53,10 @@ def answer(options: Options) -> Generation:
     transformers.logging.disable_progress_bar()  # ours shows bytes
     tokenizer = load_tokenizer(options.model)
     with opening_bar(Path(options.model).name) as progress:
-        in_ram = (
-            {"cache": "100%", "packed": None} if options.store == "host" else {}
-        )  # the stock model reads the checkpoint
-        model = from_pretrained(options.model, progress=progress, **options.for_opening() | in_ram)
+        opening = options.for_opening()
+        if options.store == "host":
+            opening |= {"cache": "100%", "packed": None}  # the stock model reads the checkpoint's own experts
+        model = from_pretrained(options.model, progress=progress, **opening)
     handle: Any = model.promoe
     try:
         inputs = {name: ids.to(model.device) for name, ids in prompt_inputs(tokenizer, options.prompt).items()}
@@ -93,14 +93,14 @@ def _sampling(options: Options, tokenizer: PreTrainedTokenizerBase) -> dict[str,
 
 
 class WordStreamer(TextStreamer):  # type: ignore[misc]
-    """Tokens in, whole words out, to a `LiveText`."""
+    """Turns tokens into whole words, and gives them to a `LiveText`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, live: LiveText) -> None:
         super().__init__(tokenizer, skip_special_tokens=True)
         self._live = live
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """Words that no later token can change."""
+        """Write words that no later token can change."""
         self._live.text(text)
 
 
@@ -139,7 +139,7 @@ def _times(generation: Generation) -> str:
 
 
 def _conditions(stats: Any, generation: Generation, options: Options, taken: Taken | None) -> dict[str, str]:
-    """What the numbers hold for."""
+    """Return the conditions under which the numbers were measured."""
     sampling = "greedy" if not options.samples else f"temperature {options.temperature:g}, seed {options.seed}"
     return {
         "model": options.model,
@@ -153,7 +153,7 @@ def _conditions(stats: Any, generation: Generation, options: Options, taken: Tak
 
 
 def with_what_and_when() -> dict[str, str]:
-    """What the numbers of a report hold for, of whatever was run."""
+    """Return the versions and the date for any report."""
     return {
         "versions": f"promoe {promoe.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}",

@@ -33,16 +33,16 @@ class Options(ModelOptions):
     max_new_tokens: int = 128
     """longest answer, in tokens"""
     temperature: float = 0.0
-    """of sampling; 0 takes the most likely token each time"""
+    """temperature of sampling; 0 takes the most likely token each time"""
     seed: int = 0
-    """of sampling"""
+    """seed of sampling"""
     trace: str | None = None
     """file for a timeline (Chrome-trace JSON, for ui.perfetto.dev)"""
     report: str | None = None
     """file for a report (one self-contained HTML page); beside it, its numbers as JSON for `promoe report`"""
     live: bool = False
-    """show how it goes below the answer: hit rate, ready rate, link use, stall, bytes; now and so far. Where stderr is no
-    terminal, as a line a second. With rich installed (the extra "live") it is drawn"""
+    """show below the answer how it goes, now and so far: hit rate, ready rate, link use, stall, bytes. Where stderr is not a
+    terminal, print a line a second. With rich installed (the extra "live") it is drawn"""
 
     def __post_init__(self) -> None:
         check_at_least(1, max_new_tokens=self.max_new_tokens)

@@ -34,7 +34,7 @@ _IGNORED = frozenset(
     ]
 )
 # Fields that would change the answer but that Transformers' server ignores, with the values that ask for nothing.
-_UNHEEDED: dict[str, Collection[Any]] = {
+_UNSUPPORTED: dict[str, Collection[Any]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False, 0),
@@ -57,13 +57,13 @@ _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": 
 # Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
 _SETTINGS = {"min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
 # Fields that are passed on to Transformers' handlers.
-_HEEDED = {
+_PASSED_ON = {
     CHAT: frozenset(["messages", "tools", "chat_template_kwargs"]),
     COMPLETION: frozenset(["prompt"]),
 }
-_HEEDED_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
+_PASSED_ON_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
 # Transformers' handler encodes this text; then the client's own tokens are put in its place.
-_STANDS_FOR_IDS = "."
+_PLACEHOLDER = "."
 MAX_PROMPTS = 32
 _TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
@@ -96,7 +96,7 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
         )
     requests = []
     for prompt in prompts:
-        text, ids = (prompt, None) if isinstance(prompt, str) else (_STANDS_FOR_IDS, prompt)
+        text, ids = (prompt, None) if isinstance(prompt, str) else (_PLACEHOLDER, prompt)
         asked, own_body = _read(path, {**body, "prompt": text}, limits)
         asked.prompt_ids = ids
         requests.append((asked, own_body))
@@ -105,7 +105,7 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
 
 def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes]:
     _check_model(body, limits)
-    _check_unheeded(body)
+    _check_unsupported(body)
     for name, (least, most) in _RANGES.items():
         _number(body, name, least, most)
     asked = Asked(path, stream=_flag(body, "stream"))
@@ -120,7 +120,7 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
         body.pop("temperature")  # said above, and no divisor
     _check_stop(body)
     _check_bias(body, limits)
-    for name in sorted(body.keys() - _HEEDED_BY_BOTH - _HEEDED[path]):
+    for name in sorted(body.keys() - _PASSED_ON_BY_BOTH - _PASSED_ON[path]):
         raise Refused(
             f"This server has no field '{name}' for {path}. Leave it out.", param=name, code="unknown_parameter"
         )
@@ -184,13 +184,13 @@ def _check_model(body: dict[str, Any], limits: Limits) -> None:
         )
 
 
-def _check_unheeded(body: dict[str, Any]) -> None:
+def _check_unsupported(body: dict[str, Any]) -> None:
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
-    for name in sorted(body.keys() & _UNHEEDED.keys()):
+    for name in sorted(body.keys() & _UNSUPPORTED.keys()):
         value = body.pop(name)
         if not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNHEEDED[name]
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNSUPPORTED[name]
         ):
             raise Refused(
                 f"'{name}' is not supported. Got {shown(value)}. Leave it out.", param=name, code="unsupported_value"

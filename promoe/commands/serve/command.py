@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ import transformers
 from transformers.utils.import_utils import is_serve_available
 
 from promoe.commands.serve.options import Options
-from promoe.commands.serve.requests import Limits
+from promoe.commands.serve.requests import Limits, is_loopback
 from promoe.commands.serve.turns import Turns
 from promoe.commands.terminal import opening_bar
 from promoe.errors import ConfigError, UnsupportedModelError
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "PROMOE_API_KEY"
 # When the server ends, connections that nobody reads from are cut off after so many seconds.
-LAST_WORDS_S = 5
+SHUTDOWN_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
@@ -104,17 +103,17 @@ def serve(
     import uvicorn
 
     from promoe.commands.serve.app import make_app
-    from promoe.commands.serve.guard import Door, Guard
+    from promoe.commands.serve.guard import AccessRules, Guard
 
     _check_servable(model, tokenizer)
     limits = _limits(model, options)
     turns, ready = Turns(limits), threading.Event()
-    door = Door(options.api_key, local_names_only=_is_loopback(options.host))
+    access = AccessRules(options.api_key, local_names_only=is_loopback(options.host))
     with turns.watching(model) as served:
-        app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, door)
+        app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, access)
         server = uvicorn.Server(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, ws="none"
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S, ws="none"
             )
         )
         thread = threading.Thread(
@@ -204,13 +203,6 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -220,5 +212,5 @@ def _say(address: Address, options: Options, out: TextIO | None) -> None:
     key = "with the API key" if options.api_key else "no API key"
     print(f"Serving {options.served_name} at {address.url}/v1 ({key}); Ctrl-C ends it", file=out, flush=True)
     print(f"  statistics: {address.url}/promoe/report, {address.url}/promoe/stats", file=out, flush=True)
-    if not _is_loopback(options.host) and not options.api_key:
+    if not is_loopback(options.host) and not options.api_key:
         print("  Everyone who reaches this address can use it: set --api-key.", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import secrets
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from promoe.commands.serve.app import HEALTH, error_body
 from promoe.commands.serve.bodies import read_requests
-from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
+from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused, is_loopback
 from promoe.commands.serve.turns import ASKED, ENDING, Turns
 from promoe.files import loads
 from promoe.units import format_memory, format_seconds
@@ -33,8 +32,8 @@ _STREAM_END = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Door:
-    """The check of who may come in.
+class AccessRules:
+    """The rules of who may come in.
 
     Attributes:
         api_key: the key that a client has to show, without the white space around it, which headers lose; None: none.
@@ -66,17 +65,17 @@ class Guard:
         app: Transformers' application.
         turns: the turns that requests take.
         limits: what one request may ask for.
-        door: who may come in.
+        access: who may come in.
         log: called with a line for each request, when it is over or refused.
     """
 
     def __init__(
-        self, app: App, turns: Turns, limits: Limits, door: Door, log: Callable[[str], None] | None = None
+        self, app: App, turns: Turns, limits: Limits, access: AccessRules, log: Callable[[str], None] | None = None
     ) -> None:
         self._app = app
         self._turns = turns
         self._limits = limits
-        self._door = door
+        self._access = access
         self._log = log or (lambda line: print(line, file=sys.stderr, flush=True))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -86,7 +85,7 @@ class Guard:
             return
         headers, path = dict(scope["headers"]), scope["path"]
         try:
-            self._door.check(path, headers)
+            self._access.check(path, headers)
             if scope["method"] != "POST" or path not in (CHAT, COMPLETION):
                 await self._app(scope, receive, send)
                 return
@@ -100,7 +99,7 @@ class Guard:
             self._turns.tally["refused"] += 1
             self._log(_refusal(path, refused))
             await _refuse(refused, send)
-        except _Gone:
+        except _ClientGone:
             pass
 
     async def _take_turn(self, asked: Asked, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
@@ -144,7 +143,7 @@ class Guard:
             await asyncio.shield(gone)
             return {"type": "http.disconnect"}
 
-        mended = _Mended(asked, send)
+        mended = _MendedSend(asked, send)
         answer = asyncio.ensure_future(self._app({**scope, "headers": [*headers, length]}, replay, mended))
         ending = asyncio.ensure_future(cancelled.wait())
         try:
@@ -163,11 +162,11 @@ class Guard:
             logger.error("A request for %s failed", asked.path, exc_info=error)
 
 
-class _Gone(Exception):
+class _ClientGone(Exception):
     """Raised when the client left before it had asked."""
 
 
-class _Mended:
+class _MendedSend:
     """A `send` that adds to streams what Transformers' server lacks: errors in OpenAI's form, and the end of the stream.
 
     Attributes:
@@ -226,7 +225,7 @@ async def _read(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) 
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise _ClientGone
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > most_bytes:
@@ -270,9 +269,8 @@ async def _send_json(
 
 def _is_local(host: str) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
-    except ValueError:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # brackets that do not match
         return False
 
 

@@ -13,7 +13,7 @@ class Options(ModelOptions):
     """Open a checkpoint with its experts left on disk, and answer OpenAI's clients over HTTP until Ctrl-C.
 
     Chat completions and completions, whole or streamed, by Transformers' own server (the extra "serve"). Requests are answered
-    one after the other; who disconnects is not answered any more. Statistics at /promoe/report and /promoe/stats.
+    one after the other; an answer ends when its client disconnects. Statistics are at /promoe/report and /promoe/stats.
 
     Example: `promoe serve MODEL --cache 25% --port 8000`
 
@@ -23,21 +23,21 @@ class Options(ModelOptions):
 
     _: KW_ONLY
     host: str = "127.0.0.1"
-    """address to listen at; others than this machine's own can be reached by others"""
+    """address to listen at; with another than 127.0.0.1, other machines may reach it"""
     port: int = 8000
-    """to listen at; 0 takes one that is free, and says which"""
+    """port to listen at; 0 takes one that is free, and says which"""
     name: str | None = None
-    """by which clients call the model; by default MODEL as it was given"""
+    """name by which clients call the model; by default MODEL as it was given"""
     api_key: str | None = None
-    """that clients must show; better in the environment, PROMOE_API_KEY, which other users cannot see"""
+    """key that clients must show; better in the environment, PROMOE_API_KEY, which other users cannot see"""
     max_prompt_tokens: int = 8192
-    """longest prompt"""
+    """longest prompt, in tokens"""
     max_new_tokens: int = 1024
-    """longest answer, and how long one may get that does not ask for a length"""
+    """longest answer, in tokens; also the limit of a request that does not say one"""
     max_body: str = "1MiB"
-    """longest request"""
+    """longest request, in bytes"""
     max_waiting: int = 32
-    """requests at once: the one that is answered, and those that wait"""
+    """most requests at once: the one that is answered, and those that wait"""
     warm: str | None = None
     """JSON file beside the page of a run's report: the experts used most there are fetched before requests are taken"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import threading
 from collections.abc import Callable
@@ -11,6 +12,16 @@ from typing import Any, Literal
 from promoe.errors import PromoeError
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or address leads back to this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class Refused(PromoeError):

@@ -25,7 +25,7 @@ from promoe.experts.moe_layers import find_moe_layers
 logger = logging.getLogger(__name__)
 
 ASKED: ContextVar[Asked] = ContextVar("asked")
-"""The request that this task of the server's event loop is about."""
+"""The request that this task of the server's event loop answers."""
 
 ENDING = "The server is ending."
 

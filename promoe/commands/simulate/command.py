@@ -23,7 +23,7 @@ from promoe.training.routing_traces import RoutingTrace
 from promoe.training.trace_folder import model_folder
 from promoe.units import aligned, format_megabytes, format_number, format_seconds, format_share, format_times, ratio
 
-# Policies that other prompts teach something.
+# Policies that are fitted on other prompts.
 FITTED = ("default", "next_use", "static")
 # Prompts that predictors are fitted on where no other trace is given.
 FIT_SHARE = 0.7

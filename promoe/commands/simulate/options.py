@@ -25,28 +25,28 @@ class Options:
 
     _: KW_ONLY
     trace: str
-    """routing: an .npz of expert ids, or a folder of `promoe-train collect`"""
+    """recorded routing: an .npz of expert ids, or a folder of `promoe-train collect`"""
     cache: str = "50%"
     """slots as a share of the routed experts, rounded down per layer, such as 25%"""
     policy: PolicyName = "default"
     """which expert makes room. default shares all slots between the layers, as does next_use, which does not stream prompts;
     lru, lfu, lfru, static (most popular) and belady (knows the future, the least possible) give each layer its own"""
     max_tokens: int | None = None
-    """simulate the first so many tokens of the trace only, those of prompts counted"""
+    """simulate only this many tokens of the trace, those of prompts included"""
     predictor: str | None = None
     """what is prefetched: token, previous, popularity, correlation, or oracle; none by default"""
     lookahead: int = 1
-    """layers ahead that are predicted, 1 to this"""
+    """how many layers ahead are predicted"""
     batch: int = 1
     """sequences that are generated together; one that ends makes room for the trace's next"""
     hardware: str = "rtx-4090"
-    """rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd"""
+    """the machine: rtx-4090, rtx-3090, h100-pcie5 or laptop-ssd"""
     model: str = "auto"
     """sizes of the model: a preset such as deepseek-v2-lite or gpt-oss-20b, the folder of a checkpoint or of a config.json, or
     a hub id; auto: the folder that a recorded trace names, if it is there, else the preset that has the trace's layers and
     experts"""
     bits: float | None = None
-    """per weight of an expert, scales included, such as 4.25; as many as the model has by default"""
+    """bits per weight of an expert, scales included, such as 4.25; by default as many as the model has"""
     fit: str | None = None
     """another trace of the model, to fit the predictor, the static popularity or the default's reuse prior on"""
     json: str | None = None

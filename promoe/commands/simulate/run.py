@@ -146,7 +146,7 @@ def _run(scenario: Scenario, trace: RoutingTrace, fit: RoutingTrace | None, reus
         replay = Replay(config, taught=simulator.scheduler)
         # With the model's number of experts: those with the highest ids may not have been used.
         widened = dataclasses.replace(trace, num_experts=geometry.num_experts)
-        forecasts = TraceForecasts(scenario.predictor, fit, widened, scenario.lookahead)
+        forecasts = TraceForecasts(scenario.predictor, fit, widened, scenario.lookahead, scenario.batch)
     replayed_bytes = {"prefill": 0, "decode": 0}
     prompts_s = []
 
