@@ -108,7 +108,9 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
     _check_unsupported(body)
     for name, (least, most) in _RANGES.items():
         _number(body, name, least, most)
-    asked = Asked(path, stream=_flag(body, "stream"))
+    stream = body.get("stream", False)
+    _must_be(isinstance(stream, bool), "stream", "true or false", stream)
+    asked = Asked(path, stream=stream)
     asked.new_tokens = _new_tokens(body, limits)
     asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
     body.pop("seed", None)  # set when its turn comes: now it would change another request's samples
@@ -132,19 +134,19 @@ def _prompts(body: dict[str, Any], limits: Limits) -> list[str | list[int]]:
     prompt = body.get("prompt")
     one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0]))
     prompts: Any = [prompt] if one else prompt
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS or not all(map(_is_prompt, prompts)):
-        raise Refused(
-            f"'prompt' must be a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either. "
-            f"Got {shown(prompt)} instead.",
-            param="prompt",
-        )
+    _must_be(
+        isinstance(prompts, list) and 0 < len(prompts) <= MAX_PROMPTS and all(map(_is_prompt, prompts)),
+        "prompt",
+        f"a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either",
+        prompt,
+    )
     largest = max((max(ids) for ids in prompts if isinstance(ids, list)), default=0)
     if largest >= (limits.vocabulary or math.inf):
         raise Refused(
             f"'prompt' has the token id {largest}; the model has ids up to {(limits.vocabulary or 0) - 1}.",
             param="prompt",
         )
-    return prompts
+    return list(prompts)
 
 
 def _is_prompt(prompt: Any) -> bool:
@@ -198,21 +200,18 @@ def _check_unsupported(body: dict[str, Any]) -> None:
 
 
 def _number(body: dict[str, Any], name: str, least: float, most: float, whole: bool = False) -> Any:
-    value = body.get(name)
     if name not in body:
         return None
-    kinds = int if whole else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        kind = "a whole number" if whole else "a number"
-        raise Refused(f"'{name}' must be {kind} from {least} to {most}. Got {shown(value)} instead.", param=name)
+    value, kind = body[name], "a whole number" if whole else "a number"
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    _must_be(is_number and least <= value <= most, name, f"{kind} from {least} to {most}", value)
     return value
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise Refused(f"'{name}' must be true or false. Got {shown(value)} instead.", param=name)
-    return value
+def _must_be(holds: bool, name: str, what: str, found: object) -> None:
+    """Raise Refused unless a field is what it must be."""
+    if not holds:
+        raise Refused(f"'{name}' must be {what}. Got {shown(found)} instead.", param=name)
 
 
 def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
@@ -225,25 +224,21 @@ def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
 
 
 def _check_stop(body: dict[str, Any]) -> None:
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop
-    if stop is None:
+    if (stop := body.get("stop")) is None:
         return
-    if (
-        not isinstance(stops, list)
-        or not 0 < len(stops) <= MAX_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in stops)
-    ):
-        raise Refused(
-            f"'stop' must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them. "
-            f"Got {shown(stop)} instead.",
-            param="stop",
-        )
+    stops = [stop] if isinstance(stop, str) else stop
+    _must_be(
+        isinstance(stops, list)
+        and 0 < len(stops) <= MAX_STOPS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in stops),
+        "stop",
+        f"a text of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them",
+        stop,
+    )
 
 
 def _check_bias(body: dict[str, Any], limits: Limits) -> None:
-    bias = body.get("logit_bias")
-    if bias is None:
+    if (bias := body.get("logit_bias")) is None:
         return
     if not isinstance(bias, dict):
         raise Refused(f"'logit_bias' must map token ids to numbers. Got {shown(bias)} instead.", param="logit_bias")
@@ -259,9 +254,8 @@ def _check_bias(body: dict[str, Any], limits: Limits) -> None:
 
 
 def _check_chat(body: dict[str, Any]) -> None:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(f"'messages' must be a list that is not empty. Got {shown(messages)} instead.", param="messages")
+    messages: Any = body.get("messages")
+    _must_be(isinstance(messages, list) and bool(messages), "messages", "a list that is not empty", messages)
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(
@@ -275,11 +269,12 @@ def _check_chat(body: dict[str, Any]) -> None:
             )
         _check_calls(message, number)
     arguments = body.get("chat_template_kwargs", {})
-    if not isinstance(arguments, dict) or arguments.keys() & _TEMPLATE_PARAMETERS:
-        raise Refused(
-            f"'chat_template_kwargs' must be an object of the template's own variables. Got {shown(arguments)} instead.",
-            param="chat_template_kwargs",
-        )
+    _must_be(
+        isinstance(arguments, dict) and not arguments.keys() & _TEMPLATE_PARAMETERS,
+        "chat_template_kwargs",
+        "an object of the template's own variables",
+        arguments,
+    )
 
 
 def _check_calls(message: dict[str, Any], number: int) -> None:
