@@ -20,10 +20,10 @@ SAME = ("model", "prompt", "tokens", "threads", "processor", "versions")
 
 
 def report(options: Options, out: TextIO | None = None) -> Path:
-    """Read the runs, write the page, and print what it says in text.
+    """Read the runs, write the page, and print to `out` (None: stdout) what it says in text.
 
     Raises:
-        ConfigError: a file is no saved run, runs are of different models, or the page cannot be written.
+        ConfigError: a file is not a saved run, runs are of different models, or the page cannot be written.
     """
     check_writable(options.out)
     _check_not_read(options)
@@ -49,7 +49,7 @@ def _check_not_read(options: Options) -> None:
 
 
 def _names(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> path: the files' names without endings where that tells them apart, else the paths."""
+    """Return the path of each run by name: the file's name without its ending where that tells them apart, else the path."""
     stems = [Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(stems) else list(paths)
     if len(set(names)) < len(names):
@@ -73,12 +73,12 @@ def _sizes(run: Run) -> str:
 
 
 def _differing(found: Mapping[str, Saved]) -> list[str]:
-    """What should be the same in runs that are compared, and is not."""
+    """Return what should be the same in runs that are compared, and is not."""
     return [key for key in SAME if len({saved.conditions.get(key) for saved in found.values()}) > 1]
 
 
 def _conditions(found: Mapping[str, Saved]) -> dict[str, str]:
-    """What holds for all once; what differs with the runs' names."""
+    """Return conditions that are the same for all runs once, and others with the names of the runs."""
     keys = dict.fromkeys(key for saved in found.values() for key in saved.conditions)
     result = {}
     for key in keys:
