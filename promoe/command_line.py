@@ -59,7 +59,7 @@ Commands = Mapping[str, Command | Callable[..., int]]
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Never ends a line within a word: what is copied out of `disk-` and `offload` on the next line is not the option."""
+    """A formatter that never breaks a line within a word: `disk-` and `offload` on the next line cannot be copied together."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         words = " ".join(text.split())
@@ -84,7 +84,7 @@ class _Parser(ArgumentParser):
         names = tuple(name.replace("_", "-") if name.startswith("--") else name for name in args)
         parameter = args[0].removeprefix("--")
         shown: dict[str, Any] = {"help": kwargs.get("help"), "default": kwargs.get("default")}
-        # Groups of options call this too, and are no parsers.
+        # Groups of options call this too, and have no such attributes.
         several, optional = getattr(self, "several", {}), getattr(self, "optional", ())
         if kwargs.get("default") is False and kwargs.get("type") is bool:
             kwargs = {"help": kwargs.get("help"), "action": "store_true"}
@@ -105,8 +105,10 @@ class _Parser(ArgumentParser):
         add(options, as_group=False, as_positional=True)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's own swallows the error of an output without room.
-        print(message, end="", file=file or sys.stderr, flush=True)
+        if file is sys.stdout:
+            print(message, end="", flush=True)  # argparse would ignore the error of an output without room
+        else:
+            super()._print_message(message, file)
 
 
 def make_parser(program: str, description: str, version: str, commands: Commands) -> ArgumentParser:

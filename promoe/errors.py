@@ -19,10 +19,10 @@ MOST_SHOWN = 200
 
 
 def shown(value: object) -> str:
-    """A value as a message quotes it: of a long one the beginning; what cannot be written at all, by its type."""
+    """Return a value as a message quotes it: the beginning of a long one; the type of one that cannot be written."""
     try:
         text = repr(value)
-    except Exception:  # whole numbers of more than 4300 digits, and objects of others' making
+    except Exception:  # whole numbers of more than 4300 digits, and other people's objects
         return f"{type(value).__name__} that cannot be written"
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
@@ -36,7 +36,7 @@ class ConfigError(PromoeError, ValueError):
 
 
 def check_at_least(least: float, **options: float | None) -> None:
-    """Refuse options of a command, named as in Python, that are less than this; None is an option that was left out."""
+    """Raise ConfigError if an option of a command, named as in Python, is less than `least`; None: it was left out."""
     for name, value in options.items():
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}. Got {value} instead.")

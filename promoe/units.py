@@ -13,12 +13,12 @@ DASH = "–"
 
 
 def is_number(value: float | None) -> bool:
-    """False for None and nan: the quantity has no value, for example a hit rate without any visit."""
+    """Return whether a quantity has a value: a hit rate without any visit, for example, is None or nan."""
     return value is not None and not math.isnan(value)
 
 
 def aligned(rows: Sequence[Sequence[str]], narrowest: int = 0) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right, at least `narrowest` characters wide."""
+    """Align a table: the first column to the left, the others to the right, at least `narrowest` characters wide."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for label, *cells in rows:
@@ -28,12 +28,12 @@ def aligned(rows: Sequence[Sequence[str]], narrowest: int = 0) -> list[str]:
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """`numerator / denominator`, nan when the denominator is zero."""
+    """Return `numerator / denominator`; nan when the denominator is zero."""
     return numerator / denominator if denominator else math.nan
 
 
 def format_memory(nbytes: float) -> str:
-    """Bytes of memory, for example `862.5 MiB`."""
+    """Write bytes of memory, for example `862.5 MiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
@@ -43,17 +43,17 @@ def format_memory(nbytes: float) -> str:
 
 
 def format_megabytes(nbytes: float | None) -> str:
-    """Bytes of traffic in MB (10^6 bytes), number only, three significant digits or more: `212`, `9.37`."""
+    """Write bytes of traffic in MB (10^6 bytes), number only, three significant digits or more: `212`, `9.37`."""
     return format_number(None if nbytes is None else nbytes / 1e6)
 
 
 def format_bandwidth(bytes_per_s: float) -> str:
-    """Of a link, in GB/s (10^9 bytes), three significant digits: `3.51 GB/s`."""
+    """Write the bandwidth of a link in GB/s (10^9 bytes), three significant digits: `3.51 GB/s`."""
     return f"{format_number(bytes_per_s / 1e9)} GB/s"
 
 
 def format_number(value: float | None) -> str:
-    """A number with three significant digits, without an exponent: `1234`, `74.1`, `0.032`."""
+    """Write a number with three significant digits, without an exponent: `1234`, `74.1`, `0.032`."""
     if value is None or math.isnan(value):
         return DASH
     if math.isinf(value):
@@ -66,7 +66,7 @@ def format_number(value: float | None) -> str:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A duration with its unit: `210 µs`, `74.1 ms`, `2.31 s`."""
+    """Write a duration with its unit: `210 µs`, `74.1 ms`, `2.31 s`."""
     if seconds is None or math.isnan(seconds):
         return DASH
     if seconds == 0:
@@ -79,24 +79,24 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_ms(seconds: float | None) -> str:
-    """A duration in milliseconds, number only (for table columns whose head says ms)."""
+    """Write a duration in milliseconds, number only (for table columns whose head says ms)."""
     return format_number(None if seconds is None else seconds * 1e3)
 
 
 def format_share(share: float | None) -> str:
-    """A share (0..1) as per cent: `61.2%`; exactly 0 and 1 as `0%` and `100%`."""
+    """Write a share (0..1) as per cent: `61.2%`; exactly 0 and 1 as `0%` and `100%`."""
     if share is None or math.isnan(share):
         return DASH
     return f"{share:.0%}" if share in (0.0, 1.0) else f"{share:.1%}"
 
 
 def format_percent(share: float | None) -> str:
-    """A share (0..1) in per cent, number only (for table columns whose head says %): `61.2`, `0`."""
+    """Write a share (0..1) in per cent, number only (for table columns whose head says %): `61.2`, `0`."""
     return format_share(share).removesuffix("%")
 
 
 def format_times(factor: float | None) -> str:
-    """A factor: `1.36x`."""
+    """Write a factor: `1.36x`."""
     if factor is None or math.isnan(factor):
         return DASH
     return f"{factor:.2f}x"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import inspect
 import io
 import os
 import re
@@ -11,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 from jsonargparse import ArgumentParser
@@ -44,6 +46,15 @@ def options(parser: ArgumentParser) -> Iterator[argparse.Action]:
 def examples(text: str) -> list[str]:
     """What is between backquotes and begins with one of our programs, with arguments."""
     return re.findall(rf"`((?:{'|'.join(PROGRAMS)}) \S+ [^`]+)`", " ".join(text.split()))
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_what_runs_a_command_takes_its_options(command: str) -> None:
+    found = cli.COMMANDS[command]
+    module, _, name = found.home.partition(":")
+    run = getattr(import_module(module), name)
+    first = next(iter(inspect.signature(run, eval_str=True).parameters.values()))
+    assert first.annotation is found.options
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -147,10 +158,11 @@ def test_an_output_without_room_is_one_sentence(
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_a_command_into_a_full_device() -> None:
     """The interpreter's own end adds no second message."""
-    command = [sys.executable, "-m", "promoe.cli", "doctor"]
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    for arguments in (["doctor"], ["--help"], ["run", "--help"], ["--version"]):
+        command = [sys.executable, "-m", "promoe.cli", *arguments]
+        with open("/dev/full", "w", encoding="utf-8") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), (arguments, done.stderr)
 
 
 def test_other_errors_of_the_system_are_not_taken_for_it() -> None:

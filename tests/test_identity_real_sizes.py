@@ -18,7 +18,8 @@ from tiny_models import build
 from transformers import AutoModelForCausalLM
 
 import promoe
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 from promoe.experts.kernels import packed
 from promoe.stores.slot_files import SlotFilesStore
 
@@ -56,7 +57,7 @@ def test_every_bit_is_the_unmodified_models(family: str, dtype: str, tmp_path: P
     build(family, dtype=DTYPES[dtype], max_position_embeddings=2048, **sizes).save_pretrained(tmp_path)
     ways: dict[str, dict[str, Any]] = {"30%": {"packed": None}, "100%": {"packed": None}}
     if dtype == "bf16" and packs(tmp_path):
-        run_pack(tmp_path, None, None, io.StringIO())
+        run_pack(pack.Options(str(tmp_path)), io.StringIO())
         ways |= {"30%, packed": {"packed": "auto"}, "100%, packed": {"packed": "auto"}}
     stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for tensor in stock.parameters():

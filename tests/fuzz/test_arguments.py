@@ -132,7 +132,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     save(random_trace(prompts=4, length=4), folder / "trace.npz")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("promoe.model.tokenizer.load_tokenizer", stopped)
+        patch.setattr("promoe.commands.run.command.load_tokenizer", stopped)
+        patch.setattr("promoe.commands.serve.command.load_tokenizer", stopped)
         patch.setattr("promoe.commands.demo.command.Demo", stopped)
         patch.setattr("promoe.commands.bench.command.run_bench", stopped)
         patch.setattr("promoe.training.fit.RecordedTrace", stopped)

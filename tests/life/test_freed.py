@@ -28,7 +28,8 @@ from zoo.families import build as build_zoo
 from zoo.families import inputs, names
 
 import promoe
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 
 FAMILY = "qwen3_moe"
 PROMPT = {"input_ids": token_ids(1, 6, seed=1), "attention_mask": torch.ones(1, 6, dtype=torch.long)}
@@ -166,7 +167,7 @@ def test_a_model_and_all_that_serves_it_go_with_its_last_name(mode: str, end: st
 @needs_packing
 def test_a_model_with_packed_experts_goes_too(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", chat=False, hidden=128, intermediate=64)
-    run_pack(folder, None, None, io.StringIO())
+    run_pack(pack.Options(str(folder)), io.StringIO())
     before = descriptors() if sys.platform == "linux" else []
     for end in ENDS.values():
         model = promoe.from_pretrained(folder, cache="60%")

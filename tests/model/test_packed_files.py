@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM
 
 import promoe
 from promoe import cli
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.experts.kernels import packed, proofs
 from promoe.experts.kernels.formats import FORMATS, formats_of
@@ -41,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packed."""
     folder = write_checkpoint(tmp_path_factory.mktemp("packed") / "model", chat=False, hidden=128, intermediate=64)
     out = io.StringIO()
-    run_pack(folder, None, None, out)
+    run_pack(pack.Options(str(folder)), out)
     packed_words, gains = out.getvalue().splitlines()
     assert re.fullmatch(r".* of experts written into .*promoe-packed in .*\. It is used from now on\.", packed_words)
     assert re.fullmatch(r".* as fast now \(measured\): down_proj \d\.\d\d, gate_up_proj \d\.\d\d\.", gains)
@@ -92,7 +93,7 @@ def test_a_model_that_was_in_memory(checkpoint: Path) -> None:
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_families(family: str, tmp_path: Path) -> None:
     build(family, dtype=torch.bfloat16, hidden=64, intermediate=64).save_pretrained(tmp_path)
-    run_pack(tmp_path, None, None, io.StringIO())
+    run_pack(pack.Options(str(tmp_path)), io.StringIO())
     expected, model = stock(tmp_path), promoe.from_pretrained(tmp_path, cache="60%")
     assert isinstance(store_of(model), SlotFilesStore)
     with torch.no_grad():
@@ -136,8 +137,11 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
     monkeypatch.setattr(packed_files, "LEAST_GAIN", 1.05)
     monkeypatch.setattr(packed, "gain_of", gains.__getitem__)
     out = io.StringIO()
-    run_pack(copied, None, None, out)
-    assert "As in the checkpoint, for packing them would gain nothing or change bits: down_proj.\n" in out.getvalue()
+    run_pack(pack.Options(str(copied)), out)
+    assert (
+        "Left as in the checkpoint, because packing them would gain nothing or change bits: down_proj.\n"
+        in out.getvalue()
+    )
     monkeypatch.undo()  # what was packed is read wherever it can be
     expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%")
     assert isinstance(store_of(model), SlotFilesStore)
@@ -157,14 +161,14 @@ def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.Monkey
     shutil.rmtree(copied / FOLDER)
     message = r"Nothing is gained .* \(measured\): down_proj 1\.04, gate_up_proj 1\.04; it takes at least 1\.05"
     with pytest.raises(UnsupportedModelError, match=message):
-        run_pack(copied, None, None, io.StringIO())
+        run_pack(pack.Options(str(copied)), io.StringIO())
     assert not (copied / FOLDER).exists()
 
 
 def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_files, "LEAST_GAIN", 1e9)
     with pytest.raises(UnsupportedModelError, match=r"packed into .*promoe-packed before is still used: delete it\."):
-        run_pack(copied, None, None, io.StringIO())
+        run_pack(pack.Options(str(copied)), io.StringIO())
     assert (copied / FOLDER / INDEX).is_file()
 
 
@@ -198,7 +202,7 @@ def test_what_one_row_has_other_bits_for_is_not_packed(
     assert "of another processor, number of threads, version of torch" in caplog.text
     model.promoe.close()
     with pytest.raises(UnsupportedModelError, match="one token's row has the same bits"):
-        run_pack(copied, None, None, io.StringIO())
+        run_pack(pack.Options(str(copied)), io.StringIO())
 
 
 def test_none_reads_the_checkpoint(checkpoint: Path) -> None:
@@ -255,7 +259,7 @@ def of_another_checkpoint(folder: Path) -> None:
     """As two that pack into one folder at once would leave it: whole files, of the right shapes."""
     other = Path(shutil.copytree(folder, folder.parent / "other"))
     rewrite(other)
-    run_pack(other, None, None, io.StringIO())
+    run_pack(pack.Options(str(other)), io.StringIO())
     name = "layer-00001.safetensors"
     shutil.copy(other / FOLDER / name, folder / FOLDER / name)
 
@@ -302,7 +306,7 @@ def test_another_dtype_is_not_used(checkpoint: Path) -> None:
 
 def test_what_is_replaced_under_a_model_is_not_served(copied: Path) -> None:
     model = promoe.from_pretrained(copied, cache="30%")
-    run_pack(copied, None, None, io.StringIO())  # a new set of files: the model keeps the ones it has
+    run_pack(pack.Options(str(copied)), io.StringIO())  # a new set of files: the model keeps the ones it has
     ids = token_ids(1, 20)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, stock(copied)(ids).logits)
@@ -313,27 +317,27 @@ def test_nothing_to_pack(tmp_path: Path) -> None:
     build("qwen3_moe", dtype=torch.float32).save_pretrained(tmp_path)
     found = r"Found gate_up_proj \d+ x \d+ in float32, down_proj \d+ x \d+ in float32; grouped_mm; torch with "
     with pytest.raises(UnsupportedModelError, match=found):
-        run_pack(tmp_path, None, None, io.StringIO())
+        run_pack(pack.Options(str(tmp_path)), io.StringIO())
     assert not (tmp_path / FOLDER).exists()
 
 
 def test_experts_in_fewer_bits_are_not_packed(tmp_path: Path) -> None:
     write_fp8(tmp_path, hidden=64, intermediate=64)
     with pytest.raises(UnsupportedModelError, match=r"stored in .* each \(in fewer bits\), and would take .* packed"):
-        run_pack(tmp_path, None, None, io.StringIO())
+        run_pack(pack.Options(str(tmp_path)), io.StringIO())
     assert not (tmp_path / FOLDER).exists()
 
 
 def test_too_little_room(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
     with pytest.raises(ConfigError, match=r"Packed experts take .* MiB; 1.0 MiB are free in"):
-        run_pack(checkpoint, tmp_path / "out", None, io.StringIO())
+        run_pack(pack.Options(str(checkpoint), out=str(tmp_path / "out")), io.StringIO())
 
 
 def test_too_little_room_leaves_what_is_packed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=-(2**30)))
     with pytest.raises(ConfigError, match="Packed experts take"):
-        run_pack(copied, None, None, io.StringIO())
+        run_pack(pack.Options(str(copied)), io.StringIO())
     monkeypatch.undo()
     model = promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
     assert isinstance(store_of(model), SlotFilesStore)
@@ -343,7 +347,7 @@ def test_too_little_room_leaves_what_is_packed(copied: Path, monkeypatch: pytest
 def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Choose another folder with --out"):
-        run_pack(checkpoint, tmp_path / "file" / "out", None, io.StringIO())
+        run_pack(pack.Options(str(checkpoint), out=str(tmp_path / "file" / "out")), io.StringIO())
 
 
 def test_half_of_it_is_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TextIO
 
 from promoe.commands.bench.options import Options
@@ -15,24 +15,23 @@ from promoe.commands.bench.show import report_lines
 from promoe.files import check_writable, make_folder, write_atomically
 
 
-def run_bench(options: Options, out: TextIO) -> Report:
+def run_bench(options: Options, out: TextIO | None = None) -> Report:
     """Measure, print and write.
 
     Raises:
         PromoeError: something that it needs is missing or cannot be written, before anything is measured; or a system
             generated other tokens than the unmodified model.
     """
-    options = replace(options, json=options.json or options.out / "bench.json")
-    make_folder(options.out)
-    assert options.json is not None
-    outputs = [check_writable(options.json), check_writable(options.out / "bench.md")]
+    folder = Path(options.out)
+    make_folder(folder)
+    outputs = [check_writable(options.json or folder / "bench.json"), check_writable(folder / "bench.md")]
     report = Bench(options).run()
     lines = list(report_lines(report))
     print(*lines, sep="\n", file=out)
     write_atomically(outputs[0], [json.dumps(report.to_json(), indent=2), "\n"])
     write_atomically(outputs[1], [f"{line}\n" for line in lines])
     if find_spec("matplotlib") is not None:
-        outputs += save_plots(report, options.out)
+        outputs += save_plots(report, folder)
     else:
         print("", "No plots: matplotlib is not installed. Try `pip install 'promoe[viz]'`.", sep="\n", file=out)
     print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)

@@ -1,15 +1,13 @@
-"""What `promoe bench` was asked for."""
+"""What `promoe bench` can be asked for."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Literal
 
 from promoe.errors import ConfigError, check_at_least
-from promoe.runtime.sizes import check_cache, fixed_bytes
 
 DISK = "disk"
 
@@ -24,27 +22,55 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Options:
-    """See the help of `promoe bench`.
+    """Measure this library beside the unmodified model and what people use today, at equal memory, on this machine.
+
+    Each system runs in a process of its own, whose memory, page cache included, a control group limits where the system
+    lets us (root, or a group of one's own). They take turns at the same prompts, and all tokens are compared with the
+    unmodified model's. Writes a table (Markdown), plots and JSON.
+
+    Example: `promoe bench --cache 25% --systems resident lru gate disk-offload --pairs 3`
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    cache: Sequence[str]
-    systems: Sequence[str]
     model: str | None = None
+    """folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size (4 GB,
+    written once, beside the folder that --out names)"""
+    _: KW_ONLY
+    cache: list[str] = field(default_factory=lambda: ["12.5%", "25%", "50%"])
+    """slots, as shares of the routed experts or sizes"""
+    systems: list[str] = field(
+        default_factory=lambda: ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"]
+    )
+    """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
+    (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
+    NAME@FOLDER"""
     pairs: int = 5
+    """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20
-    prompt_tokens: Sequence[int] = ()
+    """tokens generated for each"""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """also read prompts of so many tokens"""
     prompts: str | None = None
+    """JSON list of texts; by default held-out ShareGPT prompts of the repository"""
     link: str = DISK
+    """disk, emulated:R for one over which all of a token's experts take R times as long as computing the token, or
+    emulated:1.5GB/s"""
     workspace: str = "128MiB"
+    """memory that each system gets beside the slots and the model's other weights"""
     seconds_per_answer: float = 30.0
-    dtype: str = "bfloat16"
-    out: Path = Path("promoe-out/bench")
-    json: Path | None = None
+    """cut an answer short after so long"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """of the weights"""
+    out: str = "promoe-out/bench"
+    """folder for tables, plots and the other systems' files"""
+    json: str | None = None
+    """file to write the figures to; by default bench.json in that folder"""
 
     def __post_init__(self) -> None:
+        from promoe.runtime.sizes import check_cache, fixed_bytes  # imports torch, and help need not wait for that
+
         check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens)
         if any(length < 1 for length in self.prompt_tokens):
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
@@ -68,6 +94,8 @@ class Options:
         """
         if self.link == DISK:
             return None
+        from promoe.runtime.sizes import fixed_bytes
+
         kind, _, value = self.link.partition(":")
         speed = re.fullmatch(r"(.+[KMGT]i?B)/s", value)
         try:

@@ -60,7 +60,7 @@ class Bench:
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         prompts = find_example().prompts_file if options.prompts is None else Path(options.prompts)
         if options.model is None:
-            self.checkpoint = find_example().widened(options.out.parent, REPEAT, self._dtype)
+            self.checkpoint = find_example().widened(Path(options.out).parent, REPEAT, self._dtype)
         else:
             self.checkpoint = Path(options.model)
         self.tasks = make_tasks(options, self.checkpoint, prompts)
@@ -178,7 +178,7 @@ class Bench:
         return EmulatedLink(sizes.token_bytes / (emulated.ratio * compute_s))
 
     def _folder(self, system: System) -> Path:
-        return self.options.out / "peers" / f"{self.checkpoint.name}-{system.kind}"
+        return Path(self.options.out) / "peers" / f"{self.checkpoint.name}-{system.kind}"
 
     def _check_link(self) -> None:
         peers = [system.name for system in self.systems if system.kind not in ("promoe", "resident")]

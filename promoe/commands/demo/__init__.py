@@ -7,10 +7,3 @@ comparison           one part: reference, interleaved runs, verification, bounds
 show                 what is printed
 command              both parts in order
 """
-
-from __future__ import annotations
-
-from promoe.commands.demo.command import run_demo
-from promoe.commands.demo.options import Options
-
-__all__ = ["Options", "run_demo"]

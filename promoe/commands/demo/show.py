@@ -13,7 +13,7 @@ from promoe.commands.demo.comparison import Reference, Result, Task
 from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import RESIDENT, SYSTEMS
 from promoe.commands.measure import REPETITION_PENALTY
-from promoe.commands.run import with_what_and_when
+from promoe.commands.run.command import with_what_and_when
 from promoe.experts.moe_layers import MoELayer
 from promoe.stats.counts import PhaseStats
 from promoe.stats.text_report import text_comparison

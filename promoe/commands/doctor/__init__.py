@@ -1,1 +1,1 @@
-"""`promoe doctor`: what this machine is and can do, what would be slow on it and why, and whether promoe is right on it."""
+"""`promoe doctor`: what this machine can do, what would be slow on it and why, and whether promoe answers right on it."""

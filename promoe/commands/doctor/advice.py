@@ -1,4 +1,4 @@
-"""What would be slow on a machine, why, and what to do: from facts alone."""
+"""Judges a machine from facts alone: what would be slow on it, why, and what to do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from promoe.commands.doctor.facts import MIB, Facts
 from promoe.units import format_bandwidth, format_memory, format_number
 
 TESTED = ("5.17", "5.23")
-"""Of transformers, the oldest and the newest version that the tests run on."""
+"""The oldest and the newest version of transformers that the tests run on."""
 SLOW_DISK_BYTES_PER_S = 1e9
 LEAST_LOCKED_BYTES = 64 * MIB
-# Of the bytes that a layer's experts take, in a model of ordinary size.
+# The size of an expert in a model of ordinary size.
 EXPERT_BYTES = 10e6
 
 
 def advice(facts: Facts) -> list[str]:
-    """One sentence or two for each thing, the heaviest first; none where all is well."""
+    """Return a sentence or two about each thing that would be slow, the worst first; nothing where all is well."""
     return [*_disk(facts), *_memory(facts), *_computing(facts), *_gpus(facts), *_versions(facts)]
 
 

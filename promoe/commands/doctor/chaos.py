@@ -1,4 +1,4 @@
-"""Is promoe right on this machine, also where reads fail? A tiny model is asked, and its answers are compared bit by bit."""
+"""Tests whether promoe answers right on this machine, also where reads fail: a tiny model's answers are compared bit by bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_TRIES = 100
 ANSWERS = 5
 FAULT_SHARE = 0.01
 WRONG, NEVER = "an answer was WRONG", "no more answers, and no reason"
-# A read that never returns is noticed after so long.
+# A read that never returns is noticed after so many seconds.
 STALL_TIMEOUT_S = 1.0
 # Errors after which the model is closed.
 FOR_GOOD = (EngineError, EngineClosedError)
@@ -39,25 +39,25 @@ KINDS: dict[FaultKind, str] = {
 
 
 class Outcome(NamedTuple):
-    """What one kind of fault did."""
+    """What one kind of fault did to the answers."""
 
     kind: str
     injected: int
     errors: dict[str, int]
-    """By class, how many of the answers ended in each."""
+    """How many answers ended in each class of error."""
     right: int
     """Answers whose logits were bit by bit those of the unpatched model."""
     end: str
-    """Why there were no more; empty: there were enough."""
+    """Why there were no more answers; empty: there were enough."""
 
     @property
     def survived(self) -> bool:
-        """Whether all answers were right, and if they ended, the model said so."""
+        """Return whether all answers were right, and the model said why if there were no more."""
         return self.end not in (WRONG, NEVER)
 
 
 def chaos(seed: int = 0) -> list[Outcome]:
-    """Without faults first, then with each kind of them."""
+    """Test without faults first, then with each kind of them."""
     torch.manual_seed(seed)
     model: Any = Qwen2MoeForCausalLM(
         Qwen2MoeConfig(
@@ -76,12 +76,12 @@ def chaos(seed: int = 0) -> list[Outcome]:
     prompt = torch.arange(3, 20).reshape(1, -1)
     expected = _logits(model, prompt)
     with _quiet():
-        return [_under(model, prompt, expected, kind, seed) for kind in (None, *KINDS)]
+        return [_test_fault(model, prompt, expected, kind, seed) for kind in (None, *KINDS)]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a warning for each fault."""
+    """Log no warning for each fault while the context lasts."""
     logger = logging.getLogger("promoe")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -91,7 +91,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _under(
+def _test_fault(
     model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, seed: int
 ) -> Outcome:
     plan = seeded(seed, {} if kind is None else {kind: FAULT_SHARE})
@@ -99,33 +99,37 @@ def _under(
     engine = patch(model, cache="25%", predictor="gate", link="host", config=config).promoe.runtime.engine
     engine.link = link = FaultyLink(engine.link, plan)
     try:
-        return _ask(model, prompt, expected, kind, link)
+        return _count_answers(model, prompt, expected, kind, link)
     finally:
         link.mend()
         unpatch(model)
 
 
-def _ask(
+def _count_answers(
     model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, link: FaultyLink
 ) -> Outcome:
     errors: Counter[str] = Counter()
-    right = 0
+    right, end = 0, NEVER
     for _ in range(MOST_TRIES):
         try:
             found = _logits(model, prompt)
         except PromoeError as error:
             errors[type(error).__name__] += 1
             if type(error) in FOR_GOOD:
-                return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, f"closed: {error}")
+                end = f"closed: {error}"
+                break
             if kind == "stuck":
                 link.mend()
             continue
         if not all(map(torch.equal, found, expected)):
-            return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, WRONG)
-        right += 1
-        if right == ANSWERS and (link.injected or kind is None):
+            end = WRONG
             break
-    return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, "" if right >= ANSWERS else NEVER)
+        right += 1
+        if right >= ANSWERS:
+            end = ""
+            if link.injected or kind is None:
+                break
+    return Outcome(kind or "no fault", link.injected.total(), dict(errors), right, end)
 
 
 def _logits(model: Any, prompt: torch.Tensor) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What `promoe doctor` prints."""
+"""`promoe doctor`: finds facts, judges them, and prints both."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ from typing import TextIO
 from promoe.commands.doctor.advice import advice
 from promoe.commands.doctor.chaos import KINDS, Outcome, chaos
 from promoe.commands.doctor.facts import Facts, find_facts
+from promoe.commands.doctor.options import Options
 from promoe.files import write_atomically
 from promoe.stats.text_columns import bullets, labelled
 from promoe.units import aligned, format_bandwidth, format_memory
 
 
-def run_doctor(folder: Path, with_chaos: bool, to_json: Path | None, out: TextIO) -> bool:
-    """Find out, print, and say whether all answers were right.
+def run_doctor(options: Options, out: TextIO | None = None) -> bool:
+    """Look, measure and print to `out` (None: stdout), and return whether all answers were right.
 
-    Args:
-        folder: where models are.
-        with_chaos: also ask a tiny model, with faults.
-        to_json: file for all of it.
-        out: gets the text, as a block that can be pasted.
+    Raises:
+        ConfigError: the folder cannot be measured, or the JSON not be written.
     """
-    facts = find_facts(folder)
+    facts = find_facts(Path(options.folder))
     print("```", *facts_lines(facts), "```", sep="\n", file=out)
     found = advice(facts)
     print("\nWhat would be slow, and why" if found else "\nNothing stands out.", file=out)
     for item in bullets(found):
         print(item, file=out)
-    outcomes = chaos() if with_chaos else []
+    outcomes = chaos() if options.chaos else []
     if outcomes:
         print("\nA tiny model, its reads failing\n", file=out)
         print(*chaos_lines(outcomes), "", *verdict(outcomes), sep="\n", file=out)
-    if to_json is not None:
+    if options.json is not None:
         whole = {
             "facts": dataclasses.asdict(facts),
             "advice": found,
             "chaos": [outcome._asdict() for outcome in outcomes],
         }
-        write_atomically(to_json, [json.dumps(whole, indent=2), "\n"])
+        write_atomically(options.json, [json.dumps(whole, indent=2), "\n"])
     return all(outcome.survived for outcome in outcomes)
 
 
 def facts_lines(facts: Facts) -> list[str]:
-    """Names and values, aligned."""
+    """Return names and values, aligned."""
     disk, limit = facts.disk, facts.locked_limit_bytes
     past_cache = (
         "no O_DIRECT" if disk.direct_bytes_per_s is None else f"{format_bandwidth(disk.direct_bytes_per_s)} O_DIRECT"
@@ -75,7 +73,7 @@ def facts_lines(facts: Facts) -> list[str]:
 
 
 def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """A table."""
+    """Return a table of what each kind of fault did."""
     rows = [["fault", "injected", "errors", "answers right"]]
     for outcome in outcomes:
         errors = ", ".join(f"{count} {name}" for name, count in outcome.errors.items()) or "none"
@@ -84,7 +82,7 @@ def chaos_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """What the table comes to, and why some of it ended early."""
+    """Say whether all answers were right, and why some tests ended early."""
     answers = sum(outcome.right for outcome in outcomes)
     bad = [outcome for outcome in outcomes if not outcome.survived]
     if bad:

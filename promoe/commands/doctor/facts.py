@@ -1,4 +1,4 @@
-"""What a machine is and what it can do, found and measured. Judges nothing."""
+"""Finds and measures what a machine is and what it can do. Judges nothing."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PROBE_FILE_BYTES = 256 * MIB
 REQUEST_BYTES = 4 * MIB
 READERS = 2
-# More than processors' caches hold.
+# More than the caches of processors hold.
 COPIED_BYTES = 128 * MIB
 COPIES = 5
-# What tells the threads of GNU's and of Intel's OpenMP to sleep as soon as they have nothing to compute.
+# Settings that make the threads of GNU's and Intel's OpenMP sleep as soon as they have nothing to compute.
 SLEEP_AT_ONCE = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU, and what is copied to it in a second."""
+    """One GPU, and how fast memory is copied to it."""
 
     name: str
     free_bytes: int
@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where models are, and how fast they are read from there past the page cache (None: that is not to be had) and from it."""
+    """The disk that models are on, and how fast they are read past the page cache (None: that is impossible) and from it."""
 
     folder: str
     free_bytes: int
@@ -62,17 +62,17 @@ class Facts:
     """All that `promoe doctor` finds out."""
 
     versions: dict[str, str]
-    """Of packages; "none" for one that is not installed."""
+    """Versions of packages; "none" for one that is not installed."""
     system: str
     processor: str
     cores: int
-    """That this process may use."""
+    """The number of cores that this process may use."""
     threads: int
-    """That torch computes with."""
+    """The number of threads that torch computes with."""
     sleep_at_once: str | None
-    """The environment variable that has them sleep between two products, as in "OMP_WAIT_POLICY=passive"; None: none does."""
+    """The environment variable that makes threads sleep between two products: "OMP_WAIT_POLICY=passive"; None: none does."""
     taken: Taken | None
-    """What others took of the cores in half a second, in which this process slept; None where the system does not say."""
+    """What others took of the cores in half a second in which this process slept; None: the system does not say."""
     kernels: str
     """The best instructions that torch's kernels use: "AVX512"."""
     bfloat16: bool
@@ -82,17 +82,17 @@ class Facts:
     limited_by_group: bool
     """Whether a control group leaves this process less RAM than the machine has free."""
     locked_limit_bytes: int | None
-    """Memory that this process may lock; None: no limit."""
+    """How much memory this process may lock; None: no limit."""
     huge_pages: str
     """"always", "madvise", "never", or "unknown"."""
     copy_bytes_per_s: float
-    """Of RAM to RAM, with one core."""
+    """The speed of copies from RAM to RAM with one core."""
     disk: Disk
     gpus: list[Gpu]
 
 
 def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Facts:
-    """Look and measure; takes some seconds, and 256 MiB on the disk for as long.
+    """Look and measure. It takes some seconds, and for as long 256 MiB on the disk.
 
     Args:
         folder: where models are.
@@ -100,7 +100,7 @@ def find_facts(folder: Path, proc: Path = PROC, cgroups: Path = CGROUPS) -> Fact
         cgroups: for tests.
 
     Raises:
-        ConfigError: the folder is none, or nothing can be written there.
+        ConfigError: there is no such folder, or nothing can be written there.
     """
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     ungrouped = free_ram_bytes(proc, Path("/nonexistent"))
@@ -152,7 +152,7 @@ def _huge_pages() -> str:
 
 
 def _per_second(nbytes: int, act: Callable[[], object]) -> float:
-    """Median over some goes, after one to warm up."""
+    """Return the median speed of some runs, after one to warm up."""
     times_s = []
     for _ in range(COPIES + 1):
         start_s = time.perf_counter()
@@ -186,7 +186,7 @@ def _disk(folder: Path) -> Disk:
 
 @contextmanager
 def scratch_file(folder: Path) -> Iterator[Path]:
-    """A file of bytes that no file system stores in less, in a folder; deleted afterwards.
+    """Write a file of random bytes, which no file system can compress; it is deleted afterwards.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -207,7 +207,7 @@ def scratch_file(folder: Path) -> Iterator[Path]:
             "folder that you may write to, on the disk that your models are on."
         ) from error
     finally:
-        with suppress(OSError):  # none was made
+        with suppress(OSError):  # there may be none
             path.unlink()
 
 

@@ -1,11 +1,12 @@
-"""Which cache to choose, and what limits the speed, in one plain sentence each. Pure."""
+"""Chooses a cache, and says in one plain sentence each why, and what limits the speed. Pure."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from promoe.commands.plan.fits import Room, rate_name
+from promoe.commands.plan.sizes import Room, rate_name
 from promoe.commands.plan.time_model import Prediction
 from promoe.units import format_megabytes, format_memory, format_number, format_seconds
 
@@ -17,7 +18,7 @@ NEAR = 1.1
 
 @dataclass(frozen=True)
 class Choice:
-    """A cache, why it, and what limits the speed with it.
+    """A cache, why it was chosen, and what limits the speed with it.
 
     Args:
         prediction: what it gives.
@@ -33,7 +34,7 @@ class Choice:
 
 
 def rates_to_try(least: float, largest: float) -> list[float]:
-    """In steps, from the first or the least cache to the largest that fits, both included.
+    """Return cache rates in steps, from the first step or the least cache to the largest that fits, both included.
 
     Nothing below the first step where a larger one fits: a single slot works, and next to nothing is saved by it.
     """
@@ -43,21 +44,15 @@ def rates_to_try(least: float, largest: float) -> list[float]:
 
 
 def cheapest(predict: Callable[[float], Prediction], rates: Sequence[float], tokens_per_s: float) -> Prediction | None:
-    """The smallest cache that is as fast as wanted with the slowest routing; None: none of them.
+    """Return the smallest cache that is as fast as wanted with the slowest routing; None: none of them is.
 
     Args:
-        predict: a larger cache is taken to be no slower.
+        predict: what a cache rate gives; a larger cache is taken to be no slower.
         rates: ascending.
-        tokens_per_s: wanted.
+        tokens_per_s: the wanted speed.
     """
-    low, high = 0, len(rates)
-    while low < high:
-        middle = (low + high) // 2
-        if predict(rates[middle]).slowest.tokens_per_s >= tokens_per_s:
-            high = middle
-        else:
-            low = middle + 1
-    return predict(rates[low]) if low < len(rates) else None
+    index = bisect_left(rates, tokens_per_s, key=lambda rate: predict(rate).slowest.tokens_per_s)
+    return predict(rates[index]) if index < len(rates) else None
 
 
 def choose(
@@ -67,34 +62,31 @@ def choose(
     link_name: Callable[[float], str],
     tokens_per_s: float | None,
 ) -> Choice:
-    """The cheapest cache for a wanted speed; without one, the smallest that is about as fast as the largest that fits.
+    """Choose the cheapest cache for a wanted speed; without one, the smallest that is about as fast as the largest that fits.
 
     Args:
         predict: what a cache rate gives.
         rates: that fit, ascending, at least one.
         room: fast memory.
         link_name: what experts come over with a cache of this rate, in words.
-        tokens_per_s: wanted, or None.
+        tokens_per_s: the wanted speed, or None.
     """
     largest = predict(rates[-1])
     if tokens_per_s is None:
-        enough = cheapest(predict, rates, largest.slowest.tokens_per_s / NEAR) or largest
-        how = "the largest that fits" if enough is largest else f"within {NEAR - 1:.0%} of the largest that fits"
-        return Choice(enough, how, _limit(enough, room, link_name(enough.rate)), True)
-    found = cheapest(predict, rates, tokens_per_s)
-    if found is not None:
-        reason = f"the smallest that reaches {_per_s(tokens_per_s)}"
-        return Choice(found, reason, _limit(found, room, link_name(found.rate)), True)
-    reason = f"{_per_s(tokens_per_s)} are not reached: this is the largest that fits"
-    return Choice(largest, reason, _limit(largest, room, link_name(largest.rate)), False)
-
-
-def _per_s(tokens_per_s: float) -> str:
-    return f"{format_number(tokens_per_s)} tokens/s"
+        found = cheapest(predict, rates, largest.slowest.tokens_per_s / NEAR) or largest
+        reason = "the largest that fits" if found is largest else f"within {NEAR - 1:.0%} of the largest that fits"
+        reached = True
+    else:
+        enough, speed = cheapest(predict, rates, tokens_per_s), f"{format_number(tokens_per_s)} tokens/s"
+        found, reached = enough or largest, enough is not None
+        reason = f"the smallest that reaches {speed}"
+        if not reached:
+            reason = f"{speed} are not reached: this is the largest that fits"
+    return Choice(found, reason, _limit(found, room, link_name(found.rate)), reached)
 
 
 def _limit(found: Prediction, room: Room, link: str) -> str:
-    """What to change for more speed."""
+    """Say what to change for more speed."""
     speed = found.slowest
     compute, rate = format_seconds(speed.compute_s), rate_name(found.rate)
     if speed.tpot_s <= NEAR * speed.compute_s:

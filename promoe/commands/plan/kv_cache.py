@@ -1,7 +1,7 @@
-"""What a model keeps of the tokens before: asked of the model itself, on the meta device, where nothing is computed.
+"""Finds what a model keeps of the tokens before, by asking the model itself on the meta device, where nothing is computed.
 
 Whatever kinds of cache Transformers gives a family (all tokens, a window, a state), two passes of different length show
-what each layer keeps. The experts are left out of them: which are used would have to be computed.
+what each layer keeps. The experts are left out of these passes: which ones are used would have to be computed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from promoe.commands.plan.sizes import CacheLayer, KvCache
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.attach import attach
 
-# So that a meta tensor has a number of elements that are not zero: of tokens that chose an expert, all.
+# With it, a meta tensor counts as non-zero everywhere: as if all tokens had chosen an expert.
 _SETTINGS: Any = _config
-# Fewer than any window has.
+# Lengths of the two passes, less than any window.
 LENGTHS = (2, 3)
 
 
 def find_kv_cache(model: PreTrainedModel, layers: Sequence[MoELayer]) -> KvCache:
-    """Of a model on the meta device, in the dtype that it has; without layers where it cannot be found out."""
+    """Return the KV cache of a model on the meta device, in its dtype; without layers where it cannot be found out."""
     if getattr(model.config, "is_encoder_decoder", False):
         return KvCache((), "not known for encoder-decoder models: it depends on both lengths")
     try:
@@ -39,23 +39,23 @@ def find_kv_cache(model: PreTrainedModel, layers: Sequence[MoELayer]) -> KvCache
 
 
 def _caches(model: PreTrainedModel, layers: Sequence[MoELayer], length: int) -> list[Any]:
-    """The cache's layers after so many tokens."""
+    """Return the cache's layers after so many tokens."""
     with ExitStack() as stack, torch.inference_mode(), _SETTINGS.patch(meta_nonzero_assume_all_nonzero=True):
         for layer in layers:
             stack.callback(attach(layer, _nothing, lambda *args: None))
         ids = torch.ones((1, length), dtype=torch.long, device="meta")
-        decoder: Any = model.get_decoder()  # without what looks for images among the tokens
+        decoder: Any = model.get_decoder()  # without the parts that look for images among the tokens
         cache: Any = decoder(input_ids=ids, use_cache=True).past_key_values
     return list(cache.layers)
 
 
 def _nothing(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """In place of experts."""
+    """Stand in for experts."""
     return torch.zeros_like(hidden)
 
 
 def _sizes(layer: Any) -> tuple[str, int | None, list[torch.Tensor]]:
-    """Kind, the most tokens that are kept, and the tensors of one layer of a cache."""
+    """Return the kind of one layer of a cache, the most tokens that it keeps, and its tensors."""
     window = getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None
     tensors = [tensor for tensor in _tensors(vars(layer).values()) if tensor.is_meta and tensor.numel() > 1]
     if not type(layer).__module__.endswith(".cache_utils"):  # a family's own, which may keep more than its window
@@ -82,9 +82,6 @@ def _layer(shorter: Any, longer: Any) -> CacheLayer:
     keys = [tensor for tensor in before if tensor.dim() == 4 and tensor.shape[-2] == LENGTHS[0]]
     heads = {int(tensor.shape[1]) for tensor in keys}
     widths = " + ".join(str(int(tensor.shape[-1])) for tensor in keys)
-    shape = f"{_counted(heads.pop())} x ({widths})" if len(heads) == 1 else ""
+    head = next(iter(heads), 0)
+    shape = f"{head} {'head' if head == 1 else 'heads'} x ({widths})" if len(heads) == 1 else ""
     return CacheLayer(kind, first - LENGTHS[0] * token_bytes, token_bytes, most, shape)
-
-
-def _counted(heads: int) -> str:
-    return "1 head" if heads == 1 else f"{heads} heads"

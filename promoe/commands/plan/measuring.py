@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from promoe.commands.contention import contention
 from promoe.commands.doctor.facts import PROBE_FILE_BYTES, scratch_file
 from promoe.commands.plan.stand_in import StandIn, Timed, token_ids
-from promoe.commands.plan.times import ComputeTimes, Curve, LinkSpeed
+from promoe.commands.plan.time_model import ComputeTimes, Curve, LinkSpeed
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import compute_chunk
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -24,7 +26,7 @@ SECONDS = 1.5
 FEWEST_PASSES = 5
 READ_SECONDS = 1.0
 REQUEST_BYTES = 4 * 2**20
-# Read again and again where the page cache is to be measured: they are there after the first time.
+# The part of the files that is read again and again to measure the page cache: after the first time it is there.
 CACHED_BYTES = 256 * 2**20
 GROUP_PASSES, GROUP_SLEEP_S = 10, 0.002
 CONVERSIONS = 3
@@ -35,7 +37,7 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
 
     Args:
         stand_in: those blocks.
-        prompt_tokens: of the prompt.
+        prompt_tokens: tokens of the prompt.
     """
     prompt = token_ids(stand_in.model, prompt_tokens)
     prompts = [stand_in.run(prompt) for _ in range(PROMPTS + 1)][1:]
@@ -64,7 +66,7 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
 
 
 def _group_cost_s(stand_in: StandIn) -> float:
-    """By how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
+    """Return by how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
     found, cache = [], None
     for ids in token_ids(stand_in.model, GROUP_PASSES)[0].split(1):
         experts_s = []
@@ -80,11 +82,11 @@ def _group_cost_s(stand_in: StandIn) -> float:
 def measure_link(
     stand_in: StandIn | None, store: SafetensorsStore | None, folder: Path, mode: FileMode, workers: int
 ) -> LinkSpeed:
-    """How fast experts come from files, alone and beside a model that computes, and what both lose to each other.
+    """Measure how fast experts come from files, alone and beside a model that computes, and what both lose to each other.
 
     Args:
-        stand_in: what computes meanwhile; None: nothing.
-        store: whose files are read; None: a file that is written and deleted in `folder`.
+        stand_in: the model that computes meanwhile; None: nothing does.
+        store: the store whose files are read; None: a file that is written and deleted in `folder`.
         folder: where the model's files would be.
         mode: "direct" (which becomes "page_cache" where the file system does not have it) or "page_cache".
         workers: threads that read.
@@ -93,47 +95,37 @@ def measure_link(
         ConfigError: nothing can be written to `folder`.
     """
     probe_mode: ProbeMode = "page_cache" if mode == "page_cache" else "direct"
-    if store is None:
-        with scratch_file(folder) as path:
+    read: Callable[[ProbeMode, float], ReadBandwidth]
+    with ExitStack() as stack:
+        if store is None:
+            path = stack.enter_context(scratch_file(folder))
             drop_files([path])
-            how = f"a file of {PROBE_FILE_BYTES >> 20} MiB in {folder}"
-            return _link(
-                stand_in, lambda one, s: probe_file(path, REQUEST_BYTES, workers, one, s), probe_mode, 0.0, how
-            )
-    chunks = list(all_chunks(store))
-    if probe_mode == "page_cache":
-        chunks = chunks[: max(1, CACHED_BYTES // max(chunk.source_nbytes for chunk in chunks))]
-
-    def read(one: ProbeMode, seconds: float) -> ReadBandwidth:
-        return probe_read_bandwidth(store, REQUEST_BYTES, workers, one, seconds, chunks=chunks)
-
-    return _link(stand_in, read, probe_mode, _conversion_s(store), "the model's own files")
-
-
-def _link(
-    stand_in: StandIn | None,
-    read: Callable[[ProbeMode, float], ReadBandwidth],
-    mode: ProbeMode,
-    convert_s: float,
-    how: str,
-) -> LinkSpeed:
-    try:
-        alone = read(mode, READ_SECONDS)
-    except DirectUnsupportedError:
-        mode, alone = "page_cache", read("page_cache", READ_SECONDS)
-    if mode == "page_cache":
-        alone = read(mode, READ_SECONDS)  # what was read once is there
-    beside_bytes_per_s, slowdown = alone.bytes_per_s, 1.0
-    if stand_in is not None:
-        tokens = itertools.cycle(token_ids(stand_in.model, 64)[0].split(1))
-        found = contention(lambda: stand_in.run(next(tokens)[None])[1].pass_s, lambda seconds: read(mode, seconds))
-        beside_bytes_per_s, slowdown = min(found.bandwidth_bytes_per_s, alone.bytes_per_s), found.slowdown
-    name = "O_DIRECT" if mode == "direct" else "page cache"
+            read = partial(probe_file, path, REQUEST_BYTES, workers)
+            how, convert_s = f"a file of {PROBE_FILE_BYTES >> 20} MiB in {folder}", 0.0
+        else:
+            chunks = list(all_chunks(store))
+            if probe_mode == "page_cache":
+                chunks = chunks[: max(1, CACHED_BYTES // max(chunk.source_nbytes for chunk in chunks))]
+            read = partial(probe_read_bandwidth, store, REQUEST_BYTES, workers, chunks=chunks)
+            how, convert_s = "the model's own files", _conversion_s(store)
+        try:
+            alone = read(probe_mode, READ_SECONDS)
+        except DirectUnsupportedError:
+            probe_mode = "page_cache"
+            read(probe_mode, READ_SECONDS)
+        if probe_mode == "page_cache":
+            alone = read(probe_mode, READ_SECONDS)  # what was read once is there
+        beside_bytes_per_s, slowdown = alone.bytes_per_s, 1.0
+        if stand_in is not None:
+            tokens = itertools.cycle(token_ids(stand_in.model, 64)[0].split(1))
+            found = contention(lambda: stand_in.run(next(tokens)[None])[1].pass_s, partial(read, probe_mode))
+            beside_bytes_per_s, slowdown = min(found.bandwidth_bytes_per_s, alone.bytes_per_s), found.slowdown
+    name = "O_DIRECT" if probe_mode == "direct" else "page cache"
     return LinkSpeed(name, alone.bytes_per_s, beside_bytes_per_s, slowdown, convert_s, how)
 
 
 def _conversion_s(store: SafetensorsStore) -> float:
-    """To compute one expert from what is stored; 0 where it is stored as it is."""
+    """Return the seconds to compute one expert from what is stored; 0 where it is stored as it is."""
     times_s = []
     for _ in range(CONVERSIONS):
         start_s = time.perf_counter()

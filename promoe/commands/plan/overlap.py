@@ -1,5 +1,7 @@
-"""What computing and fetching lose to each other in promoe itself: some blocks of the model are served from its files for a few
-tokens, and the simulator's two numbers for it are fitted to what that takes.
+"""Measures what computing and fetching lose to each other in promoe itself.
+
+Some blocks of the model are served from its files for a few tokens, and the simulator's two numbers for that (a slowdown of
+computing, and the link's speed) are fitted to the time that it takes.
 
 Reading at full speed beside a model that computes (`promoe.commands.contention`) says less: what was just read may still be in
 the processor's caches when it is needed, and the engine's threads sleep while there is nothing to fetch.
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 
 from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn, token_ids
-from promoe.commands.plan.times import ComputeTimes, LinkSpeed
+from promoe.commands.plan.time_model import ComputeTimes, LinkSpeed
 from promoe.commands.simulate.answers import simulate_answers
 from promoe.config import PromoeConfig
 from promoe.runtime.assembly import Parts, assemble, scheduler_config
@@ -31,7 +33,7 @@ from promoe.transfer.links.probe import ProbeMode
 # A small cache, so that most experts have to be fetched.
 CACHE_SHARE = 1 / 8
 WARM_UP, MOST_PASSES, FEWEST_PASSES, SECONDS = 8, 32, 6, 4.0
-# By which the link's speed may differ from what was measured alone.
+# The most by which the link's speed may differ from what was measured alone.
 MOST_FACTOR = 3.0
 ROUNDS = 16
 
@@ -39,16 +41,16 @@ ROUNDS = 16
 def fit_overlap(
     stand_in: StandIn, store: SafetensorsStore, mode: ProbeMode, compute: ComputeTimes, link: LinkSpeed
 ) -> LinkSpeed:
-    """The link with the slowdown, and, if that cannot be all, the speed, with which the simulator takes as long as a real run.
+    """Return the link with the slowdown with which the simulator takes as long as a real run, and if need be another speed.
 
     Args:
         stand_in: its blocks are served; it can only be served again afterwards.
         store: the model's files.
         mode: how they are read.
-        compute: of these blocks.
+        compute: the times of these blocks.
         link: measured.
     """
-    stand_in.release()
+    stand_in.close()
     config = PromoeConfig(read_mode=mode, bypass=False)
     layers = stand_in.layers
     layouts, counts = store.layouts[: len(layers)], [layer.num_experts for layer in layers]
@@ -77,14 +79,14 @@ def fit_overlap(
 
 
 def fitted(link: LinkSpeed, token_s: float, simulated_s: Callable[[float, float], float]) -> LinkSpeed:
-    """The link with which the simulator gives a measured time, as far as anything sensible does.
+    """Return the link with which the simulator gives a measured time, as far as anything sensible does.
 
     Computing is slowed down by no more than what reading at full speed beside it does; what is left is the link's, whose speed
     was measured with requests always waiting.
 
     Args:
         link: measured.
-        token_s: measured.
+        token_s: measured seconds per token.
         simulated_s: `(bytes per second, slowdown) -> seconds per token`.
     """
     speed, most = link.bytes_per_s, link.slowdown
@@ -96,7 +98,7 @@ def fitted(link: LinkSpeed, token_s: float, simulated_s: Callable[[float, float]
 
 
 def _borrowed(store: SafetensorsStore) -> SafetensorsStore:
-    """The same store, whose files stay open when the model is unpatched: they are the lender's."""
+    """Return the same store, whose files stay open when the model is unpatched: they are the lender's."""
     borrowed = copy.copy(store)
     object.__setattr__(borrowed, "close", lambda: None)
     return borrowed
@@ -110,7 +112,7 @@ def _bisect(low: float, high: float, too_low: Callable[[float], bool]) -> float:
 
 
 def _run(model: Any, layers: Sequence[Any]) -> tuple[list[RoutedPass], list[list[RoutedPass]], float]:
-    """Routing of the tokens that fill the slots, and of each of the others; and the median seconds of those."""
+    """Return the routing of the tokens that fill the slots and of each of the others, and the median seconds of the others."""
     cache, seconds = None, []
     started_s = time.perf_counter()
     with RoutingRecorder(model, layers) as recorder, torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A model's sizes from the headers of its files, or, where there are none, from its configuration alone. Reads no weights."""
+"""Reads a model's sizes from the headers of its files, or, where there are none, from its configuration alone: no weights."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from promoe.model.packed_files import open_packed
 from promoe.model.placement import other_bytes
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import split_at_pages
-from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore
 
-# Of a weight in the files, scales included, by quantisation; and in words.
+# Bits of a weight in the files, scales included, by quantisation.
 STORED_BITS = {"fp8": 8.0, "mxfp4": 4.25}
 
 
@@ -43,7 +43,7 @@ class ReadModel:
         model: without weights.
         layers: its MoE layers.
         store: its files, to be closed; None: there are none here.
-        folder: whose disk its files are on, or would be.
+        folder: where its files are, or would be.
     """
 
     sizes: ModelSizes
@@ -54,11 +54,11 @@ class ReadModel:
 
 
 def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
-    """From headers where the files are here (a folder, or a hub id that was downloaded), else from config.json.
+    """Read the headers where the files are here (a folder, or a hub id that was downloaded), else config.json.
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
-        dtype: that the model is to have; None: the checkpoint's.
+        dtype: the dtype that the model is to have; None: the checkpoint's.
 
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
@@ -67,42 +67,31 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
         path_or_id = base_of(path_or_id)
     folder = _local_folder(path_or_id)
     if folder is None or not _has_weights(folder):
+        store = None
         model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)
-        experts = tuple(_assumed_experts(layer, _stored_bits(model)) for layer in layers)
-        return _read(path_or_id, model, layers, experts, None, folder or Path.cwd(), f"config.json alone; {assumed}")
-    opened = open_headers(folder, dtype=dtype)
-    count = len(opened.store.files)
-    found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
-    store = open_packed(opened.layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
-    if formats_in(store.layouts):
-        found_in += ", experts packed"
-    experts = tuple(_stored_experts(layer, store) for layer in opened.layers)
-    return _read(path_or_id, opened.model, opened.layers, experts, store, folder, found_in)
-
-
-def _read(
-    name: str,
-    model: PreTrainedModel,
-    layers: list[MoELayer],
-    experts: tuple[ExpertsOfLayer, ...],
-    store: SafetensorsStore | None,
-    folder: Path,
-    found_in: str,
-) -> ReadModel:
+        experts = [_assumed_experts(layer, _stored_bits(model)) for layer in layers]
+        found_in = f"config.json alone; {assumed}"
+    else:
+        opened = open_headers(folder, dtype=dtype)
+        model, layers, count = opened.model, opened.layers, len(opened.store.files)
+        store = open_packed(layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
+        experts = [_stored_experts(layer, store) for layer in layers]
+        packed = ", experts packed" if formats_in(store.layouts) else ""
+        found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}{packed}"
     sizes = ModelSizes(
-        name=name,
+        name=path_or_id,
         model_type=model_type_of(model) or type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
-        layers=experts,
+        layers=tuple(experts),
         other_bytes=other_bytes(model, layers),
         kv=find_kv_cache(model, layers),
         found_in=found_in,
     )
-    return ReadModel(sizes, model, layers, store, folder)
+    return ReadModel(sizes, model, layers, store, folder or Path.cwd())
 
 
 def _local_folder(path_or_id: str) -> Path | None:
-    """Where the checkpoint lies; None: it is a hub id, of which nothing is here."""
+    """Return where the checkpoint lies; None: it is a hub id, of which nothing is here."""
     if is_folder(path_or_id):
         return Path(path_or_id)
     try:
@@ -119,12 +108,12 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str]:
-    """The model that a configuration describes, and what its dtype rests on."""
+    """Return the model that a configuration describes, its MoE layers, and what its dtype rests on."""
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
         prepare_config(path_or_id, config)
         stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-        wanted = _dtype(dtype) if dtype not in (None, "auto") else stated or torch.bfloat16
+        wanted: torch.dtype = getattr(torch, dtype) if dtype is not None else stated or torch.bfloat16
         assumed = "as asked" if dtype is not None else "as it says" if stated else "which does not say so: assumed"
         model_class = class_to_open(path_or_id, {"config": config})
         build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
@@ -146,13 +135,8 @@ def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, l
         ) from error
 
 
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def _safe_on_meta() -> AbstractContextManager[object]:
-    """As Transformers' own `from_pretrained`: some models compute a number or two when they are made."""
+    """Return what Transformers' own `from_pretrained` uses: some models compute a number or two when they are made."""
     context: AbstractContextManager[object] = getattr(initialization, "meta_device_safe_creation_ops", nullcontext)()
     return context
 
@@ -164,21 +148,18 @@ def _stored_experts(layer: MoELayer, store: SafetensorsStore) -> ExpertsOfLayer:
 
 
 def _assumed_experts(layer: MoELayer, bits: float | None) -> ExpertsOfLayer:
-    """As a checkpoint would have it: `bits` per weight of its matrices, or, None, as the model has them."""
+    """Assume what a checkpoint would have: `bits` per weight of its matrices, or, with None, as many as the model."""
     tensors = layer.layout.tensors
     stored = sum(
         tensor.nbytes if bits is None or len(tensor.shape) < 2 else round(math.prod(tensor.shape) * bits / 8)
         for tensor in tensors
     )
-    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, _chunks(layer.layout))
-
-
-def _chunks(layout: ExpertLayout) -> tuple[int, ...]:
-    return tuple(
+    chunks = tuple(
         nbytes
-        for tensor in layout.tensors
+        for tensor in tensors
         for _, nbytes in split_at_pages(tensor.offset_bytes, tensor.nbytes, DEFAULT_CHUNK_BYTES)
     )
+    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, chunks)
 
 
 def _stored_bits(model: PreTrainedModel) -> float | None:

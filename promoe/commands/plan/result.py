@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from promoe.commands.plan.choice import Choice
-from promoe.commands.plan.fits import Room
-from promoe.commands.plan.sizes import ModelSizes
-from promoe.commands.plan.time_model import Prediction
-from promoe.commands.plan.times import ComputeTimes, LinkSpeed
+from promoe.commands.plan.sizes import ModelSizes, Room
+from promoe.commands.plan.time_model import ComputeTimes, LinkSpeed, Prediction
 from promoe.commands.plan.verification import Verified
-from promoe.files import write_atomically
+from promoe.files import PathLike, write_atomically
 from promoe.transfer.cpu_contention import Taken
+from promoe.transfer.links.probe import ProbeMode
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
-    """A whole plan.
+    """What a plan has found so far.
 
     Args:
         sizes: of the model.
         room: fast memory.
         context: tokens that the KV cache is for.
         compute: measured; None: it could not be.
-        packed_compute_s: of a token with every expert in memory, were they packed; None: they are, or nothing is gained by it.
+        packed_compute_s: seconds of a token with every expert in memory, were they packed; None: they are, or nothing is
+            gained by it.
         links: measured, by how files are read.
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
         verified: those that were run.
-        taken: by others of the cores, while speeds were measured; None: unknown.
+        taken: what others took of the cores while speeds were measured; None: unknown.
     """
 
     sizes: ModelSizes
@@ -42,48 +40,50 @@ class Result:
     context: int
     compute: ComputeTimes | None = None
     packed_compute_s: float | None = None
-    links: Mapping[Any, LinkSpeed] = dataclasses.field(default_factory=dict)
+    links: Mapping[ProbeMode, LinkSpeed] = field(default_factory=dict)
     predictions: Sequence[Prediction] = ()
     choice: Choice | None = None
     verified: Sequence[Verified] = ()
     taken: Taken | None = None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return all numbers, in bytes and seconds; what does not exist is null."""
+        sizes, room = self.sizes, self.room
+        found = {
+            "model": {
+                "name": sizes.name,
+                "model_type": sizes.model_type,
+                "dtype": sizes.dtype,
+                "found_in": sizes.found_in,
+                "layers": len(sizes.layers),
+                "experts": sizes.num_experts,
+                "expert_bytes": [layer.layout.payload_bytes for layer in sizes.layers],
+                "routed_bytes": sizes.expert_bytes,
+                "stored_bytes": sizes.stored_bytes,
+                "other_bytes": sizes.other_bytes,
+                "context": self.context,
+                "kv_bytes": sizes.kv.nbytes(self.context),
+                "kv_assumed": sizes.kv.assumed,
+            },
+            "room": {**asdict(room), "reserve_bytes": room.reserve_bytes, "slots_bytes": room.slots_bytes},
+            "compute": None if self.compute is None else asdict(self.compute),
+            "packed_compute_s": self.packed_compute_s,
+            "links": {mode: asdict(link) for mode, link in self.links.items()},
+            "predictions": [asdict(one) for one in self.predictions],
+            "choice": None if self.choice is None else asdict(self.choice),
+            "verified": [asdict(one) for one in self.verified],
+            "cores_taken": None if self.taken is None else asdict(self.taken),
+        }
+        numbers: dict[str, Any] = _without_nan(found)
+        return numbers
 
-def as_json(result: Result) -> dict[str, Any]:
-    """Numbers, in bytes and seconds; what does not exist is null."""
-    sizes, room, choice = result.sizes, result.room, result.choice
-    found = {
-        "model": {
-            "name": sizes.name,
-            "model_type": sizes.model_type,
-            "dtype": sizes.dtype,
-            "found_in": sizes.found_in,
-            "layers": len(sizes.layers),
-            "experts": sizes.num_experts,
-            "expert_bytes": [layer.layout.payload_bytes for layer in sizes.layers],
-            "routed_bytes": sizes.expert_bytes,
-            "stored_bytes": sizes.stored_bytes,
-            "other_bytes": sizes.other_bytes,
-            "context": result.context,
-            "kv_bytes": sizes.kv.nbytes(result.context),
-            "kv_assumed": sizes.kv.assumed,
-        },
-        "room": {**dataclasses.asdict(room), "reserve_bytes": room.reserve_bytes, "slots_bytes": room.slots_bytes},
-        "compute": None if result.compute is None else dataclasses.asdict(result.compute),
-        "packed_compute_s": result.packed_compute_s,
-        "links": {mode: dataclasses.asdict(link) for mode, link in result.links.items()},
-        "predictions": [dataclasses.asdict(one) for one in result.predictions],
-        "choice": None if choice is None else dataclasses.asdict(choice),
-        "verified": [dataclasses.asdict(one) for one in result.verified],
-        "cores_taken": None if result.taken is None else dataclasses.asdict(result.taken),
-    }
-    numbers: dict[str, Any] = _without_nan(found)
-    return numbers
+    def write(self, path: PathLike) -> None:
+        """Write the JSON to a file.
 
-
-def write_result(result: Result, path: Path) -> None:
-    """Write it. Raises ConfigError where that cannot be done."""
-    write_atomically(path, [json.dumps(as_json(result), indent=2, allow_nan=False), "\n"])
+        Raises:
+            ConfigError: that cannot be done.
+        """
+        write_atomically(path, [json.dumps(self.to_json(), indent=2, allow_nan=False), "\n"])
 
 
 def _without_nan(value: Any) -> Any:

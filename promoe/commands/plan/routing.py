@@ -1,4 +1,4 @@
-"""Which experts the tokens of some answers use: from a trace, or, where there is none, made up between two habits.
+"""Finds which experts the tokens of some answers use: from a trace, or, where there is none, made up by one of two habits.
 
 How often routing repeats decides what a cache is worth, and differs between models. Without a trace it is not known, so two
 kinds are simulated, as in a model that repeats little and in one that repeats much, and what comes out is a range.
@@ -18,13 +18,13 @@ from promoe.stats.routing import RoutedPass
 from promoe.training.routing_traces import RoutingTrace
 
 Answers = list[list[RoutedPass]]
-# Tokens of the answer that only fills the slots.
+# Tokens of the answer that fills the slots.
 WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Answers of a model, the first of which only fills the slots.
+    """The routing of some answers, the first of which only fills the slots.
 
     Args:
         name: of the assumption, for a table.
@@ -65,14 +65,14 @@ OFTEN = Habit("repeats much", "gpt-oss-20b answering", 1.2, 1.5)
 def made_up(
     sizes: ModelSizes, habit: Habit, prompt_tokens: int, new_tokens: int, answers: int = 2, seed: int = 0
 ) -> Routing:
-    """Routing by a habit, the same for the same arguments.
+    """Make up routing by a habit: the same for the same arguments.
 
     Args:
-        sizes: of the model.
-        habit: how it repeats.
-        prompt_tokens: of each prompt.
-        new_tokens: decoded in each answer.
-        answers: after the one that fills the slots.
+        sizes: the model's.
+        habit: how the routing repeats.
+        prompt_tokens: tokens of each prompt.
+        new_tokens: tokens decoded in each answer.
+        answers: how many, after the one that fills the slots.
         seed: of what is drawn.
     """
     counts = [layer.num_experts for layer in sizes.layers]
@@ -90,7 +90,7 @@ def made_up(
 def _tokens(
     popular: npt.NDArray[np.float64], tops: Sequence[int], recency: float, tokens: int, draw: np.random.Generator
 ) -> list[list[list[int]]]:
-    """Experts by token and layer."""
+    """Return the experts of each token and layer, `[num_tokens][num_layers][top_k]`."""
     recent = np.zeros_like(popular)
     layers, most = np.arange(len(tops))[:, None], max(tops)
     ranks = np.arange(most) < np.array(tops)[:, None]
@@ -106,7 +106,7 @@ def _tokens(
 
 
 def _passes(tokens: Sequence[Sequence[Sequence[int]]], prompt_tokens: int) -> list[RoutedPass]:
-    """A prompt's pass and one for each token after it; `tokens` `[num_tokens][num_layers][top_k]`."""
+    """Return a prompt's pass and one for each token after it; `tokens` is `[num_tokens][num_layers][top_k]`."""
     layers = range(len(tokens[0]))
     prompt = [(idx, [list(token[idx]) for token in tokens[:prompt_tokens]]) for idx in layers]
     decoded = [[(idx, [list(token[idx])]) for idx in layers] for token in tokens[prompt_tokens:]]
@@ -116,17 +116,17 @@ def _passes(tokens: Sequence[Sequence[Sequence[int]]], prompt_tokens: int) -> li
 def from_trace(
     trace: RoutingTrace, sizes: ModelSizes, name: str, prompt_tokens: int, new_tokens: int, answers: int = 4
 ) -> Routing:
-    """Routing of recorded prompts: of each, its first tokens as a prompt, those that follow as the answer.
+    """Take routing from recorded prompts: the first tokens of each are a prompt, those that follow the answer.
 
     Where the trace knows which tokens the model wrote itself, at most `prompt_tokens` of those before them are the prompt.
 
     Args:
         trace: of this model.
-        sizes: of the model.
+        sizes: the model's.
         name: of the trace, for messages.
-        prompt_tokens: at most, of each prompt.
-        new_tokens: decoded in each answer, at most.
-        answers: after the one that fills the slots, at most.
+        prompt_tokens: the most tokens of each prompt.
+        new_tokens: the most tokens decoded in each answer.
+        answers: the most answers, after the one that fills the slots.
 
     Raises:
         ConfigError: the trace is of another model, or holds too little.

@@ -1,18 +1,17 @@
-"""What `promoe plan` prints."""
+"""The lines that `promoe plan` prints."""
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from promoe.commands.plan.choice import Choice
-from promoe.commands.plan.fits import Room, pools, rate_name, slots_bytes
 from promoe.commands.plan.routing import Routing
-from promoe.commands.plan.sizes import ModelSizes
-from promoe.commands.plan.time_model import Prediction, Speed, TimeModel
-from promoe.commands.plan.times import ComputeTimes, LinkSpeed
+from promoe.commands.plan.sizes import ModelSizes, Room, rate_name
+from promoe.commands.plan.time_model import LinkSpeed, Prediction, Speed, TimeModel
 from promoe.commands.plan.verification import Verified
 from promoe.stats.text_columns import NARROWEST_TEXT, WIDEST_TEXT, labelled
 from promoe.transfer.cpu_contention import Taken
@@ -32,19 +31,20 @@ from promoe.units import (
 )
 
 LABEL = 10
-# By how much computing may become slower or faster while a plan is verified, before it is said.
+# If computing became slower or faster by more than this while a plan was verified, that is said.
 DRIFT = 0.15
-# Of what a token takes, what it may take with packed experts for that to be said: less is within what times differ by.
+# Packing is advised if a token takes at most this share of its time with it: less gain is within what times differ by.
 WORTH_PACKING = 0.95
 
 
-def entry(label: str, text: str, columns: int) -> list[str]:
-    """A label and its text, wrapped beside it."""
+def entry(label: str, text: str) -> list[str]:
+    """Return the lines of a label and its text, wrapped beside it to the width of the terminal."""
+    columns = shutil.get_terminal_size((80, 24)).columns
     return labelled(label, text, LABEL, max(NARROWEST_TEXT, min(WIDEST_TEXT, columns)))
 
 
-def model_lines(sizes: ModelSizes, context: int, columns: int) -> list[str]:
-    """What the model takes."""
+def model_lines(sizes: ModelSizes, context: int) -> list[str]:
+    """Say what the model takes."""
     per_layer = sorted({(layer.num_experts, layer.top_k) for layer in sizes.layers})
     choice = " or ".join(f"{top_k} of {count}" for count, top_k in per_layer)
     ones = sorted({layer.layout.payload_bytes for layer in sizes.layers})
@@ -58,20 +58,24 @@ def model_lines(sizes: ModelSizes, context: int, columns: int) -> list[str]:
         kv = f"{format_memory(kv_bytes)} at {context:,} tokens of one sequence: {'; '.join(sizes.kv.kinds())} ({kv})"
     share = ratio(sizes.expert_bytes, sizes.expert_bytes + sizes.other_bytes)
     return [
-        *entry("model", f"{sizes.name}: {sizes.model_type}, {sizes.dtype}; from {sizes.found_in}", columns),
+        *entry("model", f"{sizes.name}: {sizes.model_type}, {sizes.dtype}; from {sizes.found_in}"),
         *entry(
             "experts",
             f"{format_memory(sizes.expert_bytes)}, {format_share(share)} of the model{stored}: "
             f"{sizes.num_experts:,} in {len(sizes.layers)} layers, {one} each; a token uses {choice} per layer",
-            columns,
         ),
-        *entry("the rest", f"{format_memory(sizes.other_bytes)}, always in memory", columns),
-        *entry("KV cache", kv, columns),
+        *entry("the rest", f"{format_memory(sizes.other_bytes)}, always in memory"),
+        *entry("KV cache", kv),
     ]
 
 
-def machine_lines(room: Room, largest: float, columns: int) -> list[str]:
-    """What there is, what of it slots may take, and whether that is enough; `largest` is the largest cache that fits."""
+def machine_lines(room: Room, largest: float) -> list[str]:
+    """Say what memory there is, what of it slots may take, and whether that is enough.
+
+    Args:
+        room: fast memory.
+        largest: the largest cache rate that fits; 0: none.
+    """
     cores, threads = num_cores(), torch.get_num_threads()
     machine = f"{processor_name()}, {cores} {'core' if cores == 1 else 'cores'}, {threads} of them compute"
     if room.slots_bytes is None or room.free_bytes is None:
@@ -85,48 +89,49 @@ def machine_lines(room: Room, largest: float, columns: int) -> list[str]:
     share = "all" if largest == 1 else f"up to {rate_name(largest)}"
     verdict = f"yes, with slots for {share} of the experts" if largest else "no, there is no room for a single slot"
     return [
-        *entry("machine", machine, columns),
-        *entry("memory", left, columns),
-        *entry("runs here", verdict, columns),
+        *entry("machine", machine),
+        *entry("memory", left),
+        *entry("runs here", verdict),
     ]
 
 
-def measured_lines(
-    predictor: TimeModel, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None, columns: int
-) -> list[str]:
-    """What was measured; `links` are all that caches of different size would use, and `taken` is what others took meanwhile."""
-    lines = entry("computing", _computing(predictor, predictor.compute), columns)
+def measured_lines(time_model: TimeModel, links: Mapping[ProbeMode, LinkSpeed], taken: Taken | None) -> list[str]:
+    """Say what was measured.
+
+    Args:
+        time_model: with the times of computing.
+        links: all that caches of different size would use.
+        taken: what others took of the cores meanwhile.
+    """
+    compute_s, compute = time_model.compute_s, time_model.compute
+    experts_s = compute_s - compute.layer(1) * len(time_model.sizes.layers)
+    lines = entry(
+        "computing",
+        f"{format_seconds(compute_s)} per token with every expert in memory, {format_seconds(experts_s)} of it experts "
+        f"({compute.how})",
+    )
     for link in links.values():
-        lines += entry("link", _link(link), columns)
+        lines += entry("link", _link(link))
     if taken is not None and taken.much_by_others:
         lines += entry(
             "cores",
             f"{taken.describe()}, while this was measured: speeds are of a machine as busy as that. {taken.remedy} Then plan "
             "again.",
-            columns,
         )
     return lines
 
 
-def routing_lines(routings: Sequence[Routing], columns: int) -> list[str]:
-    """What was assumed."""
+def routing_lines(routings: Sequence[Routing]) -> list[str]:
+    """Say what was assumed of routing."""
     if len(routings) == 1:
-        return entry("routing", routings[0].assumed, columns)
+        return entry("routing", routings[0].assumed)
     ends = "; ".join(f"{one.name}: {one.assumed}" for one in routings)
-    return entry("routing", f"not known without a trace, so a range ({ends}). --trace FILE narrows it", columns)
+    return entry("routing", f"not known without a trace, so a range ({ends}). --trace FILE narrows it")
 
 
 def link_name(link: LinkSpeed) -> str:
-    """For a sentence."""
+    """Return the name of a link for a sentence."""
     return f"{'disk' if link.name == 'O_DIRECT' else link.name} ({format_bandwidth(link.alone_bytes_per_s)})"
-
-
-def _computing(predictor: TimeModel, compute: ComputeTimes) -> str:
-    others_s = compute.layer(1) * len(predictor.sizes.layers)
-    return (
-        f"{format_seconds(predictor.compute_s)} per token with every expert in memory, "
-        f"{format_seconds(predictor.compute_s - others_s)} of it experts ({compute.how})"
-    )
 
 
 def _link(link: LinkSpeed) -> str:
@@ -142,7 +147,7 @@ def _link(link: LinkSpeed) -> str:
 def table_lines(
     sizes: ModelSizes, predictions: Sequence[Prediction], too_large: Sequence[float], chosen: Prediction
 ) -> list[str]:
-    """A row for each cache rate, the chosen one marked; then those that do not fit."""
+    """Return a row for each cache rate, the chosen one marked; then those that do not fit."""
     rows = [("  cache", "slots", "memory", "hits, %", "TTFT, s", "TPOT, ms", "tokens/s")]
     for one in predictions:
         mark = ">" if one.rate == chosen.rate else " "
@@ -163,17 +168,17 @@ def table_lines(
 
 
 def fit_lines(sizes: ModelSizes, rates: Sequence[float], room: Room) -> list[str]:
-    """The same without speeds."""
+    """Return a row for each cache rate, without speeds."""
     rows = [("  cache", "slots", "memory", "")]
     for rate in rates:
-        fits = "fits" if room.fits(slots_bytes(pools(sizes, rate))) else "does not fit"
+        fits = "fits" if room.fits(sizes.slots(rate)) else "does not fit"
         rows.append((f"  {rate_name(rate)}", *_slots(sizes, rate), fits))
     return aligned(rows)
 
 
 def _slots(sizes: ModelSizes, rate: float) -> tuple[str, str]:
-    plans = pools(sizes, rate)
-    return f"{sum(plan.spec.num_slots for plan in plans):,}", format_memory(slots_bytes(plans))
+    slots = sizes.slots(rate)
+    return f"{slots.num_slots:,}", format_memory(slots.nbytes)
 
 
 def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float], str]) -> str:
@@ -182,22 +187,22 @@ def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float
     return "-".join(dict.fromkeys(ends))
 
 
-def choice_lines(choice: Choice, packing: str | None, commands: Sequence[str], columns: int) -> list[str]:
-    """What to do, what limits it, what packing the experts would change, and what to copy."""
+def choice_lines(choice: Choice, packing: str | None, commands: Sequence[str]) -> list[str]:
+    """Say what to do, what limits it, what packing the experts would change, and what to copy."""
     found = choice.prediction
     speed = _range(found, lambda speed: speed.tokens_per_s, format_number)
     said = f"cache {rate_name(found.rate)} ({format_memory(found.slots_bytes)}), {choice.reason}: {speed} tokens/s"
     return [
-        *entry("choice" if choice.reached else "at best", said, columns),
-        *entry("limit", choice.limit, columns),
-        *(entry("packing", packing, columns) if packing else ()),
+        *entry("choice" if choice.reached else "at best", said),
+        *entry("limit", choice.limit),
+        *(entry("packing", packing) if packing else ()),
         "",
         *(f"  {line}" for line in commands),
     ]
 
 
 def packing_advice(command: str, sizes: ModelSizes, compute_s: float, packed_s: float) -> str | None:
-    """For experts that are not packed, if computing a token takes longer than with packed ones; else None."""
+    """Advise to pack the experts if a token takes longer as they are than packed; else return None."""
     if packed_s > WORTH_PACKING * compute_s:
         return None
     return (
@@ -207,14 +212,13 @@ def packing_advice(command: str, sizes: ModelSizes, compute_s: float, packed_s: 
     )
 
 
-def verified_lines(verified: Sequence[Verified], before_s: float, after_s: float, columns: int) -> list[str]:
-    """Predicted beside measured, and with the routing that the model then had.
+def verified_lines(verified: Sequence[Verified], before_s: float, after_s: float) -> list[str]:
+    """Return what was predicted beside what was measured, also with the routing that the model then had.
 
     Args:
         verified: cache rates that were run.
-        before_s: computing a token, as it was measured for the prediction.
-        after_s: the same, after the runs.
-        columns: of the terminal.
+        before_s: seconds to compute a token, as measured for the prediction.
+        after_s: the same, measured after the runs.
     """
     rows = [("  cache", "", "measured", "predicted", "ratio", "routing known", "ratio", "hits, %")]
     for one in verified:
@@ -242,7 +246,7 @@ def verified_lines(verified: Sequence[Verified], before_s: float, after_s: float
             f" The machine changed meanwhile: computing a token took {format_seconds(before_s)} before, and "
             f"{format_seconds(after_s)} after. Something else ran; do it again when nothing does."
         )
-    return [*entry("verified", said, columns), *aligned(rows)]
+    return [*entry("verified", said), *aligned(rows)]
 
 
 def _ratio(predicted_s: float, measured_s: float) -> str:

@@ -1,18 +1,19 @@
-"""The first blocks of a model with made-up weights, to be timed where the model itself is not to be opened.
+"""The first blocks of a model with made-up weights, to be timed where the model itself is not opened.
 
 Blocks, head and embedding are the model's own modules with as many parameters; experts are slots that hold made-up ones,
-run as promoe runs them. Only what takes time is as in the model, not what comes out.
+run as promoe runs them. The times are those of the model, the output is not.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,47 +29,52 @@ from promoe.model.attach import attach
 from promoe.stores.layout import ExpertLayout, TensorSpec
 from promoe.transfer.memory import SlotPool
 
-# Of made-up experts; more than a processor's caches hold.
+# Bytes of made-up experts: more than a processor's caches hold.
 EXPERTS_BYTES = 2**30
 FEWEST_BLOCKS, FEWEST_MOE_LAYERS = 4, 2
 PATTERN_ELEMENTS = 2**20
 SPREAD = 0.02
 
 
-class Timed(NamedTuple):
-    """What a pass took."""
+@dataclass
+class Timed:
+    """What a pass took, in seconds, and what it ran.
 
-    pass_s: float
-    others_s: float
-    """Of the whole model, without its routed experts: blocks that were left out take as long as those like them."""
-    experts_s: float
-    """Of the routed experts in the blocks that there are."""
-    experts_used: int
-    """In these blocks."""
-    experts_bytes: int
-    """Of their weights."""
-    pairs: int
-    """Of tokens and experts, in these blocks."""
+    Args:
+        pass_s: the whole pass.
+        others_s: the whole model without its routed experts: blocks that were left out take as long as those like them.
+        experts_s: the routed experts in the blocks that there are.
+        experts_used: how many these were.
+        experts_bytes: the bytes of their weights.
+        pairs: pairs of a token and an expert in these blocks.
+    """
+
+    pass_s: float = 0.0
+    others_s: float = 0.0
+    experts_s: float = 0.0
+    experts_used: int = 0
+    experts_bytes: int = 0
+    pairs: int = 0
 
 
 class StandIn:
     """A model of few blocks that can be run and timed.
 
     Args:
-        model: on the meta device; its blocks beyond those that are kept are taken from it, and it is filled.
+        model: on the meta device. It loses the blocks that are not kept, and the others are filled.
         layers: its MoE layers.
-        experts_bytes: that made-up experts may take.
-        formats: of the experts in their slots.
+        experts_bytes: bytes that made-up experts may take.
+        formats: formats of the experts in their slots.
 
     Attributes:
-        model: to be called.
+        model: the model to be called.
         layers: its MoE layers.
-        blocks: those that are kept.
-        num_blocks: of the whole model.
+        blocks: the blocks that are kept.
+        num_blocks: blocks of the whole model.
         num_layers: MoE layers of the whole model.
-        packed: whether experts are.
+        packed: whether experts are packed.
         layer_s: least seconds that everything but experts took for each MoE layer here and one token.
-        pause_s: sleep so long before each expert, which is then run by itself; None: all at once.
+        pause_s: seconds of sleep before each expert, which is then run by itself; None: all are run at once.
 
     Raises:
         UnsupportedModelError: the model has no one list of blocks.
@@ -85,7 +91,7 @@ class StandIn:
         self.num_blocks, self.num_layers = len(self.blocks), len(layers)
         kinds = [_kind(model, idx, block) for idx, block in enumerate(self.blocks)]
         self._kinds = kinds
-        del self.blocks[_kept(kinds, [layer.name for layer in layers], _path_of(model, self.blocks)) :]
+        del self.blocks[_num_kept(kinds, [layer.name for layer in layers], _path_of(model, self.blocks)) :]
         config = model.config.get_text_config()
         # Not the number of blocks: one of LongCat-Flash's has two layers for the KV cache.
         config.num_hidden_layers = config.num_hidden_layers * len(self.blocks) // self.num_blocks
@@ -96,36 +102,33 @@ class StandIn:
         self.packed = any(formats.get(layer.layout) for layer in self.layers)
         self.pause_s: float | None = None
         self.layer_s = math.inf
-        self._experts_s, self._experts_used, self._experts_bytes, self._pairs = 0.0, 0, 0, 0
+        self._timed = Timed()
         self._blocks_s = [0.0] * len(self.blocks)
         self._undo = ExitStack()
         for layer in self.layers:
             self._undo.callback(attach(layer, self._run(layer), lambda *args: None))
         for idx, block in enumerate(self.blocks):
-            self._undo.callback(self._time(idx, block))
+            self._undo.callback(self._time_block(idx, block))
 
     def run(self, ids: torch.Tensor, cache: Any = None) -> tuple[Any, Timed]:
-        """One pass over tokens `[1, num_tokens]` after those of `cache`; returns the cache after it, and times."""
-        self._experts_s, self._experts_used, self._experts_bytes, self._pairs = 0.0, 0, 0, 0
+        """Run tokens `[1, num_tokens]` after those of `cache`, and return the cache after it, and times."""
+        timed = self._timed = Timed()
         start_s = time.perf_counter()
         with torch.inference_mode():
             cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
-        pass_s = time.perf_counter() - start_s
+        timed.pass_s = time.perf_counter() - start_s
         by_kind: dict[Any, list[float]] = {}
         for kind, seconds in zip(self._kinds, self._blocks_s, strict=False):
             by_kind.setdefault(kind, []).append(seconds)
         all_blocks_s = sum(sum(by_kind[kind]) / len(by_kind[kind]) for kind in self._kinds)
-        around_s = pass_s - self._experts_s - sum(self._blocks_s)
-        others_s = around_s + all_blocks_s
-        return cache, Timed(pass_s, others_s, self._experts_s, self._experts_used, self._experts_bytes, self._pairs)
+        timed.others_s = timed.pass_s - timed.experts_s - sum(self._blocks_s) + all_blocks_s
+        return cache, timed
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Give the memory of made-up experts back, and leave the model to others; it cannot be run here any more."""
         self._undo.close()
         for pool in self._pools.values():
             pool.close()
-
-    close = release
 
     def _run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -135,16 +138,16 @@ class StandIn:
             rows = self._rows(layer.layer_idx, ids)
             call = LayerCall(layer, hidden, index, weights, tokens)
             result = call.run_resident(rows) if self.pause_s is None else call.run_groups(self._one_by_one(rows))
-            self._experts_s += time.perf_counter() - start_s
-            self._experts_used += len(ids)
-            self._experts_bytes += len(ids) * layer.layout.payload_bytes
-            self._pairs += index.numel()
+            self._timed.experts_s += time.perf_counter() - start_s
+            self._timed.experts_used += len(ids)
+            self._timed.experts_bytes += len(ids) * layer.layout.payload_bytes
+            self._timed.pairs += index.numel()
             return result
 
         return run
 
     def _rows(self, layer_idx: int, ids: Sequence[int]) -> dict[int, Any]:
-        """Expert id -> tensors of a made-up expert; each has slots of its own as far as they go."""
+        """Return the tensors of a made-up expert for each id; each has a slot of its own as far as they go."""
         layer = self.layers[layer_idx]
         pool, first = self._pools[layer.layout], layer_idx * layer.num_experts
         return {idx: pool.tensors((first + idx) % pool.num_slots) for idx in ids}
@@ -154,16 +157,16 @@ class StandIn:
             time.sleep(self.pause_s or 0.0)
             yield {expert_idx: row}
 
-    def _time(self, idx: int, block: nn.Module) -> Callable[[], None]:
-        """Note what a block takes without its experts."""
+    def _time_block(self, idx: int, block: nn.Module) -> Callable[[], None]:
+        """Note the seconds that a block takes without its experts; return what undoes this."""
         begun: list[tuple[float, float]] = []
 
         def begin(*_: Any) -> None:
-            begun.append((time.perf_counter(), self._experts_s))
+            begun.append((time.perf_counter(), self._timed.experts_s))
 
         def end(*_: Any) -> None:
             start_s, experts_s = begun.pop()
-            self._blocks_s[idx] = time.perf_counter() - start_s - (self._experts_s - experts_s)
+            self._blocks_s[idx] = time.perf_counter() - start_s - (self._timed.experts_s - experts_s)
 
         handles = [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
@@ -175,7 +178,7 @@ class StandIn:
 
 
 def blocks_of(model: nn.Module, layers: Sequence[MoELayer]) -> nn.ModuleList:
-    """The list of decoder layers that all MoE layers are in.
+    """Return the list of decoder layers that all MoE layers are in.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -198,14 +201,14 @@ def _path_of(model: nn.Module, module: nn.Module) -> str:
 
 
 def _kind(model: PreTrainedModel, idx: int, block: nn.Module) -> tuple[Any, ...]:
-    """What makes blocks alike: the parameters that they have, and the kind of attention."""
+    """Return what makes blocks alike: the parameters that they have, and the kind of attention."""
     types = getattr(model.config.get_text_config(), "layer_types", None)
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
     return (types[idx] if types is not None and idx < len(types) else None, shapes)
 
 
-def _kept(kinds: Sequence[Any], names: Sequence[str], path: str) -> int:
-    """How many of the first blocks: all kinds must be among them, some of each of MoE layers."""
+def _num_kept(kinds: Sequence[Any], names: Sequence[str], path: str) -> int:
+    """Return how many of the first blocks are kept: enough for all kinds of blocks and for some MoE layers."""
     with_experts = [int(name.removeprefix(f"{path}.").split(".")[0]) for name in names]
     all_kinds = max(kinds.index(kind) for kind in set(kinds)) + 1
     some = with_experts[min(FEWEST_MOE_LAYERS, len(with_experts)) - 1] + 1
@@ -230,13 +233,17 @@ def _fill(model: nn.Module, left_out: set[int]) -> None:
 
 
 def _small(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers near zero, repeated: quicker than to draw them all."""
+    """Return random numbers near zero."""
     result = torch.zeros(shape, dtype=dtype)
     if dtype.is_floating_point:
-        flat, pattern = result.view(-1), _pattern(dtype)
-        for part in flat.split(len(pattern)):
-            part.copy_(pattern[: len(part)])
+        _repeat(_pattern(dtype), result.view(-1))
     return result
+
+
+def _repeat(pattern: torch.Tensor, into: torch.Tensor) -> None:
+    """Fill a flat tensor with a repeated pattern: quicker than to draw all its numbers."""
+    for part in into.split(len(pattern)):
+        part.copy_(pattern[: len(part)])
 
 
 def _pattern(dtype: torch.dtype) -> torch.Tensor:
@@ -245,10 +252,10 @@ def _pattern(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _filled_pools(layers: Sequence[MoELayer], nbytes: int, formats: Formats) -> dict[ExpertLayout, SlotPool]:
-    """Made-up experts of each shape: no more than the layers have, and at least as many as a token uses."""
-    counts: dict[ExpertLayout, int] = {}
+    """Return made-up experts of each shape: no more than the layers have, and at least as many as a token uses."""
+    counts: Counter[ExpertLayout] = Counter()
     for layer in layers:
-        counts[layer.layout] = counts.get(layer.layout, 0) + layer.num_experts
+        counts[layer.layout] += layer.num_experts
     fewest, pools = max(layer.top_k or 1 for layer in layers), {}
     for layout, count in counts.items():
         num_slots = max(fewest, min(count, nbytes // len(counts) // layout.slot_bytes))
@@ -258,6 +265,7 @@ def _filled_pools(layers: Sequence[MoELayer], nbytes: int, formats: Formats) -> 
 
 
 def _fill_slots(pool: SlotPool) -> None:
+    """Fill the slots with small numbers."""
     for spec in pool.layout.tensors:
         made_up = _made_up(spec)
         for slot in range(pool.num_slots):
@@ -267,19 +275,12 @@ def _fill_slots(pool: SlotPool) -> None:
 
 def _made_up(spec: TensorSpec) -> torch.Tensor:
     """Return the bytes of one made-up tensor as it lies in a slot."""
-    count, pattern = math.prod(spec.shape), _pattern(spec.dtype)
-    elements = pattern.repeat(-(-count // len(pattern)))[:count]
-    if spec.format is not None:
-        return spec.format.pack(elements.view(spec.shape))
-    return elements.view(torch.uint8)
+    elements = torch.empty(spec.shape, dtype=spec.dtype)
+    _repeat(_pattern(spec.dtype), elements.view(-1))
+    return elements.view(-1).view(torch.uint8) if spec.format is None else spec.format.pack(elements)
 
 
 def token_ids(model: Any, count: int) -> torch.Tensor:
-    """Some `[1, count]`, different from each other as far as the vocabulary goes."""
+    """Return some token ids `[1, count]`, different from each other as far as the vocabulary goes."""
     vocabulary = model.config.get_text_config().vocab_size
-    return torch.tensor([list(itertools.islice(_spread(vocabulary), count))])
-
-
-def _spread(vocabulary: int) -> Iterator[int]:
-    for number in itertools.count(1):
-        yield number * 7919 % vocabulary
+    return torch.tensor([[number * 7919 % vocabulary for number in range(1, count + 1)]])

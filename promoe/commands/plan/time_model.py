@@ -1,16 +1,16 @@
-"""How fast a model would be with a cache: its sizes, what was measured, and routing, through the simulator. Pure."""
+"""Predicts how fast a model would be with a cache: its sizes, what was measured, and routing, through the simulator."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from promoe.commands.plan.fits import pools, slots_bytes
+import numpy as np
+
 from promoe.commands.plan.routing import Routing
-from promoe.commands.plan.sizes import ModelSizes
-from promoe.commands.plan.times import ComputeTimes, LinkSpeed
-from promoe.commands.simulate.answers import simulate_answers
+from promoe.commands.plan.sizes import ModelSizes, cache_argument
+from promoe.commands.simulate.answers import AnswerTimes, simulate_answers
 from promoe.config import PromoeConfig
 from promoe.scheduler import SchedulerConfig
 from promoe.transfer.link_timetable import Wire
@@ -18,32 +18,94 @@ from promoe.units import ratio
 
 
 @dataclass(frozen=True)
-class Speed:
-    """What one kind of routing gives.
+class Curve:
+    """Seconds measured at some numbers of rows: linear between them, and beyond the last as between the last two.
+
+    Args:
+        points: `(rows, seconds)` by ascending rows, at least one.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __call__(self, rows: float) -> float:
+        """Return the seconds for so many rows; never less than for the fewest that were measured."""
+        counts, seconds = zip(*self.points, strict=True)
+        if len(counts) > 1 and rows > counts[-1]:
+            slope = max(0.0, (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2]))
+            return float(seconds[-1] + slope * (rows - counts[-1]))
+        return float(np.interp(rows, counts, seconds))
+
+    def quicker(self, other: Curve) -> Curve:
+        """Return the shorter time of two curves at each point of this one."""
+        return Curve(tuple((rows, min(seconds, other(rows))) for rows, seconds in self.points))
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """What a pass takes where nothing has to be fetched.
+
+    Args:
+        layer: tokens of a pass -> seconds of everything but routed experts, for each MoE layer.
+        expert: rows of an expert -> its seconds.
+        expert_bytes: bytes of the expert that was measured.
+        group_s: seconds that it costs to run experts that arrive during a visit by themselves, however few they are.
+        how: how this was measured, in words.
+    """
+
+    layer: Curve
+    expert: Curve
+    expert_bytes: int
+    group_s: float
+    how: str
+
+    def quicker(self, other: ComputeTimes) -> ComputeTimes:
+        """Return the shorter times of two measurements: what else runs on a machine only ever adds to them."""
+        return replace(
+            self,
+            layer=self.layer.quicker(other.layer),
+            expert=self.expert.quicker(other.expert),
+            group_s=min(self.group_s, other.group_s),
+        )
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """What experts come over.
+
+    Args:
+        name: "O_DIRECT", "page cache" or "pinned RAM".
+        alone_bytes_per_s: while nothing computes.
+        bytes_per_s: while the model computes.
+        slowdown: how many times as long computing takes meanwhile, at least 1.
+        convert_s: seconds to dequantise one expert when it has come, beside the reads; 0: as it is stored.
+        how: what was read, in words.
+    """
+
+    name: str
+    alone_bytes_per_s: float
+    bytes_per_s: float
+    slowdown: float
+    convert_s: float
+    how: str
+
+
+@dataclass(frozen=True)
+class Speed(AnswerTimes):
+    """What one kind of routing gives. TTFT is for slots that another prompt has filled before.
 
     Args:
         routing: its name.
-        ttft_s: to read a prompt, the slots being filled by another one before.
-        tpot_s: per decoded token.
-        hit_rate: experts that were in a slot when the gate had chosen.
-        bytes_per_token: moved.
-        stall_s: of `tpot_s`, waiting for experts.
-        compute_s: C, per decoded token with everything in memory.
-        transfer_s: of `bytes_per_token` alone over the link while nothing computes.
+        compute_s: C, seconds per decoded token with everything in memory.
+        transfer_s: seconds of `bytes_per_token` alone over the link while nothing computes.
     """
 
     routing: str
-    ttft_s: float
-    tpot_s: float
-    hit_rate: float
-    bytes_per_token: float
-    stall_s: float
     compute_s: float
     transfer_s: float
 
     @property
     def tokens_per_s(self) -> float:
-        """The reciprocal."""
+        """Return the decoded tokens per second."""
         return ratio(1.0, self.tpot_s)
 
 
@@ -53,8 +115,8 @@ class Prediction:
 
     Args:
         rate: slots over routed experts.
-        slots: of all layers.
-        slots_bytes: that they take.
+        slots: the slots of all layers.
+        slots_bytes: the bytes that they take.
         speeds: for each kind of routing, slowest first.
     """
 
@@ -65,7 +127,7 @@ class Prediction:
 
     @property
     def slowest(self) -> Speed:
-        """What may be relied on."""
+        """Return the speed that may be relied on."""
         return self.speeds[0]
 
 
@@ -73,10 +135,10 @@ class TimeModel:
     """Predicts one model on one machine, for as many cache rates as are asked; remembers what it said.
 
     Args:
-        sizes: of the model.
+        sizes: the model's.
         compute: measured.
         link_at: cache rate -> the link that experts come over with such a cache, measured.
-        routings: that are possible.
+        routings: the kinds of routing that are possible.
     """
 
     def __init__(
@@ -90,42 +152,34 @@ class TimeModel:
         self._known: dict[float, Prediction] = {}
 
     def __call__(self, rate: float) -> Prediction:
-        """What a cache rate gives.
+        """Return what a cache rate gives.
 
         Raises:
             ConfigError: it is less than one slot of each shape.
         """
         if rate not in self._known:
-            plans = pools(self.sizes, rate)
+            slots = self.sizes.slots(rate)
             speeds = sorted((self.speed(rate, one) for one in self.routings), key=lambda one: -one.tpot_s)
-            slots = sum(plan.spec.num_slots for plan in plans)
-            self._known[rate] = Prediction(rate, slots, slots_bytes(plans), tuple(speeds))
+            self._known[rate] = Prediction(rate, slots.num_slots, slots.nbytes, tuple(speeds))
         return self._known[rate]
 
     def speed(self, rate: float, routing: Routing) -> Speed:
-        """The same for one kind of routing."""
+        """Return what a cache rate gives with one kind of routing."""
         config = self._config(rate)
         if sum(pool.num_slots for pool in config.pools) == self.sizes.num_experts:
             # Every expert was loaded when the model was opened: as if all came at once, and at no cost.
             found = simulate_answers(config, routing.answers, Wire(math.inf, 0.0), self._work)
-            return Speed(routing.name, found.ttft_s, found.tpot_s, 1.0, 0.0, 0.0, self.compute_s, 0.0)
+            found = replace(found, hit_rate=1.0, bytes_per_token=0.0, stall_s=0.0)
+            return Speed(**asdict(found), routing=routing.name, compute_s=self.compute_s, transfer_s=0.0)
         link = self.link_at(rate)
-        wire, group_s = Wire(self._into_slots(link, link.bytes_per_s), 0.0), self.compute.group_s
-        found = simulate_answers(config, routing.answers, wire, self._work, link.slowdown, group_s)
-        return Speed(
-            routing.name,
-            found.ttft_s,
-            found.tpot_s,
-            found.hit_rate,
-            found.bytes_per_token,
-            found.stall_s,
-            self.compute_s,
-            found.bytes_per_token / self._into_slots(link, link.alone_bytes_per_s),
-        )
+        wire = Wire(self._into_slots(link, link.bytes_per_s), 0.0)
+        found = simulate_answers(config, routing.answers, wire, self._work, link.slowdown, self.compute.group_s)
+        transfer_s = found.bytes_per_token / self._into_slots(link, link.alone_bytes_per_s)
+        return Speed(**asdict(found), routing=routing.name, compute_s=self.compute_s, transfer_s=transfer_s)
 
     @property
     def compute_s(self) -> float:
-        """C: seconds per decoded token with everything in memory."""
+        """Return C: seconds per decoded token with everything in memory."""
         return sum(
             layer_s + layer.top_k * expert_s
             for idx, layer in enumerate(self.sizes.layers)
@@ -133,7 +187,7 @@ class TimeModel:
         )
 
     def _into_slots(self, link: LinkSpeed, stored_bytes_per_s: float) -> float:
-        """Bytes in slots per second, with what conversion takes counted in; each worker reads, then converts."""
+        """Return the bytes in slots per second, conversion included; each worker reads, then converts."""
         per_byte_s = self.sizes.stored_share / stored_bytes_per_s
         convert_s = link.convert_s / self.sizes.layers[0].layout.payload_bytes
         return 1 / (per_byte_s + convert_s / PromoeConfig().workers)
@@ -149,7 +203,7 @@ class TimeModel:
         return SchedulerConfig(
             num_experts=[layer.num_experts for layer in layers],
             chunk_bytes=[layer.chunk_bytes for layer in layers],
-            pools=[plan.spec for plan in pools(self.sizes, rate)],
+            pools=[plan.spec for plan in self.sizes.pools(cache_argument(rate))],
             eviction=settings.eviction,
             reorder=settings.reorder,
             hints=settings.early_preemption,

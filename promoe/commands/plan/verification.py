@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
-from promoe.commands.plan.fits import cache_argument
 from promoe.commands.plan.routing import WARM_UP_TOKENS, Answers, Routing
+from promoe.commands.plan.sizes import cache_argument
 from promoe.commands.plan.time_model import Prediction, Speed, TimeModel
 from promoe.commands.terminal import opening_bar
 from promoe.experts.moe_layers import find_moe_layers
@@ -35,7 +35,7 @@ an hour. Nobody minded. There were candles, and a pot of soup for whoever came t
 
 @dataclass(frozen=True)
 class Verified:
-    """One cache rate, run.
+    """One cache rate at which the model was run.
 
     Args:
         prediction: what was predicted before.
@@ -53,29 +53,23 @@ class Verified:
     hit_rate: float
     link: str
 
-    @property
-    def inside(self) -> bool:
-        """Whether the measured TPOT is between the predicted ones."""
-        speeds = self.prediction.speeds
-        return speeds[-1].tpot_s <= self.tpot_s <= speeds[0].tpot_s
-
 
 def verify(
-    predictor: TimeModel, rates: Sequence[float], prompt_tokens: int, new_tokens: int, settings: dict[str, Any]
+    time_model: TimeModel, rates: Sequence[float], prompt_tokens: int, new_tokens: int, settings: dict[str, Any]
 ) -> list[Verified]:
     """Open the model at each cache rate, let it answer, and compare.
 
     Args:
-        predictor: of this model.
-        rates: to run.
-        prompt_tokens: of each prompt, as in the prediction.
-        new_tokens: of each answer, as in the prediction.
+        time_model: what predicts this model.
+        rates: cache rates to run.
+        prompt_tokens: tokens of each prompt, as in the prediction.
+        new_tokens: tokens of each answer, as in the prediction.
         settings: for `from_pretrained`: dtype, device, config.
 
     Raises:
         PromoeError: the model cannot be opened.
     """
-    tokenizer = load_tokenizer(predictor.sizes.name)
+    tokenizer = load_tokenizer(time_model.sizes.name)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     ids = ids * (1 + (1 + ANSWERS) * (prompt_tokens + 1) // len(ids))
     prompts = [
@@ -84,20 +78,20 @@ def verify(
     found: list[tuple[Prediction, list[Generation], Any]] = []
     routing: Answers = []
     for rate in rates:
-        with opening_bar(predictor.sizes.name) as progress:
+        with opening_bar(time_model.sizes.name) as progress:
             cache = cache_argument(rate)
-            model: Any = from_pretrained(predictor.sizes.name, cache=cache, progress=progress, **settings)
+            model: Any = from_pretrained(time_model.sizes.name, cache=cache, progress=progress, **settings)
         with closing(model.promoe):
-            _fill_slots(model, prompts[0], new_tokens)
+            _answer(model, prompts[0], min(new_tokens, WARM_UP_TOKENS))
             model.promoe.reset_stats()
             answers = [_answer(model, prompt, new_tokens) for prompt in prompts[1:]]
-            found.append((predictor(rate), answers, model.promoe.stats()))
+            found.append((time_model(rate), answers, model.promoe.stats()))
             routing = routing or _routing(model, prompts, new_tokens)
     known = Routing("these answers", "recorded in a run that was not timed", routing)
     return [
         Verified(
             prediction,
-            predictor.speed(prediction.rate, known),
+            time_model.speed(prediction.rate, known),
             median(tpots_s(answers)),
             median(ttfts_s(answers)),
             stats.decode.hit_rate,
@@ -107,10 +101,6 @@ def verify(
     ]
 
 
-def _fill_slots(model: Any, prompt: torch.Tensor, new_tokens: int) -> None:
-    _answer(model, prompt, min(new_tokens, WARM_UP_TOKENS))
-
-
 def _answer(model: Any, prompt: torch.Tensor, new_tokens: int) -> Generation:
     length = new_tokens + 1
     inputs = {"input_ids": prompt.to(model.device), "attention_mask": torch.ones_like(prompt).to(model.device)}
@@ -118,14 +108,11 @@ def _answer(model: Any, prompt: torch.Tensor, new_tokens: int) -> Generation:
 
 
 def _routing(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> Answers:
-    """Of the same answers, not timed."""
+    """Return the routing of the same answers, given once more and not timed."""
     routing: Answers = []
     runtime = getattr(model.promoe, "runtime", None)
-    layers = find_moe_layers(model) if runtime is None else runtime.layers
-    with RoutingRecorder(model, layers) as recorder:
-        _fill_slots(model, prompts[0], new_tokens)
-        routing.append(recorder.take())
-        for prompt in prompts[1:]:
-            _answer(model, prompt, new_tokens)
+    with RoutingRecorder(model, find_moe_layers(model) if runtime is None else runtime.layers) as recorder:
+        for number, prompt in enumerate(prompts):
+            _answer(model, prompt, new_tokens if number else min(new_tokens, WARM_UP_TOKENS))
             routing.append(recorder.take())
     return routing

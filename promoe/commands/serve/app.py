@@ -1,9 +1,8 @@
-"""Transformers' server with one model in it: its handlers and its application, given the model, its turns and its limits."""
+"""Transformers' server with one model in it: its handlers and its application get the model, its turns and its limits."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import time
 from types import SimpleNamespace
@@ -30,12 +29,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODELS, HEALTH, REPORT, STATS = "/v1/models", "/health", "/promoe/report", "/promoe/stats"
-# Transformers' others load, drop and transcribe models, or keep what was said before.
+# Transformers' other pages load and drop models, transcribe, or keep what was said before.
 _KEPT = frozenset({CHAT, COMPLETION, MODELS})
+# What Transformers' handlers and chat templates raise for a request that they cannot read.
+_NOT_UNDERSTOOD = (RequestValidationError, TemplateError, KeyError, TypeError, ValueError)
 
 
 class OneModel:
-    """What Transformers' handlers ask of its `ModelManager`, answered with one model that is always there."""
+    """Answers what Transformers' handlers ask of its `ModelManager`, with one model that is always there."""
 
     def __init__(self, model: ServedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         self.force_model = name
@@ -44,39 +45,39 @@ class OneModel:
         self._since = int(time.time())
 
     def process_model_name(self, name: str) -> str:
-        """As it is: there are no revisions."""
+        """Return the name as it is: there are no revisions."""
         return name
 
     def load_model_and_processor(self, name: str, **ignored: Any) -> tuple[ServedModel, PreTrainedTokenizerBase]:
-        """The model."""
+        """Return the model and its tokenizer."""
         return self._model, self._tokenizer
 
     def get_model_modality(self, model: Any, processor: Any = None) -> Modality:
-        """Text."""
+        """Return that it reads text."""
         return Modality.LLM
 
     def get_gen_models(self) -> list[dict[str, Any]]:
-        """One entry of OpenAI's list."""
+        """Return the one entry of OpenAI's list of models."""
         return [{"id": self.force_model, "object": "model", "created": self._since, "owned_by": "promoe"}]
 
     def shutdown(self) -> None:
-        """The model is closed by whoever opened it."""
+        """Do nothing: the model is closed by whoever opened it."""
 
 
 class TurnManager(GenerateManager):  # type: ignore[misc]
-    """Transformers' manager of generations with `Turns` for its thread, and limits before each."""
+    """Transformers' manager of generations, with `Turns` in place of its thread, and limits before each generation."""
 
     def __init__(self, turns: Turns, limits: Limits) -> None:
-        self._thread = turns  # instead of a thread that would never end
+        self._thread = turns  # in place of a thread that would never end; so the base class's __init__ is not called
         self._limits = limits
 
     def generate_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        """See there. Raises Refused where the request asks for too much."""
+        """Do as the base class does. Raises Refused if the request asks for too much."""
         self._admit(*args, **kwargs)
         return super().generate_streaming(*args, **kwargs)
 
     async def generate_non_streaming(self, *args: Any, **kwargs: Any) -> Any:
-        """See there. Raises Refused where the request asks for too much."""
+        """Do as the base class does. Raises Refused if the request asks for too much."""
         self._admit(*args, **kwargs)
         return await super().generate_non_streaming(*args, **kwargs)
 
@@ -90,19 +91,19 @@ class TurnManager(GenerateManager):  # type: ignore[misc]
 
 
 class OneManager(GenerationState):  # type: ignore[misc]
-    """Transformers' keeper of managers, with one."""
+    """Transformers' keeper of managers, with only one."""
 
     def __init__(self, manager: TurnManager) -> None:
         super().__init__()
         self._manager = manager
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> TurnManager:
-        """The one."""
+        """Return the one manager."""
         return self._manager
 
 
 def make_app(model: ServedModel, tokenizer: PreTrainedTokenizerBase, turns: Turns, limits: Limits) -> FastAPI:
-    """Transformers' application, less what one model cannot serve, with promoe's own pages and OpenAI's form of errors."""
+    """Make Transformers' application, without what one model cannot serve, with promoe's pages and OpenAI's form of errors."""
     models = OneModel(_parsed_by_its_own_form(model, tokenizer), tokenizer, limits.model)
     state = OneManager(TurnManager(turns, limits))
     parts: dict[str, Any] = dict.fromkeys(inspect.signature(build_server).parameters)
@@ -121,10 +122,10 @@ def make_app(model: ServedModel, tokenizer: PreTrainedTokenizerBase, turns: Turn
 
 
 def _parsed_by_its_own_form(model: ServedModel, tokenizer: PreTrainedTokenizerBase) -> ServedModel:
-    """The model as handlers may see it: without its type where its chats do not look as that type's do.
+    """Return the model as handlers may see it: without its type if its chats do not look as that type's do.
 
-    By its type they choose how to find thoughts and tool calls in an answer. Where the mark is missing with which that form
-    begins an answer, they take the prompt for a part of it.
+    Handlers choose by the type how to find thoughts and tool calls in an answer. Where the mark with which that form begins
+    an answer is missing, they would take the prompt for a part of the answer.
     """
     form = get_response_template(tokenizer, model)
     if form is None or getattr(tokenizer, "response_template", None) is not None:
@@ -133,7 +134,7 @@ def _parsed_by_its_own_form(model: ServedModel, tokenizer: PreTrainedTokenizerBa
     try:
         message = [{"role": "user", "content": "?"}]
         prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-    except Exception:  # a template computes; each request will be told
+    except Exception:  # a template is a program; each request will be told of its error
         prompt = ""
     if any(mark in prompt for mark in ([marks] if isinstance(marks, str) else marks)):
         return model
@@ -155,43 +156,31 @@ def _add_pages(app: FastAPI, model: ServedModel, turns: Turns) -> None:
         return JSONResponse({"requests": turns.counts(), "stats": model.promoe.stats().to_json()})
 
 
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON that OpenAI's clients read errors from."""
-    return json.dumps(_error(message, status, param, code)).encode()
-
-
-def _error(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return an error as OpenAI's clients read it from JSON."""
     kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def _add_errors(app: FastAPI) -> None:
-    def respond(message: str, status: int, param: str | None = None, code: str | None = None) -> JSONResponse:
-        return JSONResponse(_error(message, status, param, code), status)
+    async def answer(request: Request, error: Any) -> JSONResponse:
+        status, param, code = 500, None, None
+        match error:
+            case Refused():
+                message, status, param, code = str(error), error.status, error.param, error.code
+            case HTTPException():
+                message, status = str(error.detail), 400 if error.status_code == 422 else error.status_code
+            case AnswerError():
+                message = str(error)
+            case Cancelled():
+                message, status, code = ENDING, 503, "overloaded"
+            case _ if isinstance(error, _NOT_UNDERSTOOD):
+                logger.warning("A request was not understood", exc_info=error)
+                reason = f"{type(error).__name__}: {str(error)[:500]}"
+                message, status = f"The request cannot be answered as it is: {reason}.", 400
+            case _:
+                message = f"The server failed: {type(error).__name__}. Its log says why."
+        return JSONResponse(error_body(message, status, param, code), status)
 
-    async def refused(request: Request, error: Any) -> JSONResponse:
-        return respond(str(error), error.status, error.param, error.code)
-
-    async def http(request: Request, error: Any) -> JSONResponse:
-        return respond(str(error.detail), 400 if error.status_code == 422 else error.status_code)
-
-    async def unreadable(request: Request, error: Exception) -> JSONResponse:
-        logger.warning("A request was not understood", exc_info=error)
-        return respond(f"The request cannot be answered as it is: {type(error).__name__}: {str(error)[:500]}.", 400)
-
-    async def failed(request: Request, error: Exception) -> JSONResponse:
-        return respond(str(error), 500)
-
-    async def cancelled(request: Request, error: Exception) -> JSONResponse:
-        return respond(ENDING, 503, code="overloaded")
-
-    async def broken(request: Request, error: Exception) -> JSONResponse:
-        return respond(f"The server failed: {type(error).__name__}. Its log says why.", 500)
-
-    app.add_exception_handler(Refused, refused)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(AnswerError, failed)
-    app.add_exception_handler(Cancelled, cancelled)
-    app.add_exception_handler(Exception, broken)
-    for kind in (RequestValidationError, TemplateError, KeyError, TypeError, ValueError):
-        app.add_exception_handler(kind, unreadable)
+    for kind in (Refused, HTTPException, AnswerError, Cancelled, *_NOT_UNDERSTOOD, Exception):
+        app.add_exception_handler(kind, answer)

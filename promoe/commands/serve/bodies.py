@@ -1,4 +1,4 @@
-"""What a client sends, read: checked before anything is computed, and refused in words that say what to change."""
+"""Reads what a client sends: it is checked before anything is computed, and refused in words that say what to change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from promoe.commands.run import LEAST_TEMPERATURE
+from promoe.commands.run.options import LEAST_TEMPERATURE
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.errors import shown
 from promoe.files import loads
@@ -18,7 +18,7 @@ from promoe.files import loads
 # Transformers compares each with every token of the vocabulary before it generates.
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32
 
-# Fields that say nothing about the answer's text, which the server does without.
+# Fields that say nothing about the answer's text; the server ignores them.
 _IGNORED = frozenset(
     [
         "metadata",
@@ -33,8 +33,8 @@ _IGNORED = frozenset(
         "verbosity",
     ]
 )
-# Fields that would change the answer and that Transformers' server does not heed, with the values that ask for nothing.
-_UNHEEDED: dict[str, Collection[Any]] = {
+# Fields that would change the answer but that Transformers' server ignores, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, Collection[Any]] = {
     "n": (1,),
     "best_of": (1,),
     "logprobs": (False, 0),
@@ -52,24 +52,24 @@ _UNHEEDED: dict[str, Collection[Any]] = {
     "web_search_options": (),
     "generation_config": (),
 }
-# Numbers: least and most. Transformers takes a frequency penalty for a penalty of repetition, 1 more than it.
+# Numbers: least and most. Transformers takes a frequency penalty x for a repetition penalty 1 + x.
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": (0.0, 2.0)}
 # Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
 _SETTINGS = {"min_p": (0.0, 1.0), "repetition_penalty": (0.01, 10.0)}
-# What is left for Transformers' handlers.
-_HEEDED = {
+# Fields that are passed on to Transformers' handlers.
+_PASSED_ON = {
     CHAT: frozenset(["messages", "tools", "chat_template_kwargs"]),
     COMPLETION: frozenset(["prompt"]),
 }
-_HEEDED_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
-# Text of some token, for what Transformers' handler encodes before the client's own tokens are put in its place.
-_STANDS_FOR_IDS = "."
+_PASSED_ON_BY_BOTH = frozenset(["model", "stream", "stop", "logit_bias", *_RANGES])
+# Transformers' handler encodes this text; then the client's own tokens are put in its place.
+_PLACEHOLDER = "."
 MAX_PROMPTS = 32
 _TEMPLATE_PARAMETERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
 def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked, bytes]]:
-    """What a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
+    """Return what a body asks for, and the body that Transformers' handler is given: one of each for every prompt in it.
 
     Args:
         path: CHAT or COMPLETION.
@@ -96,7 +96,7 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
         )
     requests = []
     for prompt in prompts:
-        text, ids = (prompt, None) if isinstance(prompt, str) else (_STANDS_FOR_IDS, prompt)
+        text, ids = (prompt, None) if isinstance(prompt, str) else (_PLACEHOLDER, prompt)
         asked, own_body = _read(path, {**body, "prompt": text}, limits)
         asked.prompt_ids = ids
         requests.append((asked, own_body))
@@ -105,13 +105,15 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
 
 def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes]:
     _check_model(body, limits)
-    _check_unheeded(body)
+    _check_unsupported(body)
     for name, (least, most) in _RANGES.items():
         _number(body, name, least, most)
-    asked = Asked(path, stream=_flag(body, "stream"))
+    stream = body.get("stream", False)
+    _must_be(isinstance(stream, bool), "stream", "true or false", stream)
+    asked = Asked(path, stream=stream)
     asked.new_tokens = _new_tokens(body, limits)
     asked.seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
-    body.pop("seed", None)  # set when its turn comes: others' samples are being drawn now
+    body.pop("seed", None)  # set when its turn comes: now it would change another request's samples
     asked.settings = _settings(body)
     greedy = body.get("temperature", 1.0) < LEAST_TEMPERATURE
     if body.keys() & {"temperature", "top_p"} or asked.settings.keys() & {"top_k", "min_p"}:
@@ -120,7 +122,7 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
         body.pop("temperature")  # said above, and no divisor
     _check_stop(body)
     _check_bias(body, limits)
-    for name in sorted(body.keys() - _HEEDED_BY_BOTH - _HEEDED[path]):
+    for name in sorted(body.keys() - _PASSED_ON_BY_BOTH - _PASSED_ON[path]):
         raise Refused(
             f"This server has no field '{name}' for {path}. Leave it out.", param=name, code="unknown_parameter"
         )
@@ -128,23 +130,23 @@ def _read(path: str, body: dict[str, Any], limits: Limits) -> tuple[Asked, bytes
 
 
 def _prompts(body: dict[str, Any], limits: Limits) -> list[str | list[int]]:
-    """The prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
+    """Return the prompts of a completion: a text, a list of texts, token ids, or a list of such lists."""
     prompt = body.get("prompt")
     one = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _is_id(prompt[0]))
     prompts: Any = [prompt] if one else prompt
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS or not all(map(_is_prompt, prompts)):
-        raise Refused(
-            f"'prompt' must be a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either. "
-            f"Got {shown(prompt)} instead.",
-            param="prompt",
-        )
+    _must_be(
+        isinstance(prompts, list) and 0 < len(prompts) <= MAX_PROMPTS and all(map(_is_prompt, prompts)),
+        "prompt",
+        f"a text that is not empty, a list of token ids, or a list of up to {MAX_PROMPTS} of either",
+        prompt,
+    )
     largest = max((max(ids) for ids in prompts if isinstance(ids, list)), default=0)
     if largest >= (limits.vocabulary or math.inf):
         raise Refused(
             f"'prompt' has the token id {largest}; the model has ids up to {(limits.vocabulary or 0) - 1}.",
             param="prompt",
         )
-    return prompts
+    return list(prompts)
 
 
 def _is_prompt(prompt: Any) -> bool:
@@ -156,7 +158,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _settings(body: dict[str, Any]) -> dict[str, float | int]:
-    """Take out of a body what other servers than OpenAI's let a client set."""
+    """Take out of a body the settings that OpenAI's interface does not have and other servers do."""
     found: dict[str, float | int] = {}
     if (top_k := _number(body, "top_k", -1, 2**31, whole=True)) is not None:
         found["top_k"] = max(0, top_k)  # -1 is other servers' word for all tokens
@@ -184,13 +186,13 @@ def _check_model(body: dict[str, Any], limits: Limits) -> None:
         )
 
 
-def _check_unheeded(body: dict[str, Any]) -> None:
+def _check_unsupported(body: dict[str, Any]) -> None:
     if body.get("tool_choice") == "none":
         body.pop("tools", None)
-    for name in sorted(body.keys() & _UNHEEDED.keys()):
+    for name in sorted(body.keys() & _UNSUPPORTED.keys()):
         value = body.pop(name)
         if not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNHEEDED[name]
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNSUPPORTED[name]
         ):
             raise Refused(
                 f"'{name}' is not supported. Got {shown(value)}. Leave it out.", param=name, code="unsupported_value"
@@ -198,25 +200,22 @@ def _check_unheeded(body: dict[str, Any]) -> None:
 
 
 def _number(body: dict[str, Any], name: str, least: float, most: float, whole: bool = False) -> Any:
-    value = body.get(name)
     if name not in body:
         return None
-    kinds = int if whole else (int, float)
-    if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-        kind = "a whole number" if whole else "a number"
-        raise Refused(f"'{name}' must be {kind} from {least} to {most}. Got {shown(value)} instead.", param=name)
+    value, kind = body[name], "a whole number" if whole else "a number"
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    _must_be(is_number and least <= value <= most, name, f"{kind} from {least} to {most}", value)
     return value
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
-    value = body.get(name, False)
-    if not isinstance(value, bool):
-        raise Refused(f"'{name}' must be true or false. Got {shown(value)} instead.", param=name)
-    return value
+def _must_be(holds: bool, name: str, what: str, found: object) -> None:
+    """Raise Refused unless a field is what it must be."""
+    if not holds:
+        raise Refused(f"'{name}' must be {what}. Got {shown(found)} instead.", param=name)
 
 
 def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
-    """The newer name wins; Transformers before 5.18 knows the older alone."""
+    """Take the longest answer out of a body. The newer name wins; Transformers before 5.18 knows only the older one."""
     asked = [_number(body, name, 1, limits.new_tokens, whole=True) for name in ("max_completion_tokens", "max_tokens")]
     body.pop("max_completion_tokens", None)
     body.pop("max_tokens", None)
@@ -225,25 +224,21 @@ def _new_tokens(body: dict[str, Any], limits: Limits) -> int | None:
 
 
 def _check_stop(body: dict[str, Any]) -> None:
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop
-    if stop is None:
+    if (stop := body.get("stop")) is None:
         return
-    if (
-        not isinstance(stops, list)
-        or not 0 < len(stops) <= MAX_STOPS
-        or not all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in stops)
-    ):
-        raise Refused(
-            f"'stop' must be a text of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them. "
-            f"Got {shown(stop)} instead.",
-            param="stop",
-        )
+    stops = [stop] if isinstance(stop, str) else stop
+    _must_be(
+        isinstance(stops, list)
+        and 0 < len(stops) <= MAX_STOPS
+        and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARACTERS for text in stops),
+        "stop",
+        f"a text of 1 to {MAX_STOP_CHARACTERS} characters, or up to {MAX_STOPS} of them",
+        stop,
+    )
 
 
 def _check_bias(body: dict[str, Any], limits: Limits) -> None:
-    bias = body.get("logit_bias")
-    if bias is None:
+    if (bias := body.get("logit_bias")) is None:
         return
     if not isinstance(bias, dict):
         raise Refused(f"'logit_bias' must map token ids to numbers. Got {shown(bias)} instead.", param="logit_bias")
@@ -253,15 +248,14 @@ def _check_bias(body: dict[str, Any], limits: Limits) -> None:
         )
         if not known:
             raise Refused(f"'logit_bias' names {shown(token)}, which is no token id of the model.", param="logit_bias")
-        bias[token] = float(_number({"logit_bias": value}, "logit_bias", -100, 100))  # nothing else will do
+        bias[token] = float(_number({"logit_bias": value}, "logit_bias", -100, 100))  # Transformers takes no int
     if not bias:
         body.pop("logit_bias")
 
 
 def _check_chat(body: dict[str, Any]) -> None:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(f"'messages' must be a list that is not empty. Got {shown(messages)} instead.", param="messages")
+    messages: Any = body.get("messages")
+    _must_be(isinstance(messages, list) and bool(messages), "messages", "a list that is not empty", messages)
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(
@@ -275,19 +269,19 @@ def _check_chat(body: dict[str, Any]) -> None:
             )
         _check_calls(message, number)
     arguments = body.get("chat_template_kwargs", {})
-    if not isinstance(arguments, dict) or arguments.keys() & _TEMPLATE_PARAMETERS:
-        raise Refused(
-            f"'chat_template_kwargs' must be an object of the template's own variables. Got {shown(arguments)} instead.",
-            param="chat_template_kwargs",
-        )
+    _must_be(
+        isinstance(arguments, dict) and not arguments.keys() & _TEMPLATE_PARAMETERS,
+        "chat_template_kwargs",
+        "an object of the template's own variables",
+        arguments,
+    )
 
 
 def _check_calls(message: dict[str, Any], number: int) -> None:
     calls = message.get("tool_calls")
     if calls in (None, []):
-        message.pop(
-            "tool_calls", None
-        )  # clients send an answer back as they got it; with it, its text would be left out
+        # Clients send an answer back as they got it; with this field, Transformers would leave its text out.
+        message.pop("tool_calls", None)
         return
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         raise Refused(

@@ -1,28 +1,29 @@
-"""`promoe serve`: opens a model and answers requests until it is interrupted."""
+"""`promoe serve`: opens a model, and answers requests until it is interrupted."""
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import transformers
 from transformers.utils.import_utils import is_serve_available
 
-from promoe.commands.serve.requests import Limits
+from promoe.commands.serve.options import Options
+from promoe.commands.serve.requests import Limits, is_loopback
 from promoe.commands.serve.turns import Turns
 from promoe.commands.terminal import opening_bar
-from promoe.errors import ConfigError, UnsupportedModelError, check_at_least
+from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
-from promoe.runtime.sizes import CacheSize, check_cache, fixed_bytes
+from promoe.runtime.sizes import fixed_bytes
 from promoe.stats.saved_run import load_run
 
 if TYPE_CHECKING:
@@ -30,54 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 API_KEY_VARIABLE = "PROMOE_API_KEY"
-# Connections that nobody reads from are cut off after that when the server ends.
-LAST_WORDS_S = 5
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `promoe serve` was asked for; see the help of its options.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
-
-    model: str
-    cache: CacheSize = "50%"
-    predictor: str | None = "gate"
-    device: str = "cpu"
-    packed: str | None = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str | None = None
-    api_key: str | None = None
-    max_prompt_tokens: int = 8192
-    max_new_tokens: int = 1024
-    max_body: str = "1MiB"
-    max_waiting: int = 32
-    warm: str | None = None
-
-    def __post_init__(self) -> None:
-        check_at_least(
-            1,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_new_tokens=self.max_new_tokens,
-            max_waiting=self.max_waiting,
-        )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port must be from 0 (any that is free) to 65535. Got {self.port} instead.")
-        if self.api_key is not None and (not self.api_key.isascii() or not self.api_key.strip()):
-            raise ConfigError("The API key must be plain ASCII text that is not empty. Leave it out to ask for none.")
-        check_cache(self.cache)
-        try:
-            fixed_bytes(self.max_body)
-        except ConfigError as error:
-            raise ConfigError(f"--max-body: {error}") from None
-
-    @property
-    def served_name(self) -> str:
-        """What clients call the model."""
-        return self.name or self.model
+# When the server ends, connections that nobody reads from are cut off after so many seconds.
+SHUTDOWN_TIMEOUT_S = 5
 
 
 @dataclass(frozen=True)
@@ -88,27 +43,22 @@ class Address:
     end: Callable[[], None]
 
 
-def run_serve(options: Options, out: TextIO) -> None:
-    """Open the model, serve it until Ctrl-C or SIGTERM, and say at the end what happened.
+def run_serve(options: Options, out: TextIO | None = None) -> None:
+    """Open the model, serve it until Ctrl-C or SIGTERM, and print a report at the end.
 
     Raises:
-        PromoeError: the model cannot be opened, the address not be had, or the server's libraries are not installed.
+        PromoeError: the model cannot be opened, the address is not free, or the server's libraries are not installed.
     """
     require_server()
+    if options.api_key is None:
+        options = replace(options, api_key=os.environ.get(API_KEY_VARIABLE))
     before = None if options.warm is None else load_run(options.warm).run.stats
     with _listening(options.host, options.port) as listener:
         transformers.logging.disable_progress_bar()  # ours shows bytes
         transformers.logging.set_verbosity_error()  # its server logs each request as a warning; ours says how it ended
         tokenizer = load_tokenizer(options.model)
         with opening_bar(Path(options.model).name) as progress:
-            model = from_pretrained(
-                options.model,
-                cache=options.cache,
-                predictor=options.predictor,
-                device=options.device,
-                packed=options.packed,
-                progress=progress,
-            )
+            model = from_pretrained(options.model, progress=progress, **options.for_opening())
         handle: Any = model.promoe
         try:
             with _terminated_as_interrupted():
@@ -116,7 +66,7 @@ def run_serve(options: Options, out: TextIO) -> None:
                     print(f"warmed: {handle.warm(before)} experts that were used before are in slots", file=sys.stderr)
                 serve(model, tokenizer, options, listener, lambda address: _say(address, options, out))
         except KeyboardInterrupt:
-            pass  # the way to end it
+            pass  # the way to end the command
         finally:
             handle.close()
         print(f"\n{handle.report()}", file=sys.stderr)
@@ -142,20 +92,30 @@ def serve(
 
     Args:
         model: patched or opened by promoe; its handle stays open.
-        tokenizer: of the model.
+        tokenizer: the model's.
         options: address, limits and key.
-        listener: bound; closed when this returns.
+        listener: a bound socket; it is closed when this returns.
         on_ready: called once, when requests can come.
 
     Raises:
-        UnsupportedModelError: Transformers' server could not serve it.
+        UnsupportedModelError: Transformers' server cannot serve the model.
     """
+    import uvicorn
+
+    from promoe.commands.serve.app import make_app
+    from promoe.commands.serve.guard import AccessRules, Guard
+
     _check_servable(model, tokenizer)
     limits = _limits(model, options)
-    turns = Turns(limits)
-    with ExitStack() as stack:
-        server = _server(turns, stack, model, tokenizer, options, limits)
-        ready = threading.Event()
+    turns, ready = Turns(limits), threading.Event()
+    access = AccessRules(options.api_key, local_names_only=is_loopback(options.host))
+    with turns.watching(model) as served:
+        app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, access)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S, ws="none"
+            )
+        )
         thread = threading.Thread(
             target=_run_server, args=(server, listener, turns, ready), name="promoe-server", daemon=True
         )
@@ -175,8 +135,8 @@ def serve(
 def _check_servable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has an encoder and a decoder, and Transformers' server takes answers for continuations of "
-            "their prompts. Call model.generate yourself."
+            f"{type(model).__name__} has an encoder and a decoder, but Transformers' server takes an answer for the "
+            "continuation of its prompt. Call model.generate yourself."
         )
     if not hasattr(tokenizer, "_tokenizer"):
         raise UnsupportedModelError(
@@ -185,29 +145,8 @@ def _check_servable(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         )
 
 
-def _server(
-    turns: Turns,
-    stack: ExitStack,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    options: Options,
-    limits: Limits,
-) -> uvicorn.Server:
-    import uvicorn
-
-    from promoe.commands.serve.app import make_app
-    from promoe.commands.serve.guard import Door, Guard
-
-    served = stack.enter_context(turns.watching(model))
-    door = Door(options.api_key, local_names_only=_is_loopback(options.host))
-    app = Guard(make_app(served, tokenizer, turns, limits), turns, limits, door)
-    return uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_WORDS_S, ws="none")
-    )
-
-
 def _run_server(server: uvicorn.Server, listener: socket.socket, turns: Turns, ready: threading.Event) -> None:
-    """Where the event loop lives. Whatever ends it ends the turns, too."""
+    """Run the server's event loop in this thread. Whatever ends it ends the turns, too."""
     started = server.startup
 
     async def startup(sockets: list[socket.socket] | None = None) -> None:
@@ -237,10 +176,10 @@ def _limits(model: PreTrainedModel, options: Options) -> Limits:
 
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens there, bound before the model is opened, which can take long.
+    """Listen at an address; bound before the model is opened, which can take long.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: nothing can listen there.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -256,7 +195,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the server as Ctrl-C does."""
+    """Let SIGTERM end the server as Ctrl-C does, while the context lasts."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -264,21 +203,14 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say(address: Address, options: Options, out: TextIO) -> None:
+def _say(address: Address, options: Options, out: TextIO | None) -> None:
     key = "with the API key" if options.api_key else "no API key"
     print(f"Serving {options.served_name} at {address.url}/v1 ({key}); Ctrl-C ends it", file=out, flush=True)
     print(f"  statistics: {address.url}/promoe/report, {address.url}/promoe/stats", file=out, flush=True)
-    if not _is_loopback(options.host) and not options.api_key:
+    if not is_loopback(options.host) and not options.api_key:
         print("  Everyone who reaches this address can use it: set --api-key.", file=sys.stderr, flush=True)

@@ -1,9 +1,8 @@
-"""Before Transformers' application: who may ask, how much, and what happens when they leave."""
+"""What stands before Transformers' application: it says who may ask, how much, and what happens when they leave."""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import secrets
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from promoe.commands.serve.app import HEALTH, error_body
 from promoe.commands.serve.bodies import read_requests
-from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
+from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused, is_loopback
 from promoe.commands.serve.turns import ASKED, ENDING, Turns
 from promoe.files import loads
 from promoe.units import format_memory, format_seconds
@@ -33,20 +32,20 @@ _STREAM_END = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
-class Door:
-    """Who may come in.
+class AccessRules:
+    """The rules of who may come in.
 
     Attributes:
-        api_key: that a client has to show, without the white space around it, which headers lose; None: none.
-        local_names_only: refuse what was addressed to another name than this machine's own, as pages in a browser do whose
-            name was made to lead here.
+        api_key: the key that a client has to show, without the white space around it, which headers lose; None: none.
+        local_names_only: refuse what was addressed to another name than this machine's own. A web page can make its own name
+            lead here.
     """
 
     api_key: str | None = None
     local_names_only: bool = True
 
     def check(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for who may not."""
+        """Raise Refused if a request may not come in."""
         host = headers.get(b"host", b"").decode("latin-1")
         if self.local_names_only and not _is_local(host):
             raise Refused(f"This server answers to localhost alone. It was addressed as {host[:200]!r}.", 403)
@@ -60,33 +59,33 @@ class Door:
 
 
 class Guard:
-    """An ASGI application around another: lets requests in, cancels what nobody waits for, and mends what streams lack.
+    """An ASGI application around another: it lets requests in, cancels those that nobody waits for, and mends streams.
 
     Args:
         app: Transformers' application.
-        turns: which requests take part in.
-        limits: of one request.
-        door: who may come in.
+        turns: the turns that requests take.
+        limits: what one request may ask for.
+        access: who may come in.
         log: called with a line for each request, when it is over or refused.
     """
 
     def __init__(
-        self, app: App, turns: Turns, limits: Limits, door: Door, log: Callable[[str], None] | None = None
+        self, app: App, turns: Turns, limits: Limits, access: AccessRules, log: Callable[[str], None] | None = None
     ) -> None:
         self._app = app
         self._turns = turns
         self._limits = limits
-        self._door = door
+        self._access = access
         self._log = log or (lambda line: print(line, file=sys.stderr, flush=True))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """One connection's request, or the server's beginning and end."""
+        """Answer one request, or pass on the server's beginning and end."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers, path = dict(scope["headers"]), scope["path"]
         try:
-            self._door.check(path, headers)
+            self._access.check(path, headers)
             if scope["method"] != "POST" or path not in (CHAT, COMPLETION):
                 await self._app(scope, receive, send)
                 return
@@ -100,7 +99,7 @@ class Guard:
             self._turns.tally["refused"] += 1
             self._log(_refusal(path, refused))
             await _refuse(refused, send)
-        except _Gone:
+        except _ClientGone:
             pass
 
     async def _take_turn(self, asked: Asked, body: bytes, scope: Message, receive: Receive, send: Send) -> None:
@@ -112,7 +111,7 @@ class Guard:
     async def _answer_all(
         self, requests: list[tuple[Asked, bytes]], scope: Message, receive: Receive, send: Send
     ) -> None:
-        """Answer several prompts of one request, one after the other, with one response; an error of one is that of all."""
+        """Answer several prompts of one request, one after the other, with one response. An error of one is that of all."""
         answers: list[dict[str, Any]] = []
         for asked, body in requests:
             kept: list[Message] = []
@@ -144,7 +143,7 @@ class Guard:
             await asyncio.shield(gone)
             return {"type": "http.disconnect"}
 
-        mended = _Mended(asked, send)
+        mended = _MendedSend(asked, send)
         answer = asyncio.ensure_future(self._app({**scope, "headers": [*headers, length]}, replay, mended))
         ending = asyncio.ensure_future(cancelled.wait())
         try:
@@ -163,15 +162,15 @@ class Guard:
             logger.error("A request for %s failed", asked.path, exc_info=error)
 
 
-class _Gone(Exception):
-    """The client left before it had asked."""
+class _ClientGone(Exception):
+    """Raised when the client left before it had asked."""
 
 
-class _Mended:
-    """A `send` for what Transformers' server leaves open in a stream: errors as OpenAI's clients read them, and the end.
+class _MendedSend:
+    """A `send` that adds to streams what Transformers' server lacks: errors in OpenAI's form, and the end of the stream.
 
     Attributes:
-        over: all of the response was sent.
+        over: whether all of the response was sent.
     """
 
     def __init__(self, asked: Asked, send: Send) -> None:
@@ -195,25 +194,28 @@ class _Mended:
         await self._send(message)
 
     async def cut_off(self) -> None:
-        """End what was cancelled, for a client that may still be there."""
+        """End a response that was cancelled, for a client that may still be there."""
         if not self._begun:
             await _refuse(Refused(ENDING, 503, code="overloaded"), self._send)
         elif self._streams and not self.over:
             self.over = True
-            body = b"data: " + error_body(ENDING, 503) + b"\n\n" + _STREAM_END
-            await self._send({"type": "http.response.body", "body": body})
+            await self._send({"type": "http.response.body", "body": _event(error_body(ENDING, 503)) + _STREAM_END})
 
     def _mended(self, body: bytes) -> bytes:
         start = body.rfind(_STREAM_ERROR)
         if start >= 0 and self._asked.error is not None:
-            body = body[:start] + b"data: " + error_body(self._asked.error, 500) + b"\n\n"
+            body = body[:start] + _event(error_body(self._asked.error, 500))
         return body + _STREAM_END if self.over else body
 
 
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
 async def _read(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) -> bytes:
-    """The body of a request, if it is JSON and not too long; nothing is kept of one that is."""
+    """Return the body of a request, if it is JSON and not too long; nothing is kept of a longer one."""
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    if kind != b"application/json":  # forms of web pages cannot send that here
+    if kind != b"application/json":  # which a form on a web page cannot send here
         raise Refused("The request's content type must be application/json.", 415)
     too_long = Refused(f"The request's body is longer than {format_memory(most_bytes)}.", 413)
     length = headers.get(b"content-length", b"0")
@@ -223,7 +225,7 @@ async def _read(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) 
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise _Gone
+            raise _ClientGone
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > most_bytes:
@@ -231,11 +233,11 @@ async def _read(receive: Receive, headers: dict[bytes, bytes], most_bytes: int) 
     return bytes(body)
 
 
-def _joined(answers: list[dict[str, Any]]) -> bytes:
-    """Answers to one prompt each as one: its choices are numbered in the prompts' order, its tokens added up."""
+def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join answers to one prompt each: choices are numbered in the order of the prompts, tokens are added up."""
     choices = [{**answer["choices"][0], "index": index} for index, answer in enumerate(answers)]
     usage = {name: sum(answer["usage"][name] for answer in answers) for name in answers[0]["usage"]}
-    return json.dumps({**answers[0], "choices": choices, "usage": usage}).encode()
+    return {**answers[0], "choices": choices, "usage": usage}
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -251,12 +253,15 @@ async def _refuse(refused: Refused, send: Send) -> None:
         headers.append((b"retry-after", b"1"))
     if refused.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
-    body = error_body(str(refused), refused.status, refused.param, refused.code)
-    await _send_json(send, refused.status, body, headers)
+    error = error_body(str(refused), refused.status, refused.param, refused.code)
+    await _send_json(send, refused.status, error, headers)
 
 
-async def _send_json(send: Send, status: int, body: bytes, more_headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+async def _send_json(
+    send: Send, status: int, value: dict[str, Any], more_headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
     """Send a whole response."""
+    body = json.dumps(value).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more_headers]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -264,14 +269,13 @@ async def _send_json(send: Send, status: int, body: bytes, more_headers: Sequenc
 
 def _is_local(host: str) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        return name == "localhost" or name.endswith(".localhost") or ipaddress.ip_address(name).is_loopback
-    except ValueError:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # brackets that do not match
         return False
 
 
 def _refusal(path: str, refused: Refused) -> str:
-    """One line, whatever the client wrote."""
+    """Return one line for the log, whatever the client wrote."""
     line = f"{path.removeprefix('/v1/')[:100]}: refused with status {refused.status}: {str(refused)[:300]}"
     return "".join(character if character.isprintable() else "?" for character in line)
 

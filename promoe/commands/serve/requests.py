@@ -1,7 +1,8 @@
-"""A request to the server: what it asks for, what it may ask for, and what becomes of it."""
+"""A request to the server: what it asks for, what it may ask for, and what has become of it."""
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import threading
 from collections.abc import Callable
@@ -13,14 +14,24 @@ from promoe.errors import PromoeError
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or address leads back to this machine."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
 class Refused(PromoeError):
-    """A request that is not answered.
+    """Raised for a request that is not answered.
 
     Args:
         message: what was asked, what was found, what to do.
-        status: of HTTP.
-        param: the field it is about.
-        code: OpenAI's word for it, where there is one.
+        status: the HTTP status.
+        param: the field that is refused.
+        code: OpenAI's word for the reason, where there is one.
     """
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -31,7 +42,7 @@ class Refused(PromoeError):
 
 
 class Cancelled(PromoeError):
-    """Nobody waits for this answer any more: its generation ends here."""
+    """Raised to end a generation whose answer nobody waits for any more."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +51,12 @@ class Limits:
 
     Attributes:
         model: the name by which clients call the model.
-        body_bytes: of a request.
-        prompt_tokens: of a prompt, after the chat template.
-        new_tokens: of an answer; also how many it gets that does not say.
-        waiting: requests that wait or are being answered at once.
-        context: tokens of prompt and answer together that the model was made for; None: not said.
-        vocabulary: of the model; None: not said.
+        body_bytes: the longest request.
+        prompt_tokens: the longest prompt, after the chat template.
+        new_tokens: the longest answer; also the length of one that is not asked for a length.
+        waiting: the most requests that wait or are being answered at once.
+        context: the most tokens of prompt and answer together that the model was made for; None: not known.
+        vocabulary: the size of the model's vocabulary; None: not known.
     """
 
     model: str
@@ -64,7 +75,7 @@ class Asked:
     path: str
     stream: bool = False
     new_tokens: int | None = None
-    """Longest answer that it asks for; None: it does not say."""
+    """The longest answer that it asks for; None: it does not say."""
     samples: bool | None = None
     """Whether it asks for sampling, or for the most likely tokens; None: the model's own setting."""
     seed: int | None = None
@@ -84,25 +95,25 @@ class Asked:
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
-        """Nobody waits any more, or the server is ending."""
+        """Cancel the request: nobody waits any more, or the server is ending."""
         self._cancelled.set()
         if self.on_cancel is not None:
             self.on_cancel()
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
+        """Return whether `cancel` was called."""
         return self._cancelled.is_set()
 
     @property
     def outcome(self) -> Literal["answered", "refused", "failed", "cancelled"]:
-        """What has become of it."""
+        """Return what has become of it."""
         if self.cancelled:
             return "cancelled"
         return "failed" if self.error else "refused" if self.refusal else "answered"
 
     def wait_cancelled(self, timeout_s: float) -> bool:
-        """Wait for `cancel`; False if it was not called in that time."""
+        """Wait for `cancel`, and return whether it was called in that time."""
         return self._cancelled.wait(timeout_s)
 
     def check(self) -> None:
@@ -111,11 +122,11 @@ class Asked:
             raise Cancelled("The answer was cancelled.")
 
     def admit(self, prompt_tokens: int, generation: Any, limits: Limits) -> None:
-        """Hold a tokenised request to the limits.
+        """Check a tokenised request against the limits, and write what it asks for into its `GenerationConfig`.
 
         Args:
-            prompt_tokens: of its prompt.
-            generation: the `GenerationConfig` it would run with, which is told how many tokens it may generate, and how.
+            prompt_tokens: the length of its prompt.
+            generation: its `GenerationConfig`, which gets the number of tokens and the settings of sampling.
             limits: see `Limits`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Whose turn it is: requests wait in order, one thread answers one at a time, and whoever leaves gives up the turn."""
+"""The order of answers: requests wait in order, one thread answers one at a time, and whoever leaves gives up the turn."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from promoe.experts.moe_layers import find_moe_layers
 logger = logging.getLogger(__name__)
 
 ASKED: ContextVar[Asked] = ContextVar("asked")
-"""The request that this task of the server's event loop is about."""
+"""The request that this task of the server's event loop answers."""
 
 ENDING = "The server is ending."
 
 
 class AnswerError(Exception):
-    """A generation failed; the message is for the client, the cause is in the log."""
+    """Raised when a generation failed; the message is for the client, the cause is in the log."""
 
 
 @dataclass(eq=False)
@@ -41,13 +41,13 @@ class _Turn:
     done: Future[Any] = field(default_factory=Future)
 
     def drop(self) -> None:
-        """Let go of what it would compute from, if it has not begun: it may stay in the queue for long."""
+        """Free what it would compute from, if it has not begun: it may stay in the queue for long."""
         if self.done.cancel():
             self.act = None
 
 
 class Turns:
-    """Answers are generated here, in the thread that calls `run`: the one that opened the model.
+    """A queue of generations, which run in the thread that calls `run`: the one that opened the model.
 
     torch's threads belong to the thread that computes. Those of a second one would make the first one's sleep, and every
     operation slower.
@@ -56,8 +56,8 @@ class Turns:
         limits: how many may wait.
 
     Attributes:
-        tally: requests by how they ended: answered, refused, failed, cancelled.
-        broken: why the model answers nothing any more, until it does again.
+        tally: how many requests ended in each way: answered, refused, failed, cancelled.
+        broken: why the model cannot answer, until it answers again.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -74,10 +74,10 @@ class Turns:
 
     @contextmanager
     def taking(self, asked: Asked) -> Iterator[None]:
-        """A request takes part while the context lasts.
+        """Let a request take part while the context lasts.
 
         Raises:
-            Refused: too many do, or the server is ending.
+            Refused: too many take part, or the server is ending.
         """
         with self._lock:
             self._check_open()
@@ -99,7 +99,7 @@ class Turns:
                 turn.drop()
 
     def submit(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a call for this task's request. Named as Transformers' inference thread has it.
+        """Queue a call for this task's request. The name is that of Transformers' inference thread.
 
         Raises:
             Refused: the server is ending.
@@ -112,18 +112,18 @@ class Turns:
         return turn.done
 
     def async_submit(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
-        """The same, to be awaited."""
+        """Queue a call as `submit` does; the result is to be awaited."""
         return asyncio.wrap_future(self.submit(act, *args, **kwargs))
 
     def counts(self) -> dict[str, int]:
-        """Requests now and so far."""
+        """Return the numbers of requests now and so far."""
         with self._lock:
             running = int(self._current in self._open)
             counts = {"running": running, "waiting": len(self._open) - running}
             return counts | {name: self.tally[name] for name in ("answered", "refused", "failed", "cancelled")}
 
     def end(self) -> None:
-        """Nothing is taken any more, and what was taken is cancelled. `run` returns when all have been told."""
+        """Take no more requests, and cancel those that were taken. `run` returns when all have been told."""
         with self._lock:
             if not self._ended:
                 self._ended = True
@@ -160,7 +160,7 @@ class Turns:
 
     @contextmanager
     def watching(self, model: PreTrainedModel) -> Iterator[ServedModel]:
-        """The model as handlers use it. While the context lasts, a forward that nobody waits for ends at its next MoE layer."""
+        """Give handlers the model. While the context lasts, a forward that nobody waits for ends at its next MoE layer."""
         with ExitStack() as stack:
             stack.callback(model.register_forward_pre_hook(self._begin_pass).remove)
             for layer in find_moe_layers(model):
@@ -168,7 +168,7 @@ class Turns:
             yield ServedModel(model, self)
 
     def generate(self, model: PreTrainedModel, **arguments: Any) -> Any:
-        """`model.generate` for the request whose turn it is.
+        """Call `model.generate` for the request whose turn it is.
 
         Raises:
             Cancelled: nobody waits for it any more.
@@ -206,8 +206,8 @@ class ServedModel:
 
     Args:
         model: the model.
-        turns: in which it generates.
-        config: to show instead of the model's own.
+        turns: the turns in which it generates.
+        config: what is shown in place of the model's own.
     """
 
     def __init__(self, model: PreTrainedModel, turns: Turns, config: Any = None) -> None:
@@ -216,12 +216,12 @@ class ServedModel:
         self.config = config or model.config
 
     def showing(self, config: Any) -> ServedModel:
-        """The same with another `config`, for those who look at it."""
+        """Return the same model with another `config`, for those who look at it."""
         return ServedModel(self._model, self._turns, config)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def generate(self, **arguments: Any) -> Any:
-        """See `Turns.generate`."""
+        """Generate as `Turns.generate` does."""
         return self._turns.generate(self._model, **arguments)

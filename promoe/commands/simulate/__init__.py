@@ -1,4 +1,5 @@
-"""What a machine would do with a model: the real scheduler under a virtual clock, fed with routing that was recorded.
+"""`promoe simulate`: what a machine would do with a model, from recorded routing: the real scheduler under a virtual clock.
 
-Knows scheduler, traces and numbers; no torch, threads or real clocks. Deterministic to the byte.
+All but `command` and `geometry` know only the scheduler, traces and numbers: no torch, no threads, no real clock. The same
+input gives the same output to the byte.
 """

@@ -3,86 +3,123 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from promoe.commands.plan.reading import ReadModel, read_model
 from promoe.commands.simulate.machine import Geometry, geometry_of, machine_of
-from promoe.commands.simulate.run import PolicyName, Scenario, needs_fit, simulate
-from promoe.errors import ConfigError, check_at_least
+from promoe.commands.simulate.options import Options
+from promoe.commands.simulate.run import Scenario, needs_fit, simulate
+from promoe.errors import ConfigError
 from promoe.files import write_atomically
+from promoe.model.placement import other_tensors
 from promoe.training.evaluate import open_trace
 from promoe.training.reuse import fit_reuse
 from promoe.training.routing_traces import RoutingTrace
+from promoe.training.trace_folder import model_folder
 from promoe.units import aligned, format_megabytes, format_number, format_seconds, format_share, format_times, ratio
 
-# Policies that other prompts teach something.
+# Policies that are fitted on other prompts.
 FITTED = ("default", "next_use", "static")
 # Prompts that predictors are fitted on where no other trace is given.
 FIT_SHARE = 0.7
 
 
-@dataclass(frozen=True)
-class Task:
-    """The command's options, read and checked; see `promoe.cli.simulate`."""
-
-    trace: str
-    cache: str
-    policy: PolicyName
-    max_tokens: int | None
-    predictor: str | None
-    lookahead: int
-    batch: int
-    hardware: str
-    model: str | Geometry
-    bits: float | None
-    fit: str | None
-    json: Path | None
-
-
-def run_simulation(task: Task, out: TextIO) -> dict[str, Any]:
-    """Simulate, print to `out`, write the JSON, and return what it holds.
+def run_simulation(options: Options, out: TextIO | None = None) -> dict[str, Any]:
+    """Simulate, print to `out` (None: stdout), write the JSON, and return what it holds.
 
     Raises:
         TraceError: a trace cannot be read.
         ConfigError: an option does not fit the others, or the trace.
     """
-    check_at_least(1, max_tokens=task.max_tokens)
-    machine, trace = machine_of(task.hardware), open_trace(task.trace)
-    geometry = geometry_of(task.model, trace.num_layers, trace.num_experts, trace.top_k)
-    if task.bits is not None:
-        if not 0 < task.bits <= 64:
-            raise ConfigError(f"--bits must be more than 0 and at most 64 per weight. Got {task.bits:g}.")
-        geometry = replace(geometry, bits_per_weight=task.bits)
+    model = _model(options)
+    predictor = None if options.predictor == "none" else options.predictor
+    machine, trace = machine_of(options.hardware), open_trace(options.trace)
+    geometry = geometry_of(model, trace.num_layers, trace.num_experts, trace.top_k)
+    if options.bits is not None:
+        geometry = replace(geometry, bits_per_weight=options.bits)
         if geometry.expert_bytes < 1:
-            raise ConfigError(f"With --bits {task.bits:g} an expert would take no bytes. Give more.")
-    scenario = Scenario(machine, geometry, _rate(task.cache), task.policy, task.predictor, task.lookahead, task.batch)
+            raise ConfigError(f"With --bits {options.bits:g} an expert would take no bytes. Give more.")
+    scenario = Scenario(
+        machine, geometry, _rate(options.cache), options.policy, predictor, options.lookahead, options.batch
+    )
     fit, reuse, note = None, None, None
-    if task.fit is not None and task.policy not in FITTED and not needs_fit(task.predictor):
+    if options.fit is not None and options.policy not in FITTED and not needs_fit(predictor):
         raise ConfigError(
-            f"--policy {task.policy} without a predictor is fitted on nothing. Leave out --fit, or simulate one of "
+            f"--policy {options.policy} without a predictor is fitted on nothing. Leave out --fit, or simulate one of "
             f"{', '.join(FITTED)}."
         )
-    if task.fit is not None:
-        fit = replace(_same_model(open_trace(task.fit), trace, geometry, task.fit), num_experts=geometry.num_experts)
-        reuse = fit_reuse(fit) if task.policy in ("default", "next_use") else None
-    elif needs_fit(task.predictor):
+    if options.fit is not None:
+        fit = replace(
+            _same_model(open_trace(options.fit), trace, geometry, options.fit), num_experts=geometry.num_experts
+        )
+        reuse = fit_reuse(fit) if options.policy in ("default", "next_use") else None
+    elif needs_fit(predictor):
         fit, trace = trace.split(FIT_SHARE)
         fit = replace(fit, num_experts=geometry.num_experts)
-        note = f"{task.predictor} was fitted on the first {FIT_SHARE:.0%} of the prompts; the rest are simulated"
-    elif task.policy == "static":
+        note = f"{predictor} was fitted on the first {FIT_SHARE:.0%} of the prompts; the rest are simulated"
+    elif options.policy == "static":
         note = (
             "static keeps what these very tokens use most: no popularity can be better (--fit FILE for an honest one)"
         )
-    if task.max_tokens is not None:
-        trace = trace.first(task.max_tokens)
+    if options.max_tokens is not None:
+        trace = trace.first(options.max_tokens)
     result = simulate(scenario, trace, fit, reuse)
     print(*_lines(result, note), sep="\n", file=out)
-    if task.json is not None:
-        write_atomically(task.json, [json.dumps(result, indent=2), "\n"])
-        print(f"written to {task.json}", file=out)
+    if options.json is not None:
+        write_atomically(options.json, [json.dumps(result, indent=2), "\n"])
+        print(f"written to {options.json}", file=out)
     return result
+
+
+def _model(options: Options) -> str | Geometry:
+    """Return the preset's name, or the sizes of the model that is named or that the recorded trace names."""
+    model = options.model
+    if model == "auto" and os.path.isdir(options.trace):
+        model = model_folder(Path(options.trace)) or model
+    return read_geometry(model) if os.path.isdir(model) or "/" in model else model
+
+
+def read_geometry(path_or_id: str) -> Geometry:
+    """Read a model's sizes from the headers of a checkpoint's files, or from its config.json alone. Reads no weights.
+
+    Args:
+        path_or_id: folder of a checkpoint, or a hub id.
+
+    Raises:
+        PromoeError: there is neither, it is not of a model that promoe can serve, or its layers are not of one size.
+    """
+    read = read_model(path_or_id)
+    if read.store is not None:
+        read.store.close()
+    sizes = {(layer.num_experts, layer.top_k, layer.layout, layer.stored_bytes) for layer in read.sizes.layers}
+    if len(sizes) > 1:
+        raise ConfigError(
+            f"The MoE layers of {path_or_id} are not all of one size, which the simulator takes them to be. Give --model a "
+            "preset that comes near, or leave it out."
+        )
+    ((num_experts, top_k, layout, stored_bytes),) = sizes
+    parameters = float(sum(math.prod(spec.shape) for spec in layout.tensors))
+    return Geometry(
+        name=path_or_id,
+        num_layers=len(read.layers),
+        num_experts=num_experts,
+        top_k=top_k,
+        expert_parameters=parameters,
+        other_parameters=_read_by_every_token(read),
+        bits_per_weight=8 * stored_bytes / parameters,
+    )
+
+
+def _read_by_every_token(read: ReadModel) -> float:
+    """Return the parameters of all but the routed experts, and but the table of which a token reads one row."""
+    count = sum(tensor.numel() for tensor in other_tensors(read.model, read.layers))
+    table, head = read.model.get_input_embeddings().weight, read.model.get_output_embeddings()
+    return float(count if head is not None and head.weight is table else count - table.numel())
 
 
 def _rate(cache: str) -> float:

@@ -1,7 +1,7 @@
 """Machines and models as numbers: how long a layer computes, how fast experts come, how large they are.
 
-A decode step reads every active weight once, so its compute time is bytes over memory bandwidth, and a share of overhead
-per layer; a long prompt takes as long as its products. Published numbers, with the shares of them that are reached.
+A decode step reads every active weight once, so its compute time is bytes over memory bandwidth, plus an overhead per layer.
+A long prompt takes as long as its products. The numbers are published ones, times the share of them that real kernels reach.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIB = 2**20
 GB = 1e9
 # A trace that uses fewer experts than a model has over this is not of that model.
 MOST_UNUSED = 1.1
-# What a trace's model is called whose sizes nobody has told.
+# The name of a trace's model if its sizes are not known.
 UNKNOWN = "an unknown model with experts of 16 MiB (assumed; see --model)"
 # Shares of the peak that are reached by real kernels.
 MEMORY_EFFICIENCY, FLOPS_EFFICIENCY = 0.8, 0.5
@@ -23,15 +23,15 @@ MEMORY_EFFICIENCY, FLOPS_EFFICIENCY = 0.8, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What computes, and what experts come over.
+    """A processor or GPU, and the link that experts come over.
 
     Args:
         name: for reports.
-        bandwidth_bytes_per_s: achieved by the link.
-        latency_s: of one transfer.
-        memory_bytes_per_s: peak of the memory that the slots are in.
+        bandwidth_bytes_per_s: bandwidth that the link achieves.
+        latency_s: latency of one transfer.
+        memory_bytes_per_s: peak bandwidth of the memory that the slots are in.
         flops: peak of products in the weights' dtype, per second.
-        layer_overhead_s: per layer, whatever it computes: launches, norms, routing.
+        layer_overhead_s: seconds per layer, whatever it computes: launches, norms, routing.
         chunk_bytes: the most that one transfer moves.
     """
 
@@ -44,15 +44,15 @@ class Machine:
     chunk_bytes: int
 
     def read_s(self, nbytes: float) -> float:
-        """Seconds to read weights once from fast memory."""
+        """Return the seconds to read weights once from fast memory."""
         return nbytes / (MEMORY_EFFICIENCY * self.memory_bytes_per_s)
 
     def multiply_s(self, parameters: float, num_rows: int) -> float:
-        """Seconds for so many rows times matrices of so many parameters."""
+        """Return the seconds to multiply so many rows by matrices of so many parameters."""
         return 2.0 * parameters * num_rows / (FLOPS_EFFICIENCY * self.flops)
 
     def link_s(self, nbytes: float) -> float:
-        """Seconds on the wire."""
+        """Return the seconds that bytes spend on the wire."""
         return nbytes / self.bandwidth_bytes_per_s
 
 
@@ -63,11 +63,11 @@ class Geometry:
     Args:
         name: for reports.
         num_layers: MoE layers.
-        num_experts: routed experts of each.
+        num_experts: routed experts of each layer.
         top_k: experts per token and layer.
-        expert_parameters: of one expert.
-        other_parameters: everything else that a token reads: attention, shared experts, dense layers, head.
-        bits_per_weight: of the experts, scales included; the rest is 16.
+        expert_parameters: parameters of one expert.
+        other_parameters: all other parameters that a token reads: attention, shared experts, dense layers, head.
+        bits_per_weight: bits of a weight of the experts, scales included; the others have 16.
     """
 
     name: str
@@ -80,32 +80,32 @@ class Geometry:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert, in store, link and slot."""
+        """Return the bytes of one expert, in store, link and slot."""
         return round(self.expert_parameters * self.bits_per_weight / 8)
 
     @property
     def token_bytes(self) -> int:
-        """Of the routed experts that one token uses."""
+        """Return the bytes of the routed experts that one token uses."""
         return self.num_layers * self.top_k * self.expert_bytes
 
     def chunks(self, machine: Machine) -> tuple[int, ...]:
-        """The transfers that bring one expert: three matrices, each in equal parts of at most the machine's chunk."""
+        """Return the bytes of each transfer of an expert: three matrices, in equal parts of at most the machine's chunk."""
         parts = max(1, -(-self.expert_bytes // (3 * machine.chunk_bytes)))
         whole, rest = divmod(self.expert_bytes, 3 * parts)
         return (whole + rest, *(whole,) * (3 * parts - 1)) if whole else (self.expert_bytes,)
 
     def layer_s(self, machine: Machine, num_tokens: int = 1) -> float:
-        """What a layer computes besides its routed experts, for so many tokens."""
+        """Return the seconds that a layer computes besides its routed experts, for so many tokens."""
         parameters = self.other_parameters / self.num_layers
         work_s = max(machine.read_s(2.0 * parameters), machine.multiply_s(parameters, num_tokens))
         return machine.layer_overhead_s + work_s
 
     def expert_s(self, machine: Machine, num_rows: float = 1) -> float:
-        """What one expert computes, for so many tokens."""
+        """Return the seconds that one expert computes, for so many tokens."""
         return max(machine.read_s(self.expert_bytes), machine.multiply_s(self.expert_parameters, round(num_rows)))
 
     def token_s(self, machine: Machine) -> float:
-        """C: seconds per decoded token if nothing had to be fetched."""
+        """Return C: the seconds per decoded token if nothing had to be fetched."""
         return self.num_layers * (self.layer_s(machine) + self.top_k * self.expert_s(machine))
 
 
@@ -117,10 +117,6 @@ MACHINES: Mapping[str, Machine] = {
 }
 
 
-def _expert(hidden_size: int, intermediate_size: int) -> float:
-    return 3.0 * hidden_size * intermediate_size
-
-
 def _geometry(
     name: str,
     layers: int,
@@ -130,8 +126,9 @@ def _geometry(
     active: float,
     bits_per_weight: float = 16.0,
 ) -> Geometry:
-    """`active`: parameters that one token uses, as published; `sizes`: hidden and intermediate size of an expert."""
-    expert = _expert(*sizes)
+    """Make a preset. `active`: parameters that one token uses, as published; `sizes`: hidden and intermediate size."""
+    hidden_size, intermediate_size = sizes
+    expert = 3.0 * hidden_size * intermediate_size
     return Geometry(name, layers, experts, top_k, expert, active - layers * top_k * expert, bits_per_weight)
 
 
@@ -154,50 +151,46 @@ MODELS: Mapping[str, Geometry] = {
 
 
 def machine_of(name: str) -> Machine:
-    """The preset of that name. Raises ConfigError."""
+    """Return the preset of that name. Raises ConfigError if there is none."""
     if name not in MACHINES:
         raise ConfigError(f"There is no hardware preset {name!r}. Choose from {', '.join(MACHINES)}.")
     return MACHINES[name]
 
 
 def geometry_of(model: str | Geometry, num_layers: int, num_experts: int, top_k: int) -> Geometry:
-    """The model that a trace of these sizes is of.
+    """Return the model that a trace of these sizes was recorded of.
 
     Args:
         model: a preset's name, "auto" (the first preset that has these sizes), or the model's own.
-        num_layers: of the trace.
-        num_experts: that it uses at least, of each layer.
-        top_k: of the trace.
+        num_layers: layers of the trace.
+        num_experts: experts of each layer that the trace uses at least.
+        top_k: experts per token and layer of the trace.
 
     Raises:
-        ConfigError: no such preset, or of other sizes.
+        ConfigError: there is no such preset, or it has other sizes.
     """
     if isinstance(model, Geometry):
         if (model.num_layers, model.top_k) != (num_layers, top_k) or num_experts > model.num_experts:
             raise _not_of(model, num_layers, num_experts, top_k)
         return model
-    return _preset(model, num_layers, num_experts, top_k)
-
-
-def _preset(name: str, num_layers: int, num_experts: int, top_k: int) -> Geometry:
-    if name != "auto" and name not in MODELS:
+    if model != "auto" and model not in MODELS:
         raise ConfigError(
-            f"There is no model preset {name!r}. Choose from auto, {', '.join(MODELS)}; or give a checkpoint's folder, or a "
+            f"There is no model preset {model!r}. Choose from auto, {', '.join(MODELS)}; or give a checkpoint's folder, or a "
             "hub id such as org/name."
         )
     # An expert that was never used leaves no trace of itself, so there may be some more.
     fitting = [
         one
         for one in MODELS.values()
-        if name in ("auto", one.name)
+        if model in ("auto", one.name)
         and (one.num_layers, one.top_k) == (num_layers, top_k)
         and num_experts <= one.num_experts <= MOST_UNUSED * num_experts
     ]
     if fitting:
         return min(fitting, key=lambda one: one.num_experts)
-    if name == "auto":
+    if model == "auto":
         return Geometry(UNKNOWN, num_layers, num_experts, top_k, 8.0 * MIB, num_layers * 30e6)
-    raise _not_of(MODELS[name], num_layers, num_experts, top_k)
+    raise _not_of(MODELS[model], num_layers, num_experts, top_k)
 
 
 def _not_of(model: Geometry, num_layers: int, num_experts: int, top_k: int) -> ConfigError:

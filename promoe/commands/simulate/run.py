@@ -3,45 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from statistics import median
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 from tqdm.auto import tqdm
 
 from promoe.commands.simulate import belady
-from promoe.commands.simulate.batches import Pass, passes
 from promoe.commands.simulate.forecasts import ORACLE, TraceForecasts
 from promoe.commands.simulate.machine import Geometry, Machine
+from promoe.commands.simulate.options import PolicyName
 from promoe.commands.simulate.simulator import Simulator
-from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE, PromoeConfig
+from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, check_at_least
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.scheduler.config import EvictionName
 from promoe.scheduler.replay import Replay
 from promoe.scheduler.reuse import LearnedReuse
+from promoe.stats.counts import Phase, PhaseStats
 from promoe.training.routing_traces import RoutingTrace
 from promoe.transfer.link_timetable import Wire
 from promoe.units import ratio
 
-PolicyName = Literal["default", "next_use", "lru", "lfu", "lfru", "static", "belady"]
-
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What to simulate.
+    """A machine, a model on it, and how its cache is run.
 
     Args:
-        machine: what it runs on.
+        machine: the machine.
         geometry: the model's sizes.
         cache_rate: slots of each layer over its experts, rounded down.
         policy: which expert makes room. "default" shares one pool of as many slots between all layers; the others are
             given their slots per layer, as published caches have them.
         predictor: what is forecast, or None.
-        lookahead: layers ahead.
-        batch: sequences that are generated together, each pass a token of each.
+        lookahead: how many layers ahead are forecast.
+        batch: sequences that are generated together; each pass has a token of each.
         quotas: slots of each layer, for any policy but Belady's; None: as the policy has them.
     """
 
@@ -71,16 +74,16 @@ class Scenario:
 
     @property
     def slots_per_layer(self) -> int:
-        """On average, where layers share."""
+        """Return the slots of a layer; the mean of the layers where they share."""
         return int(self.cache_rate * self.geometry.num_experts + 1e-9)
 
     @property
     def slots_shared(self) -> bool:
-        """Whether the layers have one pool."""
+        """Return whether the layers share one pool."""
         return self.policy in ("default", "next_use") and self.quotas is None
 
     def config(self) -> SchedulerConfig:
-        """Of the scheduler (for any policy but Belady's)."""
+        """Return the scheduler's configuration, for any policy but Belady's."""
         layers, slots = range(self.geometry.num_layers), self.slots_per_layer
         quotas = self.quotas or (slots,) * len(layers)
         names: dict[str, EvictionName] = {"default": PromoeConfig().eviction, "lfu": "static"}
@@ -104,98 +107,79 @@ def simulate(
 
     Args:
         scenario: machine, model, cache and policy.
-        trace: what is routed where.
+        trace: which experts each token uses.
         fit: what the predictor, or a static cache's popularity, is fitted on; None: `static` knows the trace itself.
-        reuse: what the reuse prior of `default` has learned of the model before; None: nothing.
+        reuse: what the reuse prior of `default` learned of the model before; None: nothing.
 
     Returns:
-        What `promoe simulate` writes: `policy, cache_rate, tokens, misses_per_token, hit_rate, ready_rate, bytes_per_token,
-        wasted_bytes_per_token, tpot_s, bound_s` and more (see `docs/simulate.md`). Bytes and misses are per decoded
-        token, times per decode pass, which is a token of every sequence.
+        What `promoe simulate --json` writes: `policy, cache_rate, tokens, misses_per_token, hit_rate, ready_rate,
+        bytes_per_token, wasted_bytes_per_token, tpot_s, bound_s` and more (see `docs/simulate.md`). Bytes and misses are per
+        decoded token, times per decode pass, which is a token of every sequence.
     """
-    if scenario.policy == "belady":
-        return _report(scenario, trace, _belady(scenario, trace))
-    return _report(scenario, trace, _simulated(scenario, trace, fit, reuse))
+    run = _on_demand_as_belady(scenario, trace) if scenario.policy == "belady" else _run(scenario, trace, fit, reuse)
+    return _report(scenario, trace, run)
 
 
-@dataclass
-class _Figures:
-    """Sums over decode passes; `prefill_s` per prompt."""
+class _Run(NamedTuple):
+    """What was counted.
 
-    tokens: int = 0
-    passes: int = 0
-    needed: int = 0
-    hits: int = 0
-    ready: int = 0
-    moved_bytes: int = 0
-    prefetched_bytes: int = 0
-    wasted_bytes: int = 0
-    evictions: int = 0
-    duration_s: float = 0.0
-    stall_s: float = 0.0
-    compute_s: float = 0.0
-    """Of everything resident."""
-    demand_bytes: float = 0.0
-    """That a replay without prefetch misses."""
-    prefill_s: tuple[float, ...] = ()
-    layer_visits: int = 0
+    Args:
+        decode: over all decode passes.
+        prompts_s: seconds of each prompt's pass.
+        prompt_visits: visits of layers in these passes.
+        demand_bytes: bytes that decoding would have moved without prefetch.
+    """
+
+    decode: PhaseStats
+    prompts_s: Sequence[float]
+    prompt_visits: int
+    demand_bytes: int
 
 
-def _simulated(
-    scenario: Scenario, trace: RoutingTrace, fit: RoutingTrace | None, reuse: LearnedReuse | None
-) -> _Figures:
+def _run(scenario: Scenario, trace: RoutingTrace, fit: RoutingTrace | None, reuse: LearnedReuse | None) -> _Run:
     config, geometry, machine = scenario.config(), scenario.geometry, scenario.machine
     simulator = Simulator(config, Wire(machine.bandwidth_bytes_per_s, machine.latency_s), reuse)
     if scenario.policy == "static":
         simulator.fix_popularity(_popularity(fit or trace, geometry.num_experts))
-    replay = Replay(config, taught=simulator.scheduler) if scenario.predictor else None
-    forecasts = None
+    replay, forecasts = None, None
     if scenario.predictor:
-        forecasts = TraceForecasts(scenario.predictor, fit, _widened(trace, geometry.num_experts), scenario.lookahead)
-    demand_bytes, compute_s, prefill_s = 0, 0.0, []
-    for phase, rows in _passes(scenario, trace):
-        num_tokens = len(rows)
-        simulator.recorder.begin_pass(phase, num_tokens, num_tokens if phase == "decode" else 1)
-        start_s = simulator.now_s
-        layer_s = geometry.layer_s(machine, num_tokens)
-        for layer_idx, tokens in enumerate(trace.experts[rows].transpose(1, 0, 2).tolist()):
-            num_used = len({idx for token in tokens for idx in token})
-            expert_s = geometry.expert_s(machine, num_tokens * geometry.top_k / num_used)
-            stream = num_tokens > MAX_PREDICTED_TOKENS and num_used >= STREAMED_SHARE * geometry.num_experts
-            ask = None if forecasts is None or phase == "prefill" else partial(forecasts.of, rows)
-            stream = stream and (config.prefetch or scenario.policy == "default")
-            simulator.visit(layer_idx, tokens, layer_s, expert_s, ask, stream, scenario.batch)
-            if phase == "decode":
-                compute_s += layer_s + num_used * expert_s
-            if replay is not None:
-                missed = replay.visit(layer_idx, tokens, scenario.batch)
-                demand_bytes += missed if phase == "decode" else 0
-        simulator.recorder.end_pass(simulator.now_s - start_s)
+        replay = Replay(config, taught=simulator.scheduler)
+        # With the model's number of experts: those with the highest ids may not have been used.
+        widened = dataclasses.replace(trace, num_experts=geometry.num_experts)
+        forecasts = TraceForecasts(scenario.predictor, fit, widened, scenario.lookahead, scenario.batch)
+    replayed_bytes = {"prefill": 0, "decode": 0}
+    prompts_s = []
+
+    def work(layer_idx: int, num_tokens: int, num_used: int) -> tuple[float, float]:
+        rows = num_tokens * geometry.top_k / num_used
+        return geometry.layer_s(machine, num_tokens), geometry.expert_s(machine, rows)
+
+    def replay_visit(phase: Phase, layer_idx: int, tokens: Sequence[Sequence[int]]) -> None:
+        if replay is not None:
+            replayed_bytes[phase] += replay.visit(layer_idx, tokens, scenario.batch)
+
+    passes = list(passes_of(trace, scenario.batch))
+    name = f"simulate {scenario.policy} {scenario.cache_rate:.1%}"
+    for phase, rows in tqdm(passes, name, unit="pass", disable=None, leave=False):
+        seconds = simulator.run_pass(
+            phase,
+            list(enumerate(trace.experts[rows].transpose(1, 0, 2).tolist())),
+            work,
+            forecasts=partial(forecasts.of, rows) if forecasts is not None and phase == "decode" else None,
+            stream=config.prefetch or scenario.policy == "default",
+            num_sequences=scenario.batch,
+            after_visit=partial(replay_visit, phase),
+        )
         if phase == "prefill":
-            prefill_s.append(simulator.now_s - start_s)
-    stats = simulator.recorder.phase_stats("decode")
-    moved = stats.bytes_demand + stats.bytes_prefetched
-    return _Figures(
-        tokens=stats.tokens,
-        passes=stats.passes,
-        needed=stats.needed,
-        hits=stats.hits,
-        ready=stats.ready,
-        moved_bytes=moved,
-        prefetched_bytes=stats.bytes_prefetched,
-        wasted_bytes=stats.bytes_wasted,
-        evictions=stats.evictions,
-        duration_s=stats.duration_s,
-        stall_s=stats.stall_s,
-        demand_bytes=moved if replay is None else demand_bytes,
-        compute_s=compute_s,
-        prefill_s=tuple(prefill_s),
-        layer_visits=stats.layer_visits + simulator.recorder.phase_stats("prefill").layer_visits,
-    )
+            prompts_s.append(seconds)
+    decode = simulator.recorder.phase_stats("decode")
+    prompt_visits = simulator.recorder.phase_stats("prefill").layer_visits
+    demand_bytes = decode.bytes_total if replay is None else replayed_bytes["decode"]
+    return _Run(decode, prompts_s, prompt_visits, demand_bytes)
 
 
-def _belady(scenario: Scenario, trace: RoutingTrace) -> _Figures:
-    """On demand: what is there runs first, the missing as they come, one after the other."""
+def _on_demand_as_belady(scenario: Scenario, trace: RoutingTrace) -> _Run:
+    """Count what Belady's choice misses. What is there runs first, the missing as they come, one after the other."""
     geometry, machine = scenario.geometry, scenario.machine
     missed = belady.misses(trace.experts, geometry.num_experts, scenario.slots_per_layer)
     fetch_s, expert_s = machine.link_s(geometry.expert_bytes), geometry.expert_s(machine)
@@ -205,27 +189,26 @@ def _belady(scenario: Scenario, trace: RoutingTrace) -> _Figures:
         for idx in range(int(count)):
             now_s = max(now_s, machine.latency_s + (idx + 1) * fetch_s) + expert_s
         stall_s += int(visits) * (now_s - resident_s - int(count) * expert_s)
-    total = int(missed.sum())
-    needed = trace.experts.size
-    return _Figures(
+    needed, total = trace.experts.size, int(missed.sum())
+    decode = PhaseStats(
         tokens=trace.num_tokens,
         passes=trace.num_tokens,
+        layer_visits=missed.size,
         needed=needed,
         hits=needed - total,
         ready=needed - total,
-        moved_bytes=total * geometry.expert_bytes,
-        duration_s=trace.num_tokens * geometry.token_s(machine) + stall_s,
+        bytes_demand=total * geometry.expert_bytes,
         stall_s=stall_s,
-        compute_s=trace.num_tokens * geometry.token_s(machine),
-        demand_bytes=total * geometry.expert_bytes,
-        layer_visits=missed.size,
+        duration_s=trace.num_tokens * geometry.token_s(machine) + stall_s,
     )
+    return _Run(decode, (), 0, decode.bytes_demand)
 
 
-def _report(scenario: Scenario, trace: RoutingTrace, found: _Figures) -> dict[str, Any]:
-    machine, geometry, tokens = scenario.machine, scenario.geometry, found.tokens
-    compute_s = ratio(found.compute_s, found.passes)
-    transfer_s = ratio(machine.link_s(found.demand_bytes), found.passes)
+def _report(scenario: Scenario, trace: RoutingTrace, run: _Run) -> dict[str, Any]:
+    machine, geometry, decode = scenario.machine, scenario.geometry, run.decode
+    # The clock only computes or waits.
+    compute_s = ratio(decode.duration_s - decode.stall_s, decode.passes)
+    transfer_s = ratio(machine.link_s(run.demand_bytes), decode.passes)
     figures: dict[str, Any] = {
         "policy": scenario.policy,
         "cache_rate": scenario.cache_rate,
@@ -236,45 +219,65 @@ def _report(scenario: Scenario, trace: RoutingTrace, found: _Figures) -> dict[st
         "model": geometry.name,
         "expert_bytes": geometry.expert_bytes,
         "prompts": len(trace.prompt_lengths),
-        "tokens": tokens,
+        "tokens": decode.tokens,
         "batch": scenario.batch,
-        "sequences_per_pass": ratio(tokens, found.passes),
-        "layer_visits": found.layer_visits,
-        "misses_per_token": ratio(found.needed - found.hits, tokens),
-        "hit_rate": ratio(found.hits, found.needed),
-        "ready_rate": ratio(found.ready, found.needed),
-        "bytes_per_token": ratio(found.moved_bytes, tokens),
-        "prefetched_bytes_per_token": ratio(found.prefetched_bytes, tokens),
-        "wasted_bytes_per_token": ratio(found.wasted_bytes, tokens),
-        "evictions_per_token": ratio(found.evictions, tokens),
-        "tpot_s": ratio(found.duration_s, found.passes),
-        "stall_s": ratio(found.stall_s, found.passes),
+        "sequences_per_pass": ratio(decode.tokens, decode.passes),
+        "layer_visits": decode.layer_visits + run.prompt_visits,
+        "misses_per_token": ratio(decode.needed - decode.hits, decode.tokens),
+        "hit_rate": decode.hit_rate,
+        "ready_rate": decode.ready_rate,
+        "bytes_per_token": decode.bytes_per_token,
+        "prefetched_bytes_per_token": ratio(decode.bytes_prefetched, decode.tokens),
+        "wasted_bytes_per_token": ratio(decode.bytes_wasted, decode.tokens),
+        "evictions_per_token": ratio(decode.evictions, decode.tokens),
+        "tpot_s": decode.pass_s,
+        "stall_s": decode.stall_per_pass_s,
         "compute_s": compute_s,
         "transfer_s": transfer_s,
         "bound_s": max(compute_s, transfer_s),
-        "link_use": ratio(machine.link_s(found.moved_bytes), found.duration_s),
-        "ttft_s": float(np.median(found.prefill_s)) if found.prefill_s else None,
+        "link_use": ratio(machine.link_s(decode.bytes_total), decode.duration_s),
+        "ttft_s": median(run.prompts_s) if run.prompts_s else None,
     }
-    return {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in figures.items()}
+    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in figures.items()}
 
 
-def _passes(scenario: Scenario, trace: RoutingTrace) -> Iterator[Pass]:
-    name = f"simulate {scenario.policy} {scenario.cache_rate:.1%}"
-    return iter(tqdm(list(passes(trace, scenario.batch)), name, unit="pass", disable=None, leave=False))
-
-
-def _popularity(trace: RoutingTrace, num_experts: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    layers = range(trace.num_layers)
-    return np.stack([np.bincount(trace.experts[:, n].ravel(), minlength=num_experts) for n in layers]).astype(
-        np.float64
-    )
-
-
-def _widened(trace: RoutingTrace, num_experts: int) -> RoutingTrace:
-    """With the model's number of experts: those with the highest ids may not have been used."""
-    return dataclasses.replace(trace, num_experts=num_experts)
+def _popularity(trace: RoutingTrace, num_experts: int) -> npt.NDArray[np.float64]:
+    counts = [np.bincount(trace.experts[:, idx].ravel(), minlength=num_experts) for idx in range(trace.num_layers)]
+    return np.stack(counts).astype(np.float64)
 
 
 def needs_fit(predictor: str | None) -> bool:
-    """Whether a predictor has to be fitted on tokens other than those it is judged on."""
+    """Return whether a predictor has to be fitted on tokens other than those it is judged on."""
     return predictor is not None and predictor != ORACLE
+
+
+class TracePass(NamedTuple):
+    """Rows of a trace that go through the model together."""
+
+    phase: Phase
+    rows: list[int]
+
+
+def passes_of(trace: RoutingTrace, batch: int) -> Iterator[TracePass]:
+    """Yield all passes of a trace, as with continuous batching: a sequence that ends makes room for the next one.
+
+    A prompt is a pass of its own, before its sequence takes its place. Tokens that the trace does not know to be a prompt's are
+    generated. Towards the end there may be fewer than `batch` sequences left.
+
+    Args:
+        trace: its prompts come in their order.
+        batch: sequences that are generated at a time.
+    """
+    waiting = deque(zip(trace.prompt_starts.tolist(), trace.prompt_lengths.tolist(), strict=True))
+    places: list[deque[int]] = []
+    while waiting or places:
+        while waiting and len(places) < batch:
+            start, length = waiting.popleft()
+            prompt = 0 if trace.generated is None else int(np.count_nonzero(~trace.generated[start : start + length]))
+            if prompt:
+                yield TracePass("prefill", list(range(start, start + prompt)))
+            if prompt < length:
+                places.append(deque(range(start + prompt, start + length)))
+        if places:
+            yield TracePass("decode", [place.popleft() for place in places])
+            places = [place for place in places if place]

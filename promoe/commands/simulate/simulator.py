@@ -1,4 +1,4 @@
-"""The real scheduler under a virtual clock: layers that compute for so long, a link that moves so many bytes per second.
+"""The real scheduler under a virtual clock: each layer computes for a given time, and the link moves bytes at a given speed.
 
 What `promoe.transfer.engine` does with threads happens here in order of time; the scheduler cannot tell the difference.
 """
@@ -11,27 +11,31 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.scheduler import Lease, Scheduler, SchedulerConfig
 from promoe.scheduler.eviction import Static
 from promoe.scheduler.reuse import LearnedReuse
+from promoe.stats.counts import Phase
 from promoe.stats.recorder import Recorder
 from promoe.transfer.link_timetable import IN_FLIGHT, Wire
 
 Forecasts = Callable[[int], "Sequence[tuple[int, int, npt.ArrayLike]]"]
 """What is forecast while a layer computes: `layer_idx -> [(steps_ahead, layer_idx, probabilities)]`."""
+Work = Callable[[int, int, int], tuple[float, float]]
+"""What computing takes: `(layer_idx, num_tokens, experts used) -> (seconds before the experts, seconds of each of them)`."""
 
 
 class Simulator:
-    """One machine serving one model. Feed it passes; read `recorder` and the clock.
+    """One machine that serves one model. Feed it passes; then read `recorder` and the clock, `now_s`.
 
     Args:
-        config: of the scheduler.
+        config: the scheduler's.
         wire: the link.
         reuse: what the reuse prior starts from.
-        slowdown: times as long that computing takes while something is on its way (1: a copy engine moves the bytes; more:
-            the cores that compute do).
-        group_s: what it costs to wake up for experts that arrive during a visit and to run them by themselves, however few
-            they are.
+        slowdown: how many times as long computing takes while bytes are on their way. 1: a copy engine moves them; more: the
+            cores that compute do.
+        group_s: seconds that it costs to wake up for experts that arrive during a visit and to run them by themselves,
+            however few they are.
     """
 
     def __init__(
@@ -54,10 +58,46 @@ class Simulator:
         self.recorder.prefetch_switched(config.prefetch)
 
     def fix_popularity(self, popularity: npt.NDArray[np.float64]) -> None:
-        """For `static`: keep the most popular experts by these counts `[num_layers, num_experts]`."""
+        """Keep the most popular experts by these counts `[num_layers, num_experts]`; only for the policy `static`."""
         eviction = self.scheduler.eviction
         assert isinstance(eviction, Static), f"{self.config.eviction} learns by itself"
         eviction.fix(popularity)
+
+    def run_pass(
+        self,
+        phase: Phase,
+        visits: Sequence[tuple[int, Sequence[Sequence[int]]]],
+        work: Work,
+        *,
+        forecasts: Forecasts | None = None,
+        stream: bool = True,
+        num_sequences: int = 1,
+        after_visit: Callable[[int, Sequence[Sequence[int]]], None] | None = None,
+    ) -> float:
+        """Simulate one forward pass of the model, and return its seconds.
+
+        Args:
+            phase: whether it reads a prompt or decodes.
+            visits: each MoE layer, and the experts of each token there, `[num_tokens][top_k]`.
+            work: what computing takes.
+            forecasts: asked in each layer once its gate has chosen.
+            stream: whether a long prompt fetches the next layer's experts ahead.
+            num_sequences: tokens of the next pass.
+            after_visit: called with each visit when it is over.
+        """
+        self.recorder.begin_pass(phase, len(visits[0][1]), num_sequences)
+        start_s = self.now_s
+        for layer_idx, tokens in visits:
+            num_used = len({expert_idx for token in tokens for expert_idx in token})
+            layer_s, expert_s = work(layer_idx, len(tokens), num_used)
+            uses_most = num_used >= STREAMED_SHARE * self.config.num_experts[layer_idx]
+            stream_next = stream and uses_most and len(tokens) > MAX_PREDICTED_TOKENS
+            self.visit(layer_idx, tokens, layer_s, expert_s, forecasts, stream_next, num_sequences)
+            if after_visit is not None:
+                after_visit(layer_idx, tokens)
+        seconds = self.now_s - start_s
+        self.recorder.end_pass(seconds)
+        return seconds
 
     def visit(
         self,
@@ -69,15 +109,15 @@ class Simulator:
         stream_next: bool = False,
         num_sequences: int = 1,
     ) -> None:
-        """One MoE layer of a pass, and what lies before its gate.
+        """Simulate one MoE layer of a pass, and what lies before its gate.
 
         Args:
             layer_idx: the layer.
             tokens: experts of each token `[num_tokens][top_k]`.
-            layer_s: computing up to the gate.
-            expert_s: computing one of its experts.
+            layer_s: seconds of computing up to the gate.
+            expert_s: seconds of computing one of its experts.
             forecasts: asked once the gate has chosen.
-            stream_next: a long prompt, which will use nearly all experts of the next layer.
+            stream_next: whether the next layer's experts are fetched in order: a long prompt will use nearly all of them.
             num_sequences: tokens of the layer's next visit.
         """
         scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
@@ -110,7 +150,7 @@ class Simulator:
         self.recorder.visit(layer_idx, ids, hits, len(ids) - waited_for, stall_s)
 
     def _wait(self) -> float:
-        """Until the next expert is complete; returns the seconds."""
+        """Wait until the next expert is complete, and return the seconds."""
         waited_s, completed = 0.0, False
         in_flight = self._in_flight
         while not completed:
@@ -122,7 +162,7 @@ class Simulator:
         return waited_s
 
     def _compute(self, work_s: float) -> None:
-        """So much work, while chunks arrive and others are sent."""
+        """Compute for so many seconds of work, while chunks arrive and others are sent."""
         while self._in_flight:
             end_s, arrival_s = self.now_s + self._slowdown * work_s, self._in_flight[0][0]
             if arrival_s > end_s:
@@ -146,7 +186,7 @@ class Simulator:
             in_flight.append((reserve(self.now_s, chunk_bytes[last_idx]), lease))
 
     def _advance(self, until_s: float) -> bool:
-        """Everything arrives that does until then; returns whether some expert is complete."""
+        """Let everything arrive that does until then, and return whether some expert is complete."""
         in_flight, completed = self._in_flight, False
         while in_flight and in_flight[0][0] <= until_s:
             self.now_s, lease = in_flight.popleft()

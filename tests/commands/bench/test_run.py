@@ -132,7 +132,7 @@ def test_what_is_written(folder: Path, report: dict[str, Any]) -> None:
 
 def options(folder: Path, **fields: Any) -> Options:
     fixed = {"cache": ["25%"], "systems": ["gate"], "model": str(folder / "checkpoint"), "pairs": 1}
-    return Options(**fixed | {"prompts": str(folder / "prompts.json"), "out": folder / "out"} | fields)
+    return Options(**fixed | {"prompts": str(folder / "prompts.json"), "out": str(folder / "out")} | fields)
 
 
 @pytest.fixture

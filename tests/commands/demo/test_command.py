@@ -10,7 +10,8 @@ from tiny_checkpoint import write_checkout
 
 from promoe import cli
 from promoe.commands import lower_bound as bound
-from promoe.commands.demo import Options, command
+from promoe.commands.demo import command
+from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import RESIDENT, SYSTEMS, BehindLink
 from promoe.errors import ConfigError
 from promoe.transfer.cpu_contention import Taken

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from commands.doctor.test_advice import WELL, facts
-from promoe import cli
+from promoe import cli, command_line
 from promoe.commands.doctor import command
 from promoe.commands.doctor.chaos import WRONG, Outcome
+from promoe.commands.doctor.options import Options
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_measuring")
 def test_a_block_to_paste_and_what_it_means(tmp_path: Path) -> None:
     out = io.StringIO()
-    assert command.run_doctor(tmp_path, False, tmp_path / "doctor.json", out)
+    assert command.run_doctor(Options(str(tmp_path), json=str(tmp_path / "doctor.json")), out)
     _, block, rest = out.getvalue().split("```")
     assert "3.50 GB/s O_DIRECT" in block
     assert "torch computes with 4 of 8 cores" in rest
@@ -41,7 +42,7 @@ def test_a_wrong_answer_is_an_exit_code(
     assert "its reads failing" in printed
     assert "All 5 answers are bit by bit those of the unpatched model." in printed
     monkeypatch.setattr(command, "chaos", lambda: [Outcome("torn", 3, {}, 1, WRONG)])
-    assert cli.main(["doctor", str(tmp_path), "--chaos"]) == cli.EXIT_DIFFERENT_TOKENS
+    assert cli.main(["doctor", str(tmp_path), "--chaos"]) == command_line.EXIT_DIFFERENT_TOKENS
     assert WRONG in capsys.readouterr().out
     assert cli.main(["doctor", str(tmp_path)]) == 0
 
@@ -49,7 +50,7 @@ def test_a_wrong_answer_is_an_exit_code(
 def test_where_nothing_stands_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "find_facts", lambda folder: WELL)
     out = io.StringIO()
-    command.run_doctor(tmp_path, False, None, out)
+    command.run_doctor(Options(str(tmp_path)), out)
     assert out.getvalue().endswith("\nNothing stands out.\n")
 
 

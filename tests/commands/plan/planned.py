@@ -6,8 +6,7 @@ import torch
 
 from promoe.commands.plan.routing import Habit, made_up
 from promoe.commands.plan.sizes import CacheLayer, ExpertsOfLayer, KvCache, ModelSizes
-from promoe.commands.plan.time_model import TimeModel
-from promoe.commands.plan.times import ComputeTimes, Curve, LinkSpeed
+from promoe.commands.plan.time_model import ComputeTimes, Curve, LinkSpeed, TimeModel
 from promoe.stores.layout import ExpertLayout
 
 MIB = 2**20
@@ -39,7 +38,7 @@ def link(megabytes_per_s: float = 1000.0, slowdown: float = 1.0, convert_s: floa
     return LinkSpeed("O_DIRECT", megabytes_per_s * 1e6, megabytes_per_s * 1e6, slowdown, convert_s, "made up")
 
 
-def predictor(
+def time_model(
     of: ModelSizes | None = None, over: LinkSpeed | None = None, compute: ComputeTimes | None = None
 ) -> TimeModel:
     """With one kind of routing."""

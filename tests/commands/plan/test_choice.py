@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from commands.plan.planned import MIB, link, predictor, sizes, times
+from commands.plan.planned import MIB, link, sizes, time_model, times
 from promoe.commands.plan.choice import cheapest, choose, rates_to_try
-from promoe.commands.plan.fits import Room
+from promoe.commands.plan.sizes import Room
 from promoe.commands.plan.time_model import Prediction, Speed
 
 ROOM = Room("RAM", None, 0, 0)
@@ -12,7 +12,7 @@ ROOM = Room("RAM", None, 0, 0)
 
 def linear(rate: float) -> Prediction:
     """100 tokens/s for a whole cache."""
-    speed = Speed("", 1.0, 0.01 / rate, rate, (1 - rate) * 1e8, 0.0, 0.01, 0.1 * (1 - rate))
+    speed = Speed(1.0, 0.01 / rate, rate, 0.0, (1 - rate) * 1e8, "", 0.01, 0.1 * (1 - rate))
     return Prediction(rate, round(100 * rate), round(100 * MIB * rate), (speed,))
 
 
@@ -59,12 +59,12 @@ def test_without_one_nothing_larger_than_needed() -> None:
     ],
 )
 def test_what_limits_is_one_sentence(expert_s: float, megabytes_per_s: float, rate: float, sentence: str) -> None:
-    found = predictor(over=link(megabytes_per_s), compute=times(0.001, expert_s))
+    found = time_model(over=link(megabytes_per_s), compute=times(0.001, expert_s))
     assert choose(found, [rate], ROOM, lambda rate: "disk (1 GB/s)", None).limit.startswith(sentence)
 
 
 def test_where_memory_is_what_keeps_the_cache_small() -> None:
-    model, found = sizes(), predictor(over=link(100), compute=times(0.001, 0.0001))
+    model, found = sizes(), time_model(over=link(100), compute=times(0.001, 0.0001))
     tight = Room("RAM", 2 * 2**30 + 33 * MIB, 0, 0)  # of 64 MiB of experts
     assert "Memory allows no larger one: 1.0 MiB of RAM are left." in choose(found, [0.5], tight, str, None).limit
     assert "Memory" not in choose(found, [0.25], tight, str, None).limit

@@ -10,16 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 from needs import needs_packing
+from peft import LoraConfig, get_peft_model
 from quantised_checkpoints import write_fp8
 from tiny_checkpoint import write_checkpoint
+from transformers import AutoModelForCausalLM
 from zoo import families
 
 from commands.plan.planned import link, times
 from promoe import cli
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 from promoe.commands.plan import command, verification
-from promoe.commands.plan.command import Task, run_plan
-from promoe.commands.plan.fits import Room
+from promoe.commands.plan.command import run_plan
+from promoe.commands.plan.options import Options
+from promoe.commands.plan.sizes import Room
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES
 from promoe.transfer.cpu_contention import Taken
@@ -41,7 +45,7 @@ def no_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
 def planned(folder: Path, **fields: Any) -> tuple[command.Result, str]:
     out = io.StringIO()
     fields = {"prompt_tokens": 12, "new_tokens": 6, **fields}
-    return run_plan(Task(str(folder), **fields), out), out.getvalue()
+    return run_plan(Options(str(folder), **fields), out), out.getvalue()
 
 
 def test_will_it_run_and_how_fast(folder: Path, tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_packing_is_advised_where_it_makes_tokens_quicker(
     assert result.packed_compute_s < 1e-4 * len(result.sizes.layers) * result.sizes.layers[0].top_k
     assert json.loads((tmp_path / "plan.json").read_text())["packed_compute_s"] == result.packed_compute_s
 
-    run_pack(folder, None, None, io.StringIO())
+    run_pack(pack.Options(str(folder)), io.StringIO())
     result, text = planned(folder)
     assert "experts packed" in text
     assert "promoe pack" not in text
@@ -121,6 +125,18 @@ def test_what_to_copy_where_there_is_only_a_configuration(folder: Path, tmp_path
     assert last[1].startswith(f'  promoe run {tmp_path} "PROMPT" --cache ')
     _, text = planned(folder)
     assert "once its weights" not in text
+
+
+def test_a_folder_that_holds_only_an_adapter_is_planned_as_its_base(folder: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    base: Any = AutoModelForCausalLM.from_pretrained(folder)
+    get_peft_model(base, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    assert sorted(path.suffix for path in adapter.iterdir() if path.suffix != ".md") == [".json", ".safetensors"]
+    result, text = planned(adapter)
+    of_base, _ = planned(folder)
+    assert result.sizes == of_base.sizes
+    assert result.choice is not None
+    assert f"promoe run {adapter}" in text, "which opens the base with the adapter"
 
 
 def test_a_wanted_speed_and_caches_of_ones_own(folder: Path) -> None:
@@ -210,7 +226,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_cache_just_above_the_largest_whole_per_cent_may_be_read_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def room(task: Task, sizes: Any, device: Any) -> Room:
+    def room(options: Options, sizes: Any, device: Any) -> Room:
         slots_bytes = sizes.slots_bytes * 33 // 64
         return Room("RAM", AUTO_RESERVE_BYTES + sizes.other_bytes + slots_bytes, sizes.other_bytes, 0)
 

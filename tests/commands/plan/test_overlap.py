@@ -10,7 +10,8 @@ from needs import needs_packing
 from tiny_checkpoint import write_checkpoint
 
 from commands.plan.planned import link, times
-from promoe.commands.pack import run_pack
+from promoe.commands.pack import options as pack
+from promoe.commands.pack.command import run_pack
 from promoe.commands.plan import overlap
 from promoe.commands.plan.overlap import MOST_FACTOR, fit_overlap, fitted
 from promoe.commands.plan.reading import read_model
@@ -71,7 +72,7 @@ def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, mon
     folder = write_checkpoint(tmp_path, num_experts=16, layers=6, hidden=128, intermediate=64)
     with closing(read_model(str(folder)).store) as plain:  # type: ignore[type-var]
         assert not isinstance(plain, SlotFilesStore)
-    run_pack(folder, None, None, io.StringIO())
+    run_pack(pack.Options(str(folder)), io.StringIO())
     read = read_model(str(folder))
     assert isinstance(read.store, SlotFilesStore)
     assert read.sizes.found_in.endswith(", experts packed")

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from zoo import families
 
 import promoe
-from promoe.commands.plan.fits import cache_argument, pools, slots_bytes
 from promoe.commands.plan.kv_cache import _tensors
 from promoe.commands.plan.reading import read_model
-from promoe.commands.plan.sizes import ModelSizes
+from promoe.commands.plan.sizes import ModelSizes, Slots, cache_argument
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.model.placement import other_bytes
 from promoe.stores.safetensors_files import SafetensorsFile
@@ -54,8 +53,7 @@ def assert_is_what_is_opened(sizes: ModelSizes, folder: Path) -> None:
             assert [layer.num_experts for layer in sizes.layers] == list(store.num_experts)
             assert [layer.top_k for layer in sizes.layers] == [layer.top_k for layer in runtime.layers]
             assert sizes.other_bytes == other_bytes(model, runtime.layers)
-            assert slots_bytes(pools(sizes, rate)) == stats.cache_bytes
-            assert sum(plan.spec.num_slots for plan in pools(sizes, rate)) == stats.cache_slots
+            assert sizes.slots(rate) == Slots(stats.cache_slots, stats.cache_bytes)
             assert sizes.kv.nbytes(CONTEXT) == cache_bytes(model, CONTEXT)
             assert sizes.dtype == str(model.dtype).removeprefix("torch.")
 

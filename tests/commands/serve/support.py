@@ -20,7 +20,8 @@ from waiting import WAIT_S
 
 import promoe
 from promoe.commands.serve import command
-from promoe.commands.serve.command import Address, Options, serve
+from promoe.commands.serve.command import Address, serve
+from promoe.commands.serve.options import Options
 from promoe.commands.serve.requests import CHAT, Asked
 from promoe.commands.serve.turns import Turns
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs

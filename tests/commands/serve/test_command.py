@@ -21,7 +21,8 @@ from waiting import WAIT_S
 
 from promoe import cli
 from promoe.commands.serve import command
-from promoe.commands.serve.command import Options, run_serve
+from promoe.commands.serve.command import run_serve
+from promoe.commands.serve.options import Options
 from promoe.errors import ConfigError, UnsupportedModelError
 
 from .support import KEY, MESSAGES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from promoe.commands.serve.guard import Door, _refusal
+from promoe.commands.serve.guard import AccessRules, _refusal
 from promoe.commands.serve.requests import CHAT, Refused
 
 from .support import KEY, MESSAGES, Served, serving
@@ -20,14 +20,14 @@ def with_key(value: bytes) -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("value", [b"Bearer secret", b"bearer secret", b"Bearer  secret "])
 def test_the_right_key_opens(value: bytes) -> None:
-    Door("secret").check(CHAT, with_key(value))
+    AccessRules("secret").check(CHAT, with_key(value))
 
 
 @pytest.mark.parametrize("key", [" secret", "secret\n"])
 def test_white_space_around_a_key_is_not_asked_for(key: str) -> None:
-    Door(key).check(CHAT, with_key(b"Bearer secret"))
+    AccessRules(key).check(CHAT, with_key(b"Bearer secret"))
     with pytest.raises(Refused):
-        Door(key).check(CHAT, with_key(b"Bearer "))
+        AccessRules(key).check(CHAT, with_key(b"Bearer "))
 
 
 @pytest.mark.parametrize(
@@ -36,18 +36,18 @@ def test_white_space_around_a_key_is_not_asked_for(key: str) -> None:
 )
 def test_other_keys_do_not(value: bytes) -> None:
     with pytest.raises(Refused, match="missing or wrong") as refused:
-        Door("secret").check(CHAT, with_key(value))
+        AccessRules("secret").check(CHAT, with_key(value))
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
 
 
 def test_health_needs_no_key_and_without_one_nothing_does() -> None:
-    Door("secret").check("/health", LOCAL)
-    Door().check(CHAT, LOCAL)
+    AccessRules("secret").check("/health", LOCAL)
+    AccessRules().check(CHAT, LOCAL)
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:80", "127.0.0.1:80", "127.1.2.3", "[::1]:80", "a.localhost"])
 def test_names_of_this_machine(host: str) -> None:
-    Door().check(CHAT, {b"host": host.encode()})
+    AccessRules().check(CHAT, {b"host": host.encode()})
 
 
 @pytest.mark.parametrize(
@@ -55,9 +55,9 @@ def test_names_of_this_machine(host: str) -> None:
 )
 def test_other_names_lead_nowhere_unless_others_are_wanted(host: str) -> None:
     with pytest.raises(Refused, match="answers to localhost alone") as refused:
-        Door().check(CHAT, {b"host": host.encode()})
+        AccessRules().check(CHAT, {b"host": host.encode()})
     assert refused.value.status == 403
-    Door(local_names_only=False).check(CHAT, {b"host": host.encode()})
+    AccessRules(local_names_only=False).check(CHAT, {b"host": host.encode()})
 
 
 def test_who_is_refused_gets_openais_form_of_it(served: Served, capfd: pytest.CaptureFixture[str]) -> None:

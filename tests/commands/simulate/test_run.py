@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from promoe.commands.simulate.machine import MACHINES, MODELS, Geometry
-from promoe.commands.simulate.run import PolicyName, Scenario, simulate
+from promoe.commands.simulate.options import PolicyName
+from promoe.commands.simulate.run import Scenario, TracePass, passes_of, simulate
 from promoe.errors import ConfigError
 from promoe.training.routing_traces import RoutingTrace
 
@@ -173,3 +175,44 @@ def test_what_makes_no_sense_is_refused(more: dict[str, Any], match: str) -> Non
 def test_predictors_that_need_hidden_states_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'gate' needs hidden states.*token, previous"):
         simulate(scenario(predictor="gate"), topics(prompts=1))
+
+
+def sequences(*lengths: int, prompts: int | None = None) -> RoutingTrace:
+    """Sequences of these lengths, of which the first `prompts` tokens were the prompt; None: unknown."""
+    count = sum(lengths)
+    found = RoutingTrace(np.zeros((count, 1, 1), dtype=np.int16), np.zeros(count, dtype=np.int64), np.array(lengths), 4)
+    if prompts is None:
+        return found
+    return replace(found, generated=np.concatenate([np.arange(length) >= prompts for length in lengths]))
+
+
+def decode(*rows: int) -> TracePass:
+    return TracePass("decode", list(rows))
+
+
+def test_one_sequence_after_the_other() -> None:
+    assert list(passes_of(sequences(2, 1), 1)) == [decode(0), decode(1), decode(2)]
+
+
+def test_a_prompt_is_one_pass() -> None:
+    found = list(passes_of(sequences(4, 3, prompts=2), 1))
+    assert found == [TracePass("prefill", [0, 1]), decode(2), decode(3), TracePass("prefill", [4, 5]), decode(6)]
+
+
+def test_a_sequence_that_ends_makes_room_for_the_next() -> None:
+    found = list(passes_of(sequences(3, 1, 2), 2))
+    assert found == [decode(0, 3), decode(1, 4), decode(2, 5)]
+    found = list(passes_of(sequences(4, 3, 3, prompts=2), 2))
+    assert found[:3] == [TracePass("prefill", [0, 1]), TracePass("prefill", [4, 5]), decode(2, 6)]
+    assert found[3:] == [TracePass("prefill", [7, 8]), decode(3, 9)]
+
+
+def test_a_sequence_that_is_only_a_prompt_takes_no_place() -> None:
+    found = list(passes_of(sequences(2, 3, prompts=2), 1))
+    assert found == [TracePass("prefill", [0, 1]), TracePass("prefill", [2, 3]), decode(4)]
+
+
+def test_every_token_is_in_one_pass() -> None:
+    for batch in (1, 3, 50):
+        rows = [row for one in passes_of(sequences(5, 1, 7, 2, 9, prompts=3), batch) for row in one.rows]
+        assert sorted(rows) == list(range(24))

@@ -1,14 +1,15 @@
-"""`promoe report`: a page from runs that were saved, one of them or several set side by side."""
+"""`promoe report`: reads runs, writes the page, and prints what it says in text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
 from promoe.commands.charts.html_report import html_report
+from promoe.commands.report.options import Options
 from promoe.errors import ConfigError
 from promoe.files import check_writable
 from promoe.stats.run import Run
@@ -20,30 +21,21 @@ from promoe.stats.text_report import text_comparison, text_report
 SAME = ("model", "prompt", "tokens", "threads", "processor", "versions")
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `promoe report` was asked for; see the help of its options."""
-
-    runs: Sequence[str]
-    out: str
-    baseline: str | None = None
-
-
-def report(request: Request, out: TextIO) -> Path:
-    """Read the runs, write the page, and print what it says in text.
+def report(options: Options, out: TextIO | None = None) -> Path:
+    """Read the runs, write the page, and print to `out` (None: stdout) what it says in text.
 
     Raises:
-        ConfigError: a file is no saved run, runs are of different models, or the page cannot be written.
+        ConfigError: a file is not a saved run, runs are of different models, or the page cannot be written.
     """
-    check_writable(request.out)
-    _check_not_read(request)
-    found = {name: load_run(path) for name, path in _names(request.runs).items()}
+    check_writable(options.out)
+    _check_not_read(options)
+    found = {name: load_run(path) for name, path in _names(options.runs).items()}
     _check_same_model({name: saved.run for name, saved in found.items()})
     runs = [replace(saved.run, name=name) for name, saved in found.items()]
     title = f"promoe report: {' and '.join(found)}" if len(found) <= 2 else f"promoe report: {len(found)} runs"
-    path = html_report(runs, request.out, title, _conditions(found), baseline=request.baseline)
+    path = html_report(runs, options.out, title, _conditions(found), baseline=options.baseline)
     alone = runs[0]
-    text = text_comparison(runs, baseline=request.baseline) if len(runs) > 1 else text_report(alone.stats)
+    text = text_comparison(runs, baseline=options.baseline) if len(runs) > 1 else text_report(alone.stats)
     if differing := _differing(found):
         text = "\n".join(
             [text, *bullets([f"The runs are not of the same {' and '.join(differing)}: see the page's head."])]
@@ -52,14 +44,14 @@ def report(request: Request, out: TextIO) -> Path:
     return path
 
 
-def _check_not_read(request: Request) -> None:
-    for path in request.runs:
-        if os.path.realpath(path) == os.path.realpath(request.out):
-            raise ConfigError(f"--out names '{request.out}', which is one of the runs. Give another file.")
+def _check_not_read(options: Options) -> None:
+    for path in options.runs:
+        if os.path.realpath(path) == os.path.realpath(options.out):
+            raise ConfigError(f"--out names '{options.out}', which is one of the runs. Give another file.")
 
 
 def _names(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> path: the files' names without endings where that tells them apart, else the paths."""
+    """Return the path of each run by name: the file's name without its ending where that tells them apart, else the path."""
     stems = [Path(path).stem for path in paths]
     names = stems if len(set(stems)) == len(stems) else list(paths)
     if len(set(names)) < len(names):
@@ -83,12 +75,12 @@ def _sizes(run: Run) -> str:
 
 
 def _differing(found: Mapping[str, SavedRun]) -> list[str]:
-    """What should be the same in runs that are compared, and is not."""
+    """Return what should be the same in runs that are compared, and is not."""
     return [key for key in SAME if len({saved.conditions.get(key) for saved in found.values()}) > 1]
 
 
 def _conditions(found: Mapping[str, SavedRun]) -> dict[str, str]:
-    """What holds for all once; what differs with the runs' names."""
+    """Return conditions that are the same for all runs once, and others with the names of the runs."""
     keys = dict.fromkeys(key for saved in found.values() for key in saved.conditions)
     result = {}
     for key in keys:

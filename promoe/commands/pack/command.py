@@ -1,8 +1,7 @@
-"""`promoe pack`: a checkpoint's experts, packed once for the processor at hand."""
+"""`promoe pack`: packs, and prints what came of it."""
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import closing
 from pathlib import Path
@@ -10,18 +9,19 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from promoe.commands.pack.options import Options
 from promoe.model.opening import open_headers
 from promoe.model.packed_files import gains_in_words, packable, packed_folder, write_packed
 from promoe.units import format_memory, format_seconds
 
 
-def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | None, stdout: TextIO) -> None:
-    """Pack, and say what came of it.
+def run_pack(options: Options, out: TextIO | None = None) -> None:
+    """Pack a checkpoint's experts, and print to `out` (None: stdout) what is faster by how much.
 
     Raises:
         PromoeError: as `open_headers` and `write_packed`.
     """
-    opened = open_headers(path_or_id, dtype=dtype)
+    opened = open_headers(options.model, dtype=options.dtype)
     start_s = time.perf_counter()
     with closing(opened.store) as store, tqdm(unit="B", unit_scale=True, disable=None, desc="packing") as bar:
 
@@ -29,24 +29,24 @@ def run_pack(path_or_id: str | os.PathLike[str], out: Path | None, dtype: str | 
             bar.total = total_bytes
             bar.update(done_bytes - bar.n)
 
-        folder = packed_folder(store) if out is None else out
+        folder = packed_folder(store) if options.out is None else Path(options.out)
         nbytes = write_packed(opened.layers, store, folder, progress)
         formats = packable(opened.layers, store)
     took = format_seconds(time.perf_counter() - start_s)
     how = (
         "It is used from now on."
-        if out is None
+        if options.out is None
         else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
     )
     packed = {name for matrices in formats.values() for name in matrices}
     matrices = {spec.name for layer in opened.layers for spec in layer.layout.tensors if len(spec.shape) == 2}
-    print(f"{format_memory(nbytes)} of experts written into {folder} in {took}. {how}", file=stdout)
+    print(f"{format_memory(nbytes)} of experts written into {folder} in {took}. {how}", file=out)
     print(
         f"One token's row is multiplied so many times as fast now (measured): {gains_in_words(formats)}.",
-        file=stdout,
+        file=out,
     )
     if plain := sorted(matrices - packed):
         print(
-            f"As in the checkpoint, for packing them would gain nothing or change bits: {', '.join(plain)}.",
-            file=stdout,
+            f"Left as in the checkpoint, because packing them would gain nothing or change bits: {', '.join(plain)}.",
+            file=out,
         )

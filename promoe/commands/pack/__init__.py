@@ -1,0 +1,1 @@
+"""`promoe pack`: a checkpoint whose experts are packed once for the processor at hand."""

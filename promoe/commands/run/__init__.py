@@ -1,0 +1,1 @@
+"""`promoe run`: one prompt, answered by a checkpoint whose experts stay on disk."""
