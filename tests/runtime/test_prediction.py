@@ -221,7 +221,7 @@ def test_a_timeline_shows_each_prediction() -> None:
         engine.tracer = Tracer()
         thread.visit(1, visit(layer_idx=1))
         thread.drain()
-    (span,) = engine.tracer._events
+    (span,) = engine.tracer.spans()
     assert (span.lane, span.name, span.args) == (PREDICTOR, "predict from L1", {"forecasts": 2})  # type: ignore[union-attr]
 
 
