@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -174,8 +174,7 @@ class Stats:
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return the main numbers as text: (what, prefill, decode, total)."""
-        phases = (self.prefill, self.decode, self.total)
-        return [(label, *(write(phase) for phase in phases)) for label, write in _ROWS]  # type: ignore[misc]
+        return [(label, write(self.prefill), write(self.decode), write(self.total)) for label, write in _ROWS]
 
     def summary(self) -> str:
         """Return the main numbers on about fifteen aligned lines, as wide as the terminal."""
@@ -215,7 +214,7 @@ def _stall(phase: PhaseStats) -> str:
     return f"{format_seconds(phase.stall_per_pass_s)} = {format_share(phase.stall_share)}"
 
 
-_ROWS = (
+_ROWS: tuple[tuple[str, Callable[[PhaseStats], str]], ...] = (
     ("passes", lambda p: f"{p.passes:,}"),
     ("tokens", lambda p: f"{p.tokens:,}"),
     ("time per pass", lambda p: format_seconds(p.pass_s)),

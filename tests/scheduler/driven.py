@@ -15,7 +15,7 @@ import numpy.typing as npt
 from promoe.scheduler import ExpertKey, Lease, Scheduler, SchedulerConfig, Visit
 from promoe.scheduler.cache import LOADING, RESIDENT
 
-from .replay import Tally
+from .simulated import Tally
 
 Tag = tuple[ExpertKey, int]  # whose bytes, written under which generation
 SPOILT = None

@@ -9,7 +9,7 @@ from promoe.scheduler import ExpertKey, PoolSpec, Scheduler, SchedulerConfig
 
 from .by_hand import certain, config, driven, fetch, finish, names
 from .driven import Driven
-from .replay import Tally
+from .simulated import Tally
 
 
 def test_demand_goes_before_hints_and_hints_before_speculation() -> None:

@@ -6,7 +6,7 @@ import pytest
 from promoe.scheduler import PoolSpec, Scheduler, SchedulerConfig
 from promoe.scheduler.forecast_accuracy import BATCH_OUTCOMES, ForecastAccuracy
 
-from .replay import Tally
+from .simulated import Tally
 
 
 def scored(*forecasts: tuple[int, list[float]], used: list[int] | None) -> list[tuple[int, int, int, float]]:

@@ -10,7 +10,7 @@ from promoe.scheduler.slot_reclaim import HINT, PIN, SPECULATION, SlotReclaimer
 from promoe.scheduler.speculation import Speculation
 from promoe.scheduler.waste import FetchedBytes, WasteBudget
 
-from .replay import Tally
+from .simulated import Tally
 
 NUM_EXPERTS = 40
 

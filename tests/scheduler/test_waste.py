@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from promoe.scheduler.waste import FetchedBytes, WasteBudget
 
-from .replay import Tally
+from .simulated import Tally
 
 SPAN = 1000
 

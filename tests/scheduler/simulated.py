@@ -1,4 +1,4 @@
-"""A deterministic replay: the real scheduler, generated routing, and a link that moves a number of chunks per layer step.
+"""A deterministic simulation: the real scheduler, generated routing, and a link that moves a number of chunks per layer step.
 
 No clock: a layer's computation lasts as long as `chunks_per_step` chunks take, and waiting is counted in chunks.
 """
