@@ -48,9 +48,9 @@ def examples(text: str) -> list[str]:
     return re.findall(rf"`((?:{'|'.join(PROGRAMS)}) \S+ [^`]+)`", " ".join(text.split()))
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_what_runs_a_command_takes_its_options(command: str) -> None:
-    found = cli.COMMANDS[command]
+@pytest.mark.parametrize(("program", "command"), COMMANDS)
+def test_what_runs_a_command_takes_its_options(program: str, command: str) -> None:
+    found = PROGRAMS[program].COMMANDS[command]
     module, _, name = found.home.partition(":")
     run = getattr(import_module(module), name)
     first = next(iter(inspect.signature(run, eval_str=True).parameters.values()))
