@@ -18,8 +18,9 @@ the demo's table (medians; `bound` = max(C, B / W)), and ratios of TPOT per pair
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,11 +28,15 @@ from typing import Any
 import torch
 from common import save
 
+from promoe.commands.bench.messages import Opening
+from promoe.commands.bench.served import Served
+from promoe.commands.bench.systems import System
+from promoe.commands.bench.tasks import Reference, refer
 from promoe.commands.demo.command import DTYPE, Demo
-from promoe.commands.demo.comparison import Reference, compare, record
+from promoe.commands.demo.comparison import compare
 from promoe.commands.demo.options import Options
-from promoe.commands.demo.systems import SYSTEMS, OnDisk, System, to_compare
-from promoe.commands.lower_bound import bytes_per_token
+from promoe.commands.demo.systems import RESIDENT, SYSTEMS, to_compare
+from promoe.commands.lower_bound import missed_by_answer
 from promoe.commands.measure import paired_speedup, tpots_s
 from promoe.stats.text_report import text_comparison
 from promoe.transfer.links import EmulatedLink
@@ -47,36 +52,35 @@ RATIOS = (
 
 
 def measure(
-    demo: Demo,
-    source: Any,
-    resident: Any,
+    opening: Opening,
+    resident: Served,
     reference: Reference,
-    cache: str,
     title: str,
     compared: tuple[System, ...],
     ratios: Sequence[tuple[str, str, str]],
 ) -> dict[str, Any]:
     """All systems at one cache rate; printed, and returned for the JSON."""
-    result = compare(source, resident, reference, demo.task, cache, demo.out / "benchmark-timeline.json", compared)
-    print(f"\n{title}, cache {cache}, link {result.link}, W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
-    print(text_comparison(result.runs, baseline=SYSTEMS[0].name))
+    table = compare(resident, reference, [replace(opening, system=system) for system in compared])
+    runs = table.runs()
+    print(f"\n{title}, cache {table.cache}, link {runs[-1].stats.link}, W {table.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
+    print(text_comparison(runs, baseline=SYSTEMS[0].name))
     row: dict[str, Any] = {
         "title": title,
-        "cache": cache,
-        "bandwidth_bytes_per_s": result.bandwidth_bytes_per_s,
+        "cache": table.cache,
+        "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
         "runs": {
-            run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()}
-            for run in result.runs
+            run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()} for run in runs
         },
         "ratios": {},
     }
+    answers = {row.system.name: row.answers for row in table.rows}
     for slow, fast, wanted in ratios:
-        ratio = paired_speedup(tpots_s(result.answers[slow]), tpots_s(result.answers[fast]))
+        ratio = paired_speedup(tpots_s(answers[slow]), tpots_s(answers[fast]))
         row["ratios"][f"{slow} / {fast}"] = ratio
         print(
             f"  {slow} / {fast}: {ratio.value:.3f} ({ratio.low:.3f} - {ratio.high:.3f}){wanted and f'; wanted: {wanted}'}"
         )
-    for run in result.runs:
+    for run in runs:
         if run.stats.predictor is not None:
             print(f"  {run.name}: prefetch on {run.stats.decode.prefetch_on_share:.0%} of decode layer visits")
     return row
@@ -84,7 +88,7 @@ def measure(
 
 def systems(demo: Demo) -> tuple[System, ...]:
     """The demo's, its predictor included, and one with useless predictions."""
-    return (*demo.systems, System(RANDOM, SYSTEMS[3].config, predictor="random"))
+    return (*demo.systems, replace(SYSTEMS[3], name=RANDOM, predictor="random"))
 
 
 def limited(demo: Demo, shares: Sequence[float]) -> tuple[System, ...]:
@@ -93,10 +97,10 @@ def limited(demo: Demo, shares: Sequence[float]) -> tuple[System, ...]:
         SYSTEMS[0],
         SYSTEMS[2],
         *(
-            dataclasses.replace(
+            replace(
                 system,
                 name=f"{system.name}, {share:.1%}",
-                config=dataclasses.replace(system.config, waste_share=share),
+                config=replace(system.config, waste_share=share),
             )
             for system in demo.systems[3:]
             for share in shares
@@ -104,24 +108,24 @@ def limited(demo: Demo, shares: Sequence[float]) -> tuple[System, ...]:
     )
 
 
-class SlowedFiles(OnDisk):
-    """A checkpoint's files over an emulated link; copied from the page cache, as no disk keeps up reliably."""
+def equalised(opening: Opening, reference: Reference) -> Opening:
+    """Let the misses of next-use eviction without prefetch take as long as computing a token.
 
-    link = EmulatedLink(bandwidth_bytes_per_s=1e9)
-    read_mode = "page_cache"
+    Files come over an emulated link, copied from the page cache, as no disk keeps up reliably.
+    """
+    opening = replace(opening, read_mode="page_cache", link=EmulatedLink(bandwidth_bytes_per_s=1e9))
+    with closing(Served(replace(opening, system=SYSTEMS[2]))) as probe:
+        config = probe.facts().scheduler
+    assert config is not None, "a system of this library"
+    missed = missed_by_answer(config, [answer.routing for answer in reference.answers])[1:]
+    bandwidth = median(one.token_bytes for one in missed) / reference.compute_s
+    return replace(opening, link=EmulatedLink(bandwidth_bytes_per_s=bandwidth))
 
-    def equalise(self, reference: Reference, cache: str) -> None:
-        """Let the misses of next-use eviction without prefetch take as long as computing a token."""
-        probe = self.patched(SYSTEMS[2], cache)
-        missed = bytes_per_token(probe.promoe.runtime.engine.scheduler.config, reference.routing)[1:]
-        probe.promoe.close()
-        self.link = EmulatedLink(bandwidth_bytes_per_s=median(missed) / reference.compute_s)
 
-
-def _reference(resident: Any, demo: Demo) -> Reference:
-    """The unmodified model's answers with the present number of threads, which is printed."""
-    print(f"\n{torch.get_num_threads()} threads")
-    return record(resident, demo.task)
+def on_fewer_cores(resident: Served, demo: Demo) -> Reference:
+    """The unmodified model's answers with one thread less: copies need a core."""
+    torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+    return refer(resident, demo.task)
 
 
 def main() -> None:
@@ -143,21 +147,21 @@ def main() -> None:
             ratios += tuple((names[first], name, "") for name in names[first + 1 : first + len(options.waste)])
     rows = []
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
-    disk = OnDisk(checkpoint, DTYPE)
-    resident = disk.resident()
+    disk = Opening(RESIDENT, checkpoint, DTYPE, "", read_mode="direct")
+    resident = Served(disk)
     print(f"{options.pairs} prompts x {options.new_tokens} tokens")
     if options.caches:
-        reference = _reference(resident, demo)
+        reference = refer(resident, demo.task)
+        print(f"\n{torch.get_num_threads()} threads")
         for cache in options.caches:
-            rows.append(measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT", compared, ratios))
+            opening = replace(disk, cache=cache)
+            rows.append(measure(opening, resident, reference, "real disk, O_DIRECT", compared, ratios))
     if options.emulated:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        reference = _reference(resident, demo)
+        reference = on_fewer_cores(resident, demo)
+        print(f"\n{torch.get_num_threads()} threads")
         for cache in options.emulated:
-            link = SlowedFiles(checkpoint, DTYPE)
-            link.equalise(reference, cache)
-            title = "emulated link, transfer = compute"
-            rows.append(measure(demo, link, resident, reference, cache, title, compared, ratios))
+            link = equalised(replace(disk, cache=cache), reference)
+            rows.append(measure(link, resident, reference, "emulated link, transfer = compute", compared, ratios))
     save(options.json, rows)
     print(f"\nwritten to {options.json}")
 

@@ -23,7 +23,7 @@ from common import save
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.commands.demo.example import find_example
+from promoe.commands.bench.example import find_example
 from promoe.predictors import LayerVisit, Predictor, PredictorContext, TrainedPredictor
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.learned import LearnedPredictor

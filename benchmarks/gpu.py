@@ -37,10 +37,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import promoe
-from promoe.commands.demo.example import find_example
-from promoe.commands.demo.systems import SYSTEMS, System, load_stock, to_compare
-from promoe.commands.lower_bound import RoutedPass, RoutingRecorder, bytes_per_token, token_bound_s
-from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
+from promoe.commands.bench.example import find_example
+from promoe.commands.bench.stock import load_stock
+from promoe.commands.bench.systems import System
+from promoe.commands.demo.systems import SYSTEMS, to_compare
+from promoe.commands.lower_bound import RoutedPass, RoutingRecorder, missed_by_answer
+from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.experts.adapters.base import set_tensor
 from promoe.model.placement import place
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
@@ -209,7 +211,10 @@ def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[di
     """Of promoe, over one set of experts; with a cache for all of them, the defaults, and slots all the same."""
     systems = list(to_compare(True, predictor))
     if cache == "100%":
-        systems = [System(BYPASS, promoe.PromoeConfig()), System(IN_SLOTS, SYSTEMS[-2].config)]
+        systems = [
+            System(BYPASS, "promoe", "", promoe.PromoeConfig()),
+            System(IN_SLOTS, "promoe", "", SYSTEMS[-2].config),
+        ]
     found: dict[str, Any] = {}
     with ExitStack() as close:
         for system in systems:
@@ -318,8 +323,10 @@ class Bench:
             run(model, prompts[0])
             if hasattr(model, "promoe"):
                 model.promoe.reset_stats()
-        systems = {name: (lambda prompt, model=model: run(model, prompt)) for name, model in models.items()}
-        answers = interleaved(systems, prompts)
+        answers: dict[str, list[Generation]] = {name: [] for name in models}
+        for prompt in prompts:  # in the order A B C A B C, so that what drifts in the machine drifts for all
+            for name, model in models.items():
+                answers[name].append(run(model, prompt))
         rows = [self._row(title, name, model, answers) for name, model in models.items()]
         print(f"\n{title}\n" + "\n".join(aligned([_HEAD, *map(_cells, rows)])), flush=True)
         return rows
@@ -339,8 +346,8 @@ class Bench:
         }
         if hasattr(getattr(model, "promoe", None), "runtime"):
             decode = model.promoe.stats().decode
-            missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
-            bounds = [token_bound_s(c, nbytes, self.bandwidth) for c, nbytes in zip(compute, missed, strict=True)]
+            missed = missed_by_answer(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
+            bounds = [max(c, one.token_bytes / self.bandwidth) for c, one in zip(compute, missed, strict=True)]
             row |= {
                 "bound_s": median(bounds),
                 "stall_s": decode.stall_per_pass_s,
@@ -467,7 +474,7 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
 
     example = find_example()
-    checkpoint = example.widened(options.folder, options.repeat, DTYPE)
+    checkpoint = example.widened(options.folder, options.repeat, str(DTYPE).removeprefix("torch."))
     prompts, tokenizer = demo_prompts(checkpoint, options.pairs)
     base = load_stock(checkpoint, DTYPE)
     base.set_experts_implementation(options.implementation)

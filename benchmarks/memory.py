@@ -105,7 +105,7 @@ def measure_prompts(folder: str, cache: str, tokens: int) -> dict[str, float]:
     import torch
 
     import promoe
-    from promoe.commands.demo.systems import load_stock
+    from promoe.commands.bench.stock import load_stock
 
     baseline = _imported_bytes()
     patched = cache != "none"

@@ -31,7 +31,7 @@ from common import WIDTH, save
 from transformers import AutoTokenizer, PreTrainedModel
 
 import promoe
-from promoe.commands.demo.example import find_example, read_prompts
+from promoe.commands.bench.example import find_example, read_prompts
 from promoe.commands.measure import generate
 from promoe.stats.lanes import Lanes, Transfer, lanes_of
 from promoe.units import aligned
@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
+    checkpoint = example.widened(options.out, WIDTH, "bfloat16")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     texts = read_prompts(example.prompts_file, options.pairs + 1, "Ask for fewer --pairs.")
     prompts = [dict(tokenizer(text, return_tensors="pt")) for text in texts[: options.pairs + 1]]

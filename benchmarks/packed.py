@@ -24,8 +24,8 @@ import transformers
 from common import SHAPES, save
 
 import promoe
-from promoe.commands.demo.example import find_example
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.example import find_example
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.measure import estimate, paired_speedup
 from promoe.experts.kernels.packed import PackedMatrix, Packing
 from promoe.model.opening import open_headers
@@ -138,7 +138,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     products = [row for name, sizes in SHAPES.items() for row in one_product(name, *sizes)]
     example = find_example()
-    checkpoint = example.widened(Path("promoe-out"), REPEAT, torch.bfloat16)
+    checkpoint = example.widened(Path("promoe-out"), REPEAT, "bfloat16")
     if not (checkpoint / FOLDER / INDEX).is_file():
         opened = open_headers(checkpoint)
         write_packed(opened.layers, opened.store, packed_folder(opened.store))

@@ -67,7 +67,7 @@ class InTurn:
     def __init__(self, predictor: LearnedPredictor) -> None:
         self._predictor = predictor
         self._layers = itertools.cycle(range(LAYERS))
-        self._gate_input = torch.randn(1, HIDDEN).to(DTYPE)
+        self._gate_input = torch.randn(1, HIDDEN).bfloat16()
         self.times_s: list[float] = []
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
@@ -149,7 +149,7 @@ def main() -> None:
         asked = InTurn(make_predictor(options.kind, lookahead))
         alone_us = 1e6 * asked.alone()
         forecaster = runtime.forecaster = Switched(asked, runtime.engine)
-        without_s, with_s = decode(model, demo.task.warm_up["input_ids"], forecaster, options.tokens)
+        without_s, with_s = decode(model, torch.tensor([demo.task.prompts[0].ids]), forecaster, options.tokens)
         runtime.forecaster = None
         forecaster.close()
         ratio = paired_speedup(with_s, without_s)

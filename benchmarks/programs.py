@@ -22,7 +22,7 @@ import transformers
 from common import SHAPES, save, widened_demo
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.model.packed_files import FOLDER
 
 PROMPTS, ROWS = 4, range(60, 360, 3)

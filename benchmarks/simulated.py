@@ -15,24 +15,27 @@ import argparse
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from common import save
-from decode import SlowedFiles
+from decode import equalised, on_fewer_cores
 from transformers import PreTrainedModel
 
+from promoe.commands.bench.messages import Opening
+from promoe.commands.bench.served import Served
+from promoe.commands.bench.tasks import Reference, Task, refer
 from promoe.commands.contention import measure_contention
 from promoe.commands.demo.command import DTYPE, Demo
-from promoe.commands.demo.comparison import Reference, Task, compare, record
+from promoe.commands.demo.comparison import compare
 from promoe.commands.demo.options import Options
-from promoe.commands.demo.systems import SYSTEMS, OnDisk, System
+from promoe.commands.demo.systems import RESIDENT, SYSTEMS
 from promoe.commands.simulate.answers import simulate_answers
 from promoe.experts.experts_forward import run_groups
 from promoe.experts.moe_layers import MoELayer
-from promoe.scheduler import SchedulerConfig
 from promoe.transfer.link_timetable import Wire
 from promoe.transfer.links import FileLink
 from promoe.units import aligned, format_ms, format_share
@@ -53,13 +56,13 @@ def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]
         nonlocal spent_s
         spent_s += time.perf_counter() - started_s
 
-    ids = task.prompts[0]["input_ids"]
+    ids = torch.tensor([task.prompts[1].ids])
     with torch.inference_mode():
         cache = model(ids).past_key_values
         hooks = [layer.experts.register_forward_pre_hook(begin) for layer in layers]
         hooks += [layer.experts.register_forward_hook(end) for layer in layers]
         shares = []
-        for _ in range(2 * task.new_tokens):
+        for _ in range(2 * task.prompts[1].new_tokens):
             spent_s, from_s = 0.0, time.perf_counter()
             cache = model(ids[:, -1:], past_key_values=cache).past_key_values
             shares.append(spent_s / (time.perf_counter() - from_s))
@@ -68,12 +71,11 @@ def experts_share(model: PreTrainedModel, task: Task, layers: Sequence[MoELayer]
     return median(shares)
 
 
-def cached_tpot_s(source: Any, task: Task) -> float:
+def cached_tpot_s(opening: Opening, task: Task) -> float:
     """With a slot for every expert: the unmodified model's time and what planning costs. The first answer fills the slots."""
-    model = source.patched(WITHOUT_PREFETCH[-1], "100%")
-    with closing(model.promoe):
-        task.run(model, task.warm_up)
-        return median(task.run(model, prompt).tpot_s for prompt in task.prompts)
+    with closing(Served(replace(opening, system=WITHOUT_PREFETCH[-1], cache="100%"))) as served:
+        answers = [served.answer(prompt).generation for prompt in task.prompts]
+    return median(answer.tpot_s for answer in answers[1:])
 
 
 def group_cost_s(layers: Sequence[MoELayer], num_experts: int) -> float:
@@ -84,8 +86,8 @@ def group_cost_s(layers: Sequence[MoELayer], num_experts: int) -> float:
         names = [path for tensor in layer.tensors for path in tensor.paths]
         rows = {i: {name: layer.experts.get_parameter(name)[i] for name in names} for i in chosen[0].tolist()}
         shape = layer.stacked_shapes[0][1]
-        hidden = torch.randn(1, shape[-1], generator=draw).to(DTYPE)
-        weights = torch.rand(1, num_experts, generator=draw).to(DTYPE)
+        hidden = torch.randn(1, shape[-1], generator=draw).bfloat16()
+        weights = torch.rand(1, num_experts, generator=draw).bfloat16()
 
         def one_by_one(rows: Any = rows) -> Any:
             for expert_idx, row in rows.items():
@@ -102,47 +104,48 @@ def group_cost_s(layers: Sequence[MoELayer], num_experts: int) -> float:
     return median(found)
 
 
-def config_of(source: Any, system: System, cache: str) -> SchedulerConfig:
-    model = source.patched(system, cache)
-    config: SchedulerConfig = model.promoe.runtime.engine.scheduler.config
-    model.promoe.close()
-    return config
-
-
-def measure(
-    demo: Demo, source: Any, resident: Any, reference: Reference, cache: str, title: str
-) -> list[dict[str, Any]]:
-    result = compare(
-        source, resident, reference, demo.task, cache, demo.out / "simulated-timeline.json", WITHOUT_PREFETCH
-    )
-    assert result.compute_s is not None
-    share = experts_share(resident, demo.task, reference.layers)
-    visits = sum(len(tokens[0]) for _, tokens in reference.routing[-1][-1].visits)
-    expert_s = result.compute_s * share / visits
-    cached_s = cached_tpot_s(source, demo.task)
-    layer_s = (cached_s - result.compute_s * share) / len(reference.layers)
-    group_s = group_cost_s(reference.layers, visits // len(reference.layers))
-    bandwidth, slowdown = result.bandwidth_bytes_per_s, 1.0
-    probed = source.patched(WITHOUT_PREFETCH[0], cache)
-    engine = probed.promoe.runtime.engine
-    if isinstance(engine.link, FileLink):
-        ids = demo.task.prompts[0]["input_ids"][0].tolist()
-        found = measure_contention(resident, ids, engine.store, engine.link.mode, engine.link.workers)
-        bandwidth, slowdown = found.bandwidth_bytes_per_s, found.slowdown
-    probed.promoe.close()
+def measure(opening: Opening, resident: Served, reference: Reference, title: str) -> list[dict[str, Any]]:
+    openings = [replace(opening, system=system) for system in WITHOUT_PREFETCH]
+    task, layers, cache = reference.task, resident.layers(), opening.cache
+    table = compare(resident, reference, openings)
+    compute_s = table.token_compute_s
+    assert compute_s is not None
+    share = experts_share(resident.model, task, layers)
+    visits = sum(len(tokens[0]) for _, tokens in reference.answers[-1].routing[-1].visits)
+    expert_s = compute_s * share / visits
+    cached_s = cached_tpot_s(opening, task)
+    layer_s = (cached_s - compute_s * share) / len(layers)
+    group_s = group_cost_s(layers, visits // len(layers))
+    bandwidth, slowdown = table.bandwidth_bytes_per_s, 1.0
+    with closing(Served(openings[0])) as probed:
+        engine = probed.handle.runtime.engine
+        if isinstance(engine.link, FileLink):
+            ids = task.prompts[1].ids
+            contention = measure_contention(resident.model, ids, engine.store, engine.link.mode, engine.link.workers)
+            bandwidth, slowdown = contention.bandwidth_bytes_per_s, contention.slowdown
     print(
-        f"\n{title}, cache {cache}: C {format_ms(result.compute_s)} ms, {format_share(share)} of it experts, "
+        f"\n{title}, cache {cache}: C {format_ms(compute_s)} ms, {format_share(share)} of it experts, "
         f"{format_ms(cached_s)} with all of them in slots, a group by itself {format_ms(group_s)} more, "
-        f"W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s at best, {bandwidth / 1e9:.2f} while computing, which takes "
+        f"W {table.bandwidth_bytes_per_s / 1e9:.2f} GB/s at best, {bandwidth / 1e9:.2f} while computing, which takes "
         f"{slowdown:.2f} times as long then"
     )
     found = []
-    for system in WITHOUT_PREFETCH:
-        real_s = next(run.tpot_s for run in result.runs if run.name == system.name)
-        config = config_of(source, system, cache)
+    for one in openings:
+        system = one.system
+        real_s = next(run.tpot_s for run in table.runs() if run.name == system.name)
+        with closing(Served(one)) as served:
+            config = served.facts().scheduler
+        assert config is not None, "a system of this library"
         wire = Wire(bandwidth, 0.0)
+        routing = [answer.routing for answer in reference.answers]
         answers = simulate_answers(
-            config, reference.routing, wire, lambda *_: (layer_s, expert_s), slowdown, group_s, stream=False
+            config,
+            routing,
+            wire,
+            lambda *_: (layer_s, expert_s),
+            slowdown,
+            group_s,
+            stream=False,
         )
         tpot_s = answers.tpot_s
         found.append({"setting": title, "cache": cache, "system": system.name, "real_s": real_s, "simulated_s": tpot_s})
@@ -164,19 +167,17 @@ def main() -> None:
     options = parser.parse_args()
     demo = Demo(Options(prompts=options.pairs, max_new_tokens=options.new_tokens, steps=True))
     checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
-    disk, found = OnDisk(checkpoint, DTYPE), []
-    resident = disk.resident()
+    disk, found = Opening(RESIDENT, checkpoint, DTYPE, "", read_mode="direct"), []
+    resident = Served(disk)
     if options.caches:
-        reference = record(resident, demo.task)
+        reference = refer(resident, demo.task)
         for cache in options.caches:
-            found += measure(demo, disk, resident, reference, cache, "real disk, O_DIRECT")
+            found += measure(replace(disk, cache=cache), resident, reference, "real disk, O_DIRECT")
     if options.emulated:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        reference = record(resident, demo.task)
+        reference = on_fewer_cores(resident, demo)
         for cache in options.emulated:
-            link = SlowedFiles(checkpoint, DTYPE)
-            link.equalise(reference, cache)
-            found += measure(demo, link, resident, reference, cache, "emulated link, transfer = compute")
+            link = equalised(replace(disk, cache=cache), reference)
+            found += measure(link, resident, reference, "emulated link, transfer = compute")
     save(options.json, found)
     print(f"\nwritten to {options.json}")
 

@@ -40,10 +40,9 @@ from memory import anonymous_bytes
 from transformers.generation.streamers import BaseStreamer
 
 import promoe
-from promoe.commands.demo.command import DTYPE
-from promoe.commands.demo.example import Example, find_example
+from promoe.commands.bench.example import Example, find_example
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.demo.options import Options
-from promoe.commands.demo.systems import load_stock
 from promoe.config import PromoeConfig
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.transfer.links.faults import FaultKind, Faults, seeded
@@ -53,6 +52,7 @@ MOST_TRIES = 20
 PROMPTS = 13
 GROWTH = 0.01
 WARM_UP_SHARE = 0.1
+DTYPE = torch.bfloat16
 
 
 class GivenUpError(Exception):
@@ -268,7 +268,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("promoe").setLevel(logging.ERROR)  # not a warning for each prediction whose transfer failed
     example = find_example()
-    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, DTYPE)
+    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, "bfloat16")
     requests = make_requests(example, random.Random(options.seed))
     stock = load_stock(checkpoint, DTYPE)
     expected = [request.answer(stock)[0] for request in requests]

@@ -200,7 +200,8 @@ def demo(
         skip_widened: leave out the second part
         steps: show what caching, preemption, reordering, eviction and prefetch each buy, one after the other (twice as long)
     """
-    from promoe.commands.demo import Options, run_demo
+    from promoe.commands.demo.command import run_demo
+    from promoe.commands.demo.options import Options
 
     options = Options(
         model=model,
@@ -328,8 +329,6 @@ def bench(
         out: folder for tables, plots and the other systems' files
         json: file to write the figures to; by default bench.json in that folder
     """
-    from pathlib import Path
-
     from promoe.commands.bench.command import run_bench
     from promoe.commands.bench.options import Options
 
@@ -344,8 +343,8 @@ def bench(
         workspace=workspace,
         seconds_per_answer=seconds_per_answer,
         dtype=dtype,
-        out=Path(out),
-        json=None if json is None else Path(json),
+        out=out,
+        json=json,
         systems=systems,
     )
     run_bench(options, sys.stdout)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from transformers.generation.streamers import BaseStreamer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Item = TypeVar("Item")
 CONFIDENCE = 0.95
 # Small models fall into loops when they are greedy, and loops need the same experts again and again.
 REPETITION_PENALTY = 1.15
@@ -96,31 +95,6 @@ def generate(
     times_s = watch.times_s
     gaps_s = tuple(after - before for before, after in itertools.pairwise(times_s))
     return Generation(tuple(watch.tokens), times_s[0] - start_s, gaps_s)
-
-
-def interleaved(
-    systems: Mapping[str, Callable[[Item], Generation]],
-    items: Iterable[Item],
-    on_done: Callable[[str, int, Generation], None] | None = None,
-) -> dict[str, list[Generation]]:
-    """Every system on every item, in the order A B C A B C, so that what drifts in the machine drifts for all.
-
-    Args:
-        systems: name -> generates from an item.
-        items: for example prompts.
-        on_done: called as `on_done(name, item_idx, generation)` after each; an exception of it ends the run.
-
-    Returns:
-        Name -> one generation per item, in their order: the same position is a pair.
-    """
-    results: dict[str, list[Generation]] = {name: [] for name in systems}
-    for item_idx, item in enumerate(items):
-        for name, run in systems.items():
-            generation = run(item)
-            results[name].append(generation)
-            if on_done is not None:
-                on_done(name, item_idx, generation)
-    return results
 
 
 class Estimate(NamedTuple):

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from predictors.trained_predictors import make
 from training.traces import random_trace
 
-from promoe.commands.demo.example import Example, read_prompts
+from promoe.commands.bench.example import Example, read_prompts
 from promoe.errors import ConfigError
 from promoe.training.export_command import Export, evaluation_table, read_json, run_export
 from promoe.training.fit_command import _checked, _claim

@@ -1,9 +1,8 @@
-"""`promoe bench`: measures, prints tables, writes them with plots and JSON."""
+"""`promoe bench`: measures, prints tables, and writes them with plots and JSON."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import TextIO
 
@@ -22,17 +21,15 @@ def run_bench(options: Options, out: TextIO) -> Report:
         PromoeError: something that it needs is missing or cannot be written, before anything is measured; or a system
             generated other tokens than the unmodified model.
     """
-    options = replace(options, json=options.json or options.out / "bench.json")
-    make_folder(options.out)
-    assert options.json is not None
-    outputs = [check_writable(options.json), check_writable(options.out / "bench.md")]
+    make_folder(options.folder)
+    outputs = [check_writable(options.json_file), check_writable(options.folder / "bench.md")]
     report = Bench(options).run()
     lines = list(report_lines(report))
     print(*lines, sep="\n", file=out)
     write_atomically(outputs[0], [json.dumps(report.to_json(), indent=2), "\n"])
     write_atomically(outputs[1], [f"{line}\n" for line in lines])
     if find_spec("matplotlib") is not None:
-        outputs += save_plots(report, options.out)
+        outputs += save_plots(report, options.folder)
     else:
         print("", "No plots: matplotlib is not installed. Try `pip install 'promoe[viz]'`.", sep="\n", file=out)
     print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)

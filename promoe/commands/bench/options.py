@@ -1,50 +1,94 @@
-"""What `promoe bench` was asked for."""
+"""What `promoe bench` can be asked for."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from promoe.errors import ConfigError, check_at_least
-from promoe.runtime.sizes import check_cache, fixed_bytes
+
+if TYPE_CHECKING:
+    from promoe.transfer.links import EmulatedLink
 
 DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """A link to emulate: its bandwidth, or the time to move all of a token's experts / the time to compute the token."""
+    """The speed of an emulated link: in bytes, or as the ratio of moving all of a token's experts to computing the token."""
 
     bytes_per_s: float | None = None
     ratio: float | None = None
 
+    def link(self, token_bytes: int, compute_s: float) -> EmulatedLink:
+        """Return the link for a model.
+
+        Args:
+            token_bytes: bytes of all routed experts that one token of the model needs.
+            compute_s: seconds per token of the model with everything in memory.
+        """
+        from promoe.transfer.links import EmulatedLink
+
+        if self.bytes_per_s is not None:
+            return EmulatedLink(self.bytes_per_s)
+        assert self.ratio is not None
+        return EmulatedLink(token_bytes / (self.ratio * compute_s))
+
 
 @dataclass(frozen=True)
 class Options:
-    """See the help of `promoe bench`.
+    """Measure this library beside the unmodified model and what people use today, at equal memory, on this machine.
+
+    Each system runs in a process of its own, whose memory, page cache included, a control group limits where the system
+    lets us (root, or a group of one's own). They take turns at the same prompts, and all tokens are compared with the
+    unmodified model's. Writes a table (Markdown), plots and JSON.
+
+    Example: `promoe bench --cache 25% --systems resident lru gate disk-offload --pairs 3`
 
     Raises:
         ConfigError: a value is out of range.
     """
 
-    cache: Sequence[str]
-    systems: Sequence[str]
     model: str | None = None
+    """folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size (4 GB,
+    written once, beside the folder that --out names)"""
+    _: KW_ONLY
+    cache: list[str] = field(default_factory=lambda: ["12.5%", "25%", "50%"])
+    """slots, as shares of the routed experts or sizes"""
+    systems: list[str] = field(
+        default_factory=lambda: ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"]
+    )
+    """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
+    (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
+    NAME@FOLDER"""
     pairs: int = 5
+    """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20
-    prompt_tokens: Sequence[int] = ()
+    """tokens generated for each"""
+    prompt_tokens: list[int] = field(default_factory=list)
+    """also read prompts of so many tokens"""
     prompts: str | None = None
+    """JSON list of texts; by default held-out ShareGPT prompts of the repository"""
     link: str = DISK
+    """disk, emulated:R for one over which all of a token's experts take R times as long as computing the token, or
+    emulated:1.5GB/s"""
     workspace: str = "128MiB"
+    """memory that each system gets beside the slots and the model's other weights"""
     seconds_per_answer: float = 30.0
-    dtype: str = "bfloat16"
-    out: Path = Path("promoe-out/bench")
-    json: Path | None = None
+    """cut an answer short after so long"""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """of the weights"""
+    out: str = "promoe-out/bench"
+    """folder for tables, plots and the other systems' files"""
+    json: str | None = None
+    """file to write the figures to; by default bench.json in that folder"""
 
     def __post_init__(self) -> None:
+        from promoe.runtime.sizes import check_cache
+
         check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens)
         if any(length < 1 for length in self.prompt_tokens):
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
@@ -52,20 +96,43 @@ class Options:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
         for cache in self.cache:
             check_cache(cache)
-        try:
-            fixed_bytes(self.workspace)
-        except ConfigError as error:
-            raise ConfigError(f"--workspace: {error}") from None
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
-        self.emulated()
+        _ = self.workspace_bytes, self.emulated
 
+    @property
+    def folder(self) -> Path:
+        """The folder of --out."""
+        return Path(self.out)
+
+    @property
+    def json_file(self) -> Path:
+        """The file for the figures."""
+        return self.folder / "bench.json" if self.json is None else Path(self.json)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that each system gets beside the slots and the model's other weights.
+
+        Raises:
+            ConfigError: --workspace is not a size.
+        """
+        from promoe.runtime.sizes import fixed_bytes
+
+        try:
+            return fixed_bytes(self.workspace)
+        except ConfigError as error:
+            raise ConfigError(f"--workspace: {error}") from None
+
+    @property
     def emulated(self) -> Emulated | None:
         """The link to emulate; None: the disk.
 
         Raises:
             ConfigError: --link is neither.
         """
+        from promoe.runtime.sizes import fixed_bytes
+
         if self.link == DISK:
             return None
         kind, _, value = self.link.partition(":")

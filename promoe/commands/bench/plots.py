@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from promoe.commands.bench.results import Report, Row, Table
-from promoe.commands.bench.systems import RESIDENT
-from promoe.commands.bench.tasks import GENERATE
 from promoe.stats.figure_style import COLOURS, DPI, GRID, INK, MARKERS, SOFT
 from promoe.units import is_number, ratio
 
@@ -52,9 +50,9 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
         The files.
     """
     written = []
-    for task in dict.fromkeys(table.task for table in report.tables):
+    for task in dict.fromkeys(table.task.name for table in report.tables):
         path = folder / f"{task.replace(' ', '-')}.png"
-        _draw(report, [table for table in report.tables if table.task == task], path)
+        _draw(report, [table for table in report.tables if table.task.name == task], path)
         written.append(path)
     return written
 
@@ -62,12 +60,12 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
 def _draw(report: Report, tables: Sequence[Table], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    panels = _GENERATE if tables[0].task == GENERATE else _READ
+    panels = _READ if tables[0].task.reads else _GENERATE
     rows = -(-len(panels) // 2)
     figure = Figure(figsize=(11, 4.0 * rows + 0.9), layout="constrained", facecolor="white")
     for panel, axis in zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=True):
         _draw_panel(axis, tables, panel)
-    title = f"{report.model}: {tables[0].task}, experts over {report.link}"
+    title = f"{report.model}: {tables[0].task.name}, experts over {report.link}"
     figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
     handles: dict[str, Any] = {}
     for axis in figure.axes:
@@ -80,17 +78,17 @@ def _draw_panel(axis: Axes, tables: Sequence[Table], panel: _Panel) -> None:
     drawn: list[float] = []
     for number, system in enumerate(row.system for row in tables[0].rows):
         rows = [table.row(system.name) for table in tables]
-        colour = INK if system.name == RESIDENT else COLOURS[number % len(COLOURS)]
+        colour = INK if system.kind == "resident" else COLOURS[number % len(COLOURS)]
         if points := _points(rows, panel.value):
             axis.plot(
                 *zip(*points, strict=True),
                 label=system.name,
                 color=colour,
-                marker="x" if system.name == RESIDENT else MARKERS[number % len(MARKERS)],
-                linestyle=":" if system.name == RESIDENT else "-",
+                marker="x" if system.kind == "resident" else MARKERS[number % len(MARKERS)],
+                linestyle=":" if system.kind == "resident" else "-",
                 markersize=5,
             )
-        least = _points(rows, panel.bound) if panel.bound is not None and system.kind == "promoe" else []
+        least = _points(rows, panel.bound) if panel.bound is not None and system.is_ours else []
         if least:
             axis.plot(*zip(*least, strict=True), color=colour, linestyle="", marker="_", markersize=14, alpha=0.7)
         drawn += [value for _, value in points + least]

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from promoe.commands.bench.results import Table
-from promoe.commands.bench.round import Reference, Round, _Measured
+from promoe.commands.bench.messages import Answer, Facts, Sizes
+from promoe.commands.bench.results import Table, nothing_counted
+from promoe.commands.bench.round import Measured, Round
 from promoe.commands.bench.systems import KNOWN
-from promoe.commands.bench.tasks import Task
-from promoe.commands.bench.worker import Answer, Facts
+from promoe.commands.bench.tasks import Reference, Task
+from promoe.commands.lower_bound import RoutedPass
 from promoe.commands.measure import Generation
+from promoe.scheduler import PoolSpec, SchedulerConfig
 
 
 def generations(*ttfts_s: float, tpot_s: float = 0.1) -> list[Generation]:
@@ -27,21 +26,23 @@ def table(
     in_place_tpot_s: float = 0.05,
 ) -> Table:
     """Of a round that measured three prompts, over a link of 1 GB/s, with tokens of 100 ms in the unmodified model."""
-    round_: Any = object.__new__(Round)
     systems = [KNOWN["resident"], KNOWN["next-use"]]
-    round_._bench = SimpleNamespace(systems=systems)
-    answers = [Answer(generation, []) for generation in generations(99.0, *resident_s)]
-    round_._references = [Reference(Task("generate", []), answers)]
-    round_._cache, round_._limit_bytes, round_._errors = "25%", None, {}
-    stats: Any = SimpleNamespace(prefill=None, decode=None)
-    found = _Measured(
+    decode = [RoutedPass("decode", [(0, [[expert]])]) for expert in (0, 1)]  # 1 MB each
+    prompts = [RoutedPass("prefill", [(1, [[expert]])]) for expert in range(4)]
+    answers = [
+        Answer(generation, [prompt, *decode])
+        for generation, prompt in zip(generations(99.0, *resident_s), prompts, strict=True)
+    ]
+    sizes = Sizes((2, 4), (10**6, int(prompt_bytes)), (1, 1), 0, 1)
+    config = SchedulerConfig([2, 4], [(10**6,), (int(prompt_bytes),)], [PoolSpec(1, (0,)), PoolSpec(1, (1,))], "lru")
+    found = Measured(
         answers={"resident": generations(*resident_s), "next-use": generations(9.0, 9.0, 9.0)},
-        facts={"next-use": Facts(stats, None, None, 0)},
+        facts={"next-use": Facts(nothing_counted(sizes), config, None, 0)},
         peaks={"next-use": None},
         in_place=generations(*in_place_s, tpot_s=in_place_tpot_s),
         packed=packed,
     )
-    result: Table = round_._table(0, found, {"next-use": [[(prompt_bytes, 1e6)] * 3]}, 1e9, None)
+    (result,) = Round(systems, [Reference(Task("generate", []), answers)], sizes, "25%").tables([found], 1e9)
     return result
 
 

@@ -6,7 +6,7 @@ import torch
 from tiny_checkpoint import write_checkpoint
 from zoo import families
 
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.training.collect_command import open_model
 
 
