@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from promoe.commands.charts.figure import Numbers, figure, sentence
+from promoe.commands.charts.frame import Numbers, figure, sentence
 from promoe.commands.charts.svg import every, tick_labels, ticks
 from promoe.stats.lanes import Lanes, Transfer, Work
 from promoe.stats.tracing import LINK_IN_FORWARD
