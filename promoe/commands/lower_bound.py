@@ -1,8 +1,8 @@
-"""The least time per token that compute and link allow, `max(C, B / W)`, to be shown beside each measured time.
+"""Finds the least time per token that compute and link allow, `max(C, B / W)`, to be shown beside each measured time.
 
 C: time per token of the unpatched model with everything resident. B: bytes that a demand-only replay of the same
 eviction policy misses, where a layer's experts are one atomic event (replaying them one by one overstates misses).
-W: best bandwidth of the link that a raw probe reaches in the same run.
+W: the best bandwidth of the link that a raw probe reaches in the same run.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from promoe.units import is_number, ratio
 
 MIB = 1024 * 1024
 PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
-PROBE_SECONDS = 0.3  # per setting
+PROBE_SECONDS = 0.3  # of each setting
 
 
 @dataclass(frozen=True)
 class RoutedPass:
-    """One forward pass of a model as its gates saw it."""
+    """The experts that the gates chose in one forward pass of a model."""
 
     phase: Literal["prefill", "decode"]
     visits: list[tuple[int, list[list[int]]]] = field(default_factory=list)
@@ -40,10 +40,10 @@ class RoutedPass:
 
 
 class RoutingRecorder:
-    """Records the routing of a model's passes while its context lasts: one unpadded sequence at a time.
+    """Records the routing of a model's passes while its context lasts, for one unpadded sequence at a time.
 
-    The model may be patched or not; routing is the same. Costs a few microseconds per layer and pass, so record in a
-    run that is not timed.
+    The model may be patched or not. Recording costs a few microseconds per layer and pass, so record in a run that is not
+    timed.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayer] | None = None) -> None:
@@ -64,7 +64,7 @@ class RoutingRecorder:
             undo()
 
     def take(self) -> list[RoutedPass]:
-        """The passes since the start or the last `take`, in order."""
+        """Return the passes since the start or the last `take`, in order."""
         raw, self._raw = self._raw, []
         passes = []
         for visits in raw:
@@ -130,9 +130,9 @@ def needed_share(replayed: Sequence[float], decode: PhaseStats) -> float:
 
 
 def link_bandwidth(link: Link, store: Store) -> float:
-    """W, bytes per second: what an emulated link is set to, else the best of a raw probe of the store's files.
+    """Return W in bytes per second: the speed of an emulated link, else the best of a raw probe of the store's files.
 
-    The probe takes about 4 s. Disks drift: of several probes, and of what systems were seen to get, the largest is W.
+    The probe takes about 4 s. Disks drift, so W is the largest of several probes and of what systems were seen to get.
     """
     if isinstance(link, VerifiedLink):
         link = link.link
@@ -144,5 +144,5 @@ def link_bandwidth(link: Link, store: Store) -> float:
 
 
 def probe(store: FileStore, link: FileLink) -> BandwidthProbe:
-    """Raw reads of the store's files in the link's mode, over request sizes and depths."""
+    """Read the store's files in the link's mode, with several request sizes and depths."""
     return best_bandwidth(store, link.mode, request_bytes=PROBE_REQUEST_BYTES, seconds=PROBE_SECONDS, rounds=2)

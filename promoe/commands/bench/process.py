@@ -138,6 +138,10 @@ class Worker:
         raise WorkerError(f"The process of the system {self.name!r} ended with exit code {code}.")
 
 
+OpenSystem = Served | Worker
+"""A system that is open, in this process or in one of its own."""
+
+
 def _serve(connection: Connection) -> None:
     """Run the process: open a system, then call its methods until the other end closes. Errors are sent back."""
     transformers.logging.disable_progress_bar()

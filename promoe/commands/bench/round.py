@@ -10,9 +10,8 @@ from statistics import median
 from tqdm import tqdm
 
 from promoe.commands.bench.messages import Facts, Sizes
-from promoe.commands.bench.process import WorkerError
+from promoe.commands.bench.process import OpenSystem, WorkerError
 from promoe.commands.bench.results import Row, Table
-from promoe.commands.bench.served import OpenSystem
 from promoe.commands.bench.systems import System
 from promoe.commands.bench.tasks import Reference
 from promoe.commands.contention import Contention

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import StoppingCriteria
@@ -35,27 +35,6 @@ from promoe.transfer.rows import ExpertRows
 
 # A system that takes seconds per token is judged by this many tokens at least.
 FEWEST_TOKENS = 4
-
-
-class OpenSystem(Protocol):
-    """A system that is open, in this process (`Served`) or in one of its own (`Worker`)."""
-
-    @property
-    def peak_limited_bytes(self) -> int | None:
-        """The most that counted against a memory limit; None: there is no limit."""
-        ...
-
-    def answer(self, prompt: Prompt) -> Answer:
-        """Answer a prompt, and time it."""
-        ...
-
-    def facts(self) -> Facts:
-        """Return what was counted."""
-        ...
-
-    def reset(self) -> None:
-        """Forget what was counted."""
-        ...
 
 
 class Served:

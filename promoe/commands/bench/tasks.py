@@ -15,7 +15,7 @@ from tqdm import tqdm
 from promoe.commands.bench.example import read_prompts
 from promoe.commands.bench.messages import Answer, Prompt
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.served import OpenSystem
+from promoe.commands.bench.process import OpenSystem
 from promoe.commands.measure import Generation
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.model.hub import base_of

@@ -1,4 +1,4 @@
-"""Draws passes as lanes: computing, waiting, what each reader of the link fetched; one panel per pass, one scale for all."""
+"""Draws passes as lanes with matplotlib: computing, waiting, and what each reader of the link fetched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARTS = (
 )
 _COLOUR_OF_CAUSE = {"demand": "demand", "prefetch": "arrived"}
 _THICKNESS = 0.68
-# Bars that are narrower than this on average, in points, have no white edge: nothing else would be left of them.
+# Bars that are narrower than this on average, in points, get no white edge: it would cover them.
 _NARROW_POINTS, _POINTS_PER_WIDTH = 4.0, 620
 _ROW_INCHES, _PANEL_INCHES, _FRAME_INCHES, _WIDTH_INCHES = 0.36, 0.62, 1.15, 9.6
 Bar = tuple[float, float]
@@ -36,15 +36,15 @@ Bar = tuple[float, float]
 
 
 def draw_lanes(passes: Mapping[str, Lanes], title: str, subtitle: str) -> Figure:
-    """A picture of one or more passes, to be compared by eye.
+    """Draw one or more passes, a panel each, with one scale for all.
 
     Args:
         passes: by name; a panel each, from top to bottom.
         title: what is shown.
-        subtitle: of what, under which conditions.
+        subtitle: the conditions.
 
     Returns:
-        The figure; in a notebook it shows itself after `%matplotlib inline`, else `figure.savefig(path)`.
+        The figure. A notebook shows it after `%matplotlib inline`; elsewhere call `figure.savefig(path)`.
 
     Raises:
         ConfigError: there is no pass to draw; matplotlib is not installed.
@@ -71,12 +71,12 @@ def _in_words(lanes: Lanes) -> str:
 
 
 def _rows(lanes: Lanes) -> dict[str, list[tuple[str, list[Bar]]]]:
-    """Label of each lane -> [(what its bars are, the bars)]."""
+    """Return {label of a lane: [(what its bars mean, the bars)]}."""
     rows: dict[str, list[tuple[str, list[Bar]]]] = {
         COMPUTING: [
             ("rest", [(0.0, 1e3 * lanes.duration_s)]),
             ("compute", _bars(lanes.visits)),
-            # Waiting happens inside visits: there computing stands still.
+            # Waiting happens inside visits: computing stands still there.
             ("paper", _bars(lanes.waits)),
         ],
         WAITING: [("stall", _bars(lanes.waits))],
@@ -116,7 +116,7 @@ def _draw_panel(axes: Axes, lanes: Lanes, rows: Mapping[str, list[tuple[str, lis
 
 
 def _number_layers(axes: Axes, lanes: Lanes) -> None:
-    """A line where each layer ends, and its number above what belongs to it."""
+    """Draw a line where each layer ends, and its number above its part."""
     above: dict[str, Any] = {"textcoords": "offset points", "xytext": (0, 2), "fontsize": 8, "color": SOFT}
     if lanes.visits:
         axes.annotate("layer ", (0, 1), xycoords="axes fraction", ha="right", **above)
@@ -130,7 +130,7 @@ def _number_layers(axes: Axes, lanes: Lanes) -> None:
 
 
 def _legend(figure: Figure, rows: Iterable[Mapping[str, list[tuple[str, list[Bar]]]]]) -> None:
-    """Only what can be seen."""
+    """Draw the legend of what can be seen."""
     from matplotlib.patches import Patch
 
     drawn = {part for bars_of in rows for parts in bars_of.values() for part, bars in parts if bars}

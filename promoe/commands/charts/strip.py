@@ -1,6 +1,6 @@
-"""One token's time as lanes: computing, waiting, what each reader of the link fetched, when the predictor ran.
+"""Draws one token's time as lanes, in HTML: computing, waiting, what each reader of the link fetched, when the predictor ran.
 
-Every lane is a drawing that stretches to the width there is; names and times stand outside of it, as HTML.
+A lane stretches to whatever width there is; names and times stand outside of it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from promoe.stats.tracing import LINK_IN_FORWARD
 from promoe.units import format_seconds, format_share, ratio
 
 UNITS = 2000
-"""Of a lane's length."""
+"""Length of a lane, in units of its drawing."""
 _THINNEST = 5.0
 _LAYER_LABELS = 24
 
 
 class Bar(NamedTuple):
-    """What one bar is: css class, hover text, seconds since the pass began."""
+    """One bar: its css class, its hover text, and its begin and end in seconds since the pass began."""
 
     css: str
     tip: str
@@ -32,7 +32,7 @@ class Bar(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """A row of the strip, and what a screen reader says of it."""
+    """A row of the strip, and what a screen reader says about it."""
 
     name: str
     spoken: str
@@ -40,11 +40,11 @@ class Lane(NamedTuple):
 
 
 def strip(token: Lanes, of: str = "", longest_s: float | None = None) -> str:
-    """The figure.
+    """Draw a pass.
 
     Args:
-        token: a pass.
-        of: the run's name, where two are set side by side.
+        token: the pass.
+        of: name of the run, if two runs are beside each other.
         longest_s: end of the time axis, so that both have the same; None: the end of the pass.
     """
     end_s = max(token.duration_s, longest_s or 0.0) or 1e-9
@@ -84,7 +84,7 @@ _CSS_OF_CAUSE = {"demand": "demand", "prefetch": "arrived"}
 def _lanes(token: Lanes) -> Iterable[Lane]:
     computing = [Bar("rest", f"all else: {format_seconds(token.rest_s)} in all", 0.0, token.duration_s)]
     computing += [_bar("compute", f"layer {v.layer}: experts, waiting included", v) for v in token.visits]
-    # Waiting happens inside visits: there computing stands still.
+    # Waiting happens inside visits: computing stands still there.
     computing += [_bar("gap", f"layer {w.layer}: waiting", w) for w in token.waits]
     yield Lane(
         "computing", f"experts {format_seconds(token.experts_s)}, all else {format_seconds(token.rest_s)}", computing
@@ -108,7 +108,7 @@ def _bar(css: str, what: str, work: Work) -> Bar:
 
 
 def _experts(transfers: Iterable[Transfer]) -> Iterable[list[Transfer]]:
-    """A reader's chunks of one expert that followed each other, together."""
+    """Join the chunks of one expert that followed each other."""
     chunks: list[Transfer] = []
     for one in transfers:
         if chunks and (one.cause, one.layer, one.expert) != (chunks[0].cause, chunks[0].layer, chunks[0].expert):
@@ -142,7 +142,7 @@ def _lane_row(lane: Lane, end_s: float) -> str:
 
 
 def _layer_labels(token: Lanes, end_s: float) -> str:
-    """The numbers of some layers, where their experts begin."""
+    """Write the numbers of some layers, where their experts are."""
     step = every(len(token.visits) / _LAYER_LABELS)
     return "".join(
         f'<span style="left:{100 * (v.start_s + v.end_s) / 2 / end_s:.2f}%"{" class=minor" if i % (2 * step) else ""}>'
@@ -153,7 +153,7 @@ def _layer_labels(token: Lanes, end_s: float) -> str:
 
 
 def _numbers(token: Lanes) -> Numbers:
-    # Once over each: a file of somebody else's may have very many.
+    # One pass over each list: a file from somebody else may have very many.
     waits_s: dict[int | None, float] = defaultdict(float)
     for wait in token.waits:
         waits_s[wait.layer] += wait.duration_s
