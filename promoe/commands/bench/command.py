@@ -14,7 +14,7 @@ from promoe.commands.bench.show import report_lines
 from promoe.files import check_writable, make_folder, write_atomically
 
 
-def run_bench(options: Options, out: TextIO) -> Report:
+def run_bench(options: Options, out: TextIO | None = None) -> Report:
     """Measure, print and write.
 
     Raises:

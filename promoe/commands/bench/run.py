@@ -95,46 +95,49 @@ class Bench:
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
 
-    def _measure(self, plan: Round, link: EmulatedLink | None) -> list[Table]:
+    def _measure(self, comparison: Round, link: EmulatedLink | None) -> list[Table]:
         """Return a table per task.
 
         The unmodified model is opened anew, so that the prompts are as new to it as to the others: for each number of rows
         that an expert is multiplied with for the first time, oneDNN makes a program, which takes much of a long prompt's time.
         """
         with ExitStack() as stack:
-            resident = self._start(stack, KNOWN[RESIDENT], plan.cache)
-            opened = self._open_all(stack, resident, plan, link)
+            resident = self._start(stack, KNOWN[RESIDENT], comparison.cache)
+            opened = self._open_all(stack, resident, comparison, link)
             readers = (opened[system.name].facts().reader for system in self.systems if system.name in opened)
             reader = next((reader for reader in readers if reader is not None), None)
             if reader is None:
                 assert link is not None, "a round has one of this library's systems"
-                return plan.measure(opened, lambda: link.bandwidth_bytes_per_s, resident)
-            ids = plan.references[0].task.prompts[0].ids
+                return comparison.measure(opened, lambda: link.bandwidth_bytes_per_s, resident)
+            ids = comparison.references[0].task.prompts[0].ids
             contention = partial(self._contention, resident, reader, ids)
-            return plan.measure(opened, self._open_probe(stack, reader.mode), resident, contention)
+            return comparison.measure(opened, self._open_probe(stack, reader.mode), resident, contention)
 
     def _open_all(
-        self, stack: ExitStack, resident: Worker, plan: Round, link: EmulatedLink | None
+        self, stack: ExitStack, resident: Worker, comparison: Round, link: EmulatedLink | None
     ) -> dict[str, Worker]:
         opened: dict[str, Worker] = {}
         for system in self.systems:
-            if system.name in plan.errors:
+            if system.name in comparison.errors:
                 continue
             more: dict[str, Any] = {}
             if system.is_ours and link is not None:
                 more = {"link": link, "read_mode": "page_cache"}
             if system.predictor == ORACLE:
-                more |= {"num_experts": plan.sizes.num_experts, "decode_visits": decode_visits(plan.references)}
+                more |= {
+                    "num_experts": comparison.sizes.num_experts,
+                    "decode_visits": decode_visits(comparison.references),
+                }
             try:
                 opened[system.name] = (
                     resident
                     if system.kind == "resident"
-                    else self._start(stack, system, plan.cache, plan.limit_bytes, **more)
+                    else self._start(stack, system, comparison.cache, comparison.limit_bytes, **more)
                 )
             except WorkerError as error:
-                plan.errors[system.name] = str(error)
+                comparison.errors[system.name] = str(error)
         if not any(system.is_ours and system.name in opened for system in self.systems):
-            raise WorkerError("None of this library's systems could be opened. " + " ".join(plan.errors.values()))
+            raise WorkerError("None of this library's systems could be opened. " + " ".join(comparison.errors.values()))
         return opened
 
     def _start(

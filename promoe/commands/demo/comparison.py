@@ -33,8 +33,8 @@ def compare(
             last = opened[opening.system.name] = Served(opening)
             stack.callback(last.close)
         systems = [served.system for served in opened.values()]
-        plan = Round(systems, [reference], last.sizes(), openings[0].cache)
-        (table,) = plan.measure(opened, last.bandwidth)
+        comparison = Round(systems, [reference], last.sizes(), openings[0].cache)
+        (table,) = comparison.measure(opened, last.bandwidth)
         if timeline is not None:
             with last.handle.trace(timeline):
                 last.answer(reference.task.prompts[1])

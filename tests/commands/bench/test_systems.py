@@ -4,18 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from promoe import cli
 from promoe.commands import bench
 from promoe.commands.bench import systems
+from promoe.commands.bench.options import Options
 from promoe.commands.bench.systems import KNOWN, find_systems
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError
 
 
 def test_the_defaults_of_the_command_exist() -> None:
-    import inspect
-
-    names = inspect.signature(cli.bench).parameters["systems"].default
+    names = Options().systems
     assert [system.name for system in find_systems(names)] == names
 
 
