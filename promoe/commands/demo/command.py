@@ -208,4 +208,3 @@ def _warn_of_others() -> None:
             f"Note: other processes keep {taken.by_others:.2f} of this machine's {taken.cores} cores busy. The demo "
             "takes longer beside them, and its figures are not what the machine can do. Stop them, or go on all the same."
         )
-        say("")

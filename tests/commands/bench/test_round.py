@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
-from promoe.commands.bench.messages import Answer, Facts, Sizes
+from promoe.commands.bench.messages import Answer, Facts, Prompt, Sizes
+from promoe.commands.bench.process import WorkerError
 from promoe.commands.bench.results import Table, nothing_counted
 from promoe.commands.bench.round import Measured, Round
-from promoe.commands.bench.systems import KNOWN
+from promoe.commands.bench.systems import KNOWN, System
 from promoe.commands.bench.tasks import Reference, Task
 from promoe.commands.lower_bound import RoutedPass
 from promoe.commands.measure import Generation
 from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.stats.counts import PhaseStats
 
 
 def generations(*ttfts_s: float, tpot_s: float = 0.1) -> list[Generation]:
@@ -77,3 +82,75 @@ def test_a_token_takes_no_less_than_computing_it_with_packed_experts(in_place_tp
     row = table(*times, packed=frozenset(), in_place_tpot_s=in_place_tpot_s).rows[1]
     assert row.tpot_bound_s == pytest.approx(0.1)
     assert row.tpot_unmodified_s is None
+
+
+class Fake:
+    """A system that answers at once, notes that it was asked, and breaks at one prompt."""
+
+    peak_limited_bytes = None
+
+    def __init__(self, system: System, asked: list[tuple[str, int]], breaks_at: int | None = None) -> None:
+        self.system, self._asked, self._breaks_at = system, asked, breaks_at
+        self._stats = nothing_counted(SIZES)
+
+    def answer(self, prompt: Prompt) -> Answer:
+        (number,) = prompt.ids
+        if number == self._breaks_at:
+            raise WorkerError("injected")
+        self._asked.append((self.system.name, number))
+        return Answer(Generation((number, 7), 1.0, (0.5,)), [])
+
+    def facts(self) -> Facts:
+        decode = PhaseStats(tokens=2, bytes_demand=3000)
+        config = SchedulerConfig([2], [(10,)], [PoolSpec(1, (0,))], "lru")
+        return Facts(replace(self._stats, decode=decode), config, None, 0)
+
+    def reset(self) -> None:
+        self._asked.append((self.system.name, -1))
+
+
+SIZES = Sizes((2,), (10,), (1,), 0, 1)
+
+
+def fakes(asked: list[tuple[str, int]], **breaks_at: int) -> dict[str, Any]:
+    systems = [replace(KNOWN["lru"], name=name) for name in ("a", "b")]
+    return {system.name: Fake(system, asked, breaks_at.get(system.name)) for system in systems}
+
+
+def comparison(opened: dict[str, Any]) -> Round:
+    prompts = [Prompt([number], 2, 0) for number in range(3)]
+    routing = [RoutedPass("prefill", [(0, [[0]])]), RoutedPass("decode", [(0, [[1]])])]
+    answers = [Answer(Generation((number, 7), 1.0, (0.5,)), routing) for number in range(3)]
+    return Round([one.system for one in opened.values()], [Reference(Task("generate", prompts), answers)], SIZES, "50%")
+
+
+def test_systems_take_turns_at_each_prompt_and_forget_the_first() -> None:
+    asked: list[tuple[str, int]] = []
+    opened = fakes(asked)
+    (found,) = comparison(opened).measure(opened, lambda: 1e9)
+    turns = [(name, number) for name, number in asked if number >= 0]
+    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert asked[1] == ("a", -1), "what was counted at the first prompt is forgotten before the next"
+    assert {row.system.name: [answer.tokens for answer in row.answers] for row in found.rows} == {
+        "a": [(1, 7), (2, 7)],
+        "b": [(1, 7), (2, 7)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("probes", "expected"),
+    [([1e6, 2e6], 2e6), ([2e6, 1e6], 2e6), ([10.0, 20.0], 3000.0)],  # 3000 bytes in two tokens of half a second
+)
+def test_the_links_bandwidth_is_the_best_that_was_seen(probes: list[float], expected: float) -> None:
+    opened = fakes([])
+    (found,) = comparison(opened).measure(opened, iter(probes).__next__)
+    assert found.bandwidth_bytes_per_s == expected
+
+
+def test_a_system_that_breaks_is_left_out_from_then_on() -> None:
+    asked: list[tuple[str, int]] = []
+    opened = fakes(asked, a=1)
+    (found,) = comparison(opened).measure(opened, lambda: 1e9)
+    a, b = found.rows
+    assert (a.error, len(a.answers), b.error, len(b.answers)) == ("injected", 0, None, 2)
+    assert ("a", 2) not in asked
