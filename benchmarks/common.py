@@ -17,12 +17,13 @@ SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b":
 
 def widened_demo(out: Path, count: int) -> tuple[Path, list[torch.Tensor]]:
     """The widened checkpoint in `out`, made unless it is there, and `count` held-out prompts, `[1, num_tokens]` ids each."""
+    import torch
     from transformers import AutoTokenizer
 
     from promoe.commands.bench.example import find_example
 
     example = find_example()
-    checkpoint = example.widened(out, WIDTH, "bfloat16")
+    checkpoint = example.widened(out, WIDTH, torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     return checkpoint, [tokenizer(text, return_tensors="pt").input_ids for text in example.prompts(count)]
 

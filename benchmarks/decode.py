@@ -146,7 +146,7 @@ def main() -> None:
         for first in range(0, len(names), len(options.waste)):  # of one predictor, the first limit against the others
             ratios += tuple((names[first], name, "") for name in names[first + 1 : first + len(options.waste)])
     rows = []
-    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, torch.bfloat16)
     disk = Opening(RESIDENT, checkpoint, DTYPE, "", read_mode="direct")
     resident = Served(disk)
     print(f"{options.pairs} prompts x {options.new_tokens} tokens")

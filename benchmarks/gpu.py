@@ -474,7 +474,7 @@ def main() -> int:
     options.json.parent.mkdir(parents=True, exist_ok=True)
 
     example = find_example()
-    checkpoint = example.widened(options.folder, options.repeat, str(DTYPE).removeprefix("torch."))
+    checkpoint = example.widened(options.folder, options.repeat, DTYPE)
     prompts, tokenizer = demo_prompts(checkpoint, options.pairs)
     base = load_stock(checkpoint, DTYPE)
     base.set_experts_implementation(options.implementation)

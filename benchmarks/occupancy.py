@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     example = find_example()
-    checkpoint = example.widened(options.out, WIDTH, "bfloat16")
+    checkpoint = example.widened(options.out, WIDTH, torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     texts = read_prompts(example.prompts_file, options.pairs + 1, "Ask for fewer --pairs.")
     prompts = [dict(tokenizer(text, return_tensors="pt")) for text in texts[: options.pairs + 1]]

@@ -138,7 +138,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     products = [row for name, sizes in SHAPES.items() for row in one_product(name, *sizes)]
     example = find_example()
-    checkpoint = example.widened(Path("promoe-out"), REPEAT, "bfloat16")
+    checkpoint = example.widened(Path("promoe-out"), REPEAT, torch.bfloat16)
     if not (checkpoint / FOLDER / INDEX).is_file():
         opened = open_headers(checkpoint)
         write_packed(opened.layers, opened.store, packed_folder(opened.store))

@@ -26,7 +26,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.commands.demo.command import DTYPE, Demo
+from promoe.commands.demo.command import Demo
 from promoe.commands.demo.options import Options
 from promoe.commands.measure import paired_speedup
 from promoe.predictors import Forecast, LayerVisit, PredictorContext
@@ -138,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     demo = Demo(Options())
-    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, torch.bfloat16)
     torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     config = promoe.PromoeConfig(governor=False, bypass=False, read_mode="direct")
     model = promoe.from_pretrained(checkpoint, cache="100%", predictor=None, config=config)

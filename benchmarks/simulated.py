@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("promoe-out/benchmarks/simulated.json"))
     options = parser.parse_args()
     demo = Demo(Options(prompts=options.pairs, max_new_tokens=options.new_tokens, steps=True))
-    checkpoint = demo.example.widened(demo.out, demo.options.repeat, DTYPE)
+    checkpoint = demo.example.widened(demo.out, demo.options.repeat, torch.bfloat16)
     disk, found = Opening(RESIDENT, checkpoint, DTYPE, "", read_mode="direct"), []
     resident = Served(disk)
     if options.caches:

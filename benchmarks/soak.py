@@ -268,7 +268,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("promoe").setLevel(logging.ERROR)  # not a warning for each prediction whose transfer failed
     example = find_example()
-    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, "bfloat16")
+    checkpoint = options.model or example.widened(Path(Options.out), Options.repeat, DTYPE)
     requests = make_requests(example, random.Random(options.seed))
     stock = load_stock(checkpoint, DTYPE)
     expected = [request.answer(stock)[0] for request in requests]

@@ -63,9 +63,9 @@ class Example:
         found = re.search(r"held-out loss[^0-9]{0,80}([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
         return float(found[1]) if found else None
 
-    def widened(self, folder: Path, repeat: int, dtype: str) -> Path:
-        """Return the widened checkpoint in a folder for several, as `widen` does; `dtype` such as "bfloat16"."""
-        return self.widen(folder / f"widened-x{repeat}-{dtype}", repeat, getattr(torch, dtype))
+    def widened(self, folder: Path, repeat: int, dtype: torch.dtype) -> Path:
+        """Return the widened checkpoint in a folder for several, as `widen` does."""
+        return self.widen(folder / f"widened-x{repeat}-{str(dtype).removeprefix('torch.')}", repeat, dtype)
 
     def widen(self, destination: Path, repeat: int, dtype: torch.dtype) -> Path:
         """Return the widened checkpoint in `destination`. It is written unless it is there and was made of this model.

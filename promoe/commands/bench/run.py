@@ -56,7 +56,7 @@ class Bench:
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         prompts = find_example().prompts_file if options.prompts is None else Path(options.prompts)
         if options.model is None:
-            self.checkpoint = find_example().widened(options.folder.parent, REPEAT, options.dtype)
+            self.checkpoint = find_example().widened(options.folder.parent, REPEAT, self._dtype)
         else:
             self.checkpoint = Path(options.model)
         self.tasks = make_tasks(options, self.checkpoint, prompts)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from promoe.commands.bench.example import READABLE_LOSS, find_example
@@ -149,7 +150,7 @@ class Demo:
     def on_disk(self) -> None:
         """Compare with experts of real size, read from this machine's disk past the page cache."""
         heading(f"2. The same function with experts {self.options.repeat} times as wide, on this machine's disk")
-        checkpoint = self.example.widened(self.out, self.options.repeat, DTYPE)
+        checkpoint = self.example.widened(self.out, self.options.repeat, getattr(torch, DTYPE))
         opening = Opening(RESIDENT, checkpoint, DTYPE, self.options.cache, read_mode="direct")
         with closing(Served(replace(opening, system=SYSTEMS[0]))) as probe:
             fits = self._fits(probe.sizes(), probe.slots_bytes(self.options.cache))
