@@ -67,9 +67,9 @@ class Options:
     pairs: int = 5
     """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20
-    """tokens generated for each"""
+    """tokens generated for each prompt"""
     prompt_tokens: list[int] = field(default_factory=list)
-    """also read prompts of so many tokens"""
+    """also measure reading prompts of these lengths, in tokens"""
     prompts: str | None = None
     """JSON list of texts; by default held-out ShareGPT prompts of the repository"""
     link: str = DISK
@@ -78,9 +78,9 @@ class Options:
     workspace: str = "128MiB"
     """memory that each system gets beside the slots and the model's other weights"""
     seconds_per_answer: float = 30.0
-    """cut an answer short after so long"""
+    """cut an answer short after this many seconds"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """of the weights"""
+    """type of the weights"""
     out: str = "promoe-out/bench"
     """folder for tables, plots and the other systems' files"""
     json: str | None = None

@@ -122,14 +122,14 @@ def report_lines(report: Report) -> Iterator[str]:
 def _memory_words(report: Report) -> str:
     if report.not_limited is not None:
         return (
-            f"Memory was not limited ({report.not_limited}): compare this library's systems with each other, and no other "
-            "with them, since the kernel may keep files in memory."
+            f"Memory was not limited ({report.not_limited}): compare this library's systems only with each other, since the "
+            "kernel may keep the files of others in memory."
         )
     return (
-        "Each system but the unmodified model has a control group that limits its memory, page cache included, to the slots, "
-        "all else that the model has, what the longest prompt's experts compute in one layer and oneDNN keeps of that, and "
-        f"{report.options.workspace}. "
-        "`limited` is the peak of what counted against that, `RSS` of what the process had mapped, libraries included."
+        "A control group limits the memory of each system but the unmodified model, page cache included. It has room for the "
+        "slots, the rest of the model, what the experts of the longest prompt compute in one layer, what oneDNN keeps of that, "
+        f"and {report.options.workspace}. `limited` is the peak of what counted against the limit, `RSS` of what the process "
+        "had mapped, libraries included."
     )
 
 
@@ -147,8 +147,8 @@ def table_lines(table: Table) -> Iterator[str]:
         yield f"- {_contention_words(table.contention, table.bandwidth_bytes_per_s)}"
     if table.prompt_compute_s is not None and table.task.reads:
         yield (
-            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, as the unmodified model "
-            "or as this library runs its experts, whichever is less: `bound` counts that."
+            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, in the unmodified "
+            "model or as this library runs its experts, whichever takes less: `bound` counts that."
         )
     if any(row.tpot_unmodified_s is not None for row in table.rows) and not table.task.reads:
         yield f"- {_packed_words(table)}"
@@ -165,8 +165,8 @@ def _packed_words(table: Table) -> str:
         if row.answers and row.tpot_unmodified_s is not None
     )
     return (
-        "Experts are packed: `bound` counts what computing takes with packed ones. TPOT over max(C, B / W) with the unmodified "
-        f"model's C: {times}."
+        "Experts are packed, and `bound` counts the time that computing takes with packed ones. TPOT over max(C, B / W) with "
+        f"the unmodified model's C: {times}."
     )
 
 
