@@ -98,7 +98,7 @@ class Options:
             check_cache(cache)
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
-        _ = self.workspace_bytes, self.emulated
+        _ = self.workspace_bytes, self.emulated()
 
     @property
     def folder(self) -> Path:
@@ -124,9 +124,8 @@ class Options:
         except ConfigError as error:
             raise ConfigError(f"--workspace: {error}") from None
 
-    @property
     def emulated(self) -> Emulated | None:
-        """The link to emulate; None: the disk.
+        """Return the speed of the link to emulate; None: the disk.
 
         Raises:
             ConfigError: --link is neither.

@@ -52,7 +52,7 @@ class Bench:
         self.systems = find_systems(options.systems)
         self._check_link()
         # Where a link is emulated, one core less computes: on the machines that it stands for, copies need no core.
-        self.threads = max(1, torch.get_num_threads() - (options.emulated is not None))
+        self.threads = max(1, torch.get_num_threads() - (options.emulated() is not None))
         self._dtype: torch.dtype = getattr(torch, options.dtype)
         prompts = find_example().prompts_file if options.prompts is None else Path(options.prompts)
         if options.model is None:
@@ -83,7 +83,7 @@ class Bench:
             for system in self.systems:
                 if system.is_peer:
                     self._prepare(resident, system)
-        emulated, link = self.options.emulated, None
+        emulated, link = self.options.emulated(), None
         if emulated is not None:
             link = emulated.link(sizes.token_bytes, references[0].compute_s)
         tables = []
@@ -190,7 +190,7 @@ class Bench:
 
     def _check_link(self) -> None:
         peers = [system.name for system in self.systems if system.is_peer]
-        if self.options.emulated is not None and peers:
+        if self.options.emulated() is not None and peers:
             raise ConfigError(
                 f"An emulated link is for this library's systems; {', '.join(peers)} read the disk. Leave them out of "
                 "--systems, or use --link disk."
@@ -207,7 +207,7 @@ class Bench:
             )
 
     def _why_not_limited(self) -> str | None:
-        if self.options.emulated is not None:
+        if self.options.emulated() is not None:
             return "an emulated link copies from the page cache, which therefore holds all experts"
         if self._around is None:
             return "this system has no control groups for memory"

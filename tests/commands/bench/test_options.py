@@ -13,9 +13,9 @@ def options(**fields: Any) -> Options:
 
 
 def test_links() -> None:
-    assert options().emulated is None
-    assert options(link="emulated:11.5").emulated == Emulated(ratio=11.5)
-    assert options(link="emulated:1.5GB/s").emulated == Emulated(bytes_per_s=1.5e9)
+    assert options().emulated() is None
+    assert options(link="emulated:11.5").emulated() == Emulated(ratio=11.5)
+    assert options(link="emulated:1.5GB/s").emulated() == Emulated(bytes_per_s=1.5e9)
 
 
 @pytest.mark.parametrize(
