@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import promoe
-from promoe.commands.demo.example import find_example
+from promoe.commands.bench.example import find_example
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.units import aligned
 

@@ -18,17 +18,23 @@ Takes about 20 minutes on two cores. For small differences between settings use 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import DTYPE, OUT, heldout_prompts, make_parser, save, widened_demo
+from common import DTYPE, heldout_prompts, make_parser, save, widened_demo
 
-from promoe.commands.demo.comparison import Reference, Task, compare, record
-from promoe.commands.demo.example import find_example
-from promoe.commands.demo.systems import SYSTEMS, OnDisk, System, to_compare
-from promoe.commands.lower_bound import bytes_per_token
+from promoe.commands.bench.example import find_example
+from promoe.commands.bench.messages import Opening, Prompt
+from promoe.commands.bench.served import Served
+from promoe.commands.bench.systems import System
+from promoe.commands.bench.tasks import GENERATE, Reference, Task, refer
+from promoe.commands.demo.comparison import compare
+from promoe.commands.demo.systems import RESIDENT, SYSTEMS, to_compare
+from promoe.commands.lower_bound import missed_by_answer
 from promoe.commands.measure import paired_speedup, tpots_s
 from promoe.stats.text_report import text_comparison
 from promoe.transfer.links import EmulatedLink
@@ -44,44 +50,44 @@ RATIOS = (
 )
 
 
-class SlowedFiles(OnDisk):
-    """A checkpoint's files over an emulated link; copied from the page cache, as no disk keeps up reliably."""
+def slowed(opening: Opening, reference: Reference) -> Opening:
+    """Return a checkpoint's files behind an emulated link, copied from the page cache, as no disk keeps up reliably.
 
-    read_mode = "page_cache"
-
-    def __init__(self, checkpoint: Path, reference: Reference, cache: str) -> None:
-        super().__init__(checkpoint, DTYPE)
-        self.link = EmulatedLink(bandwidth_bytes_per_s=1e9)
-        probe: Any = self.patched(SYSTEMS[2], cache)
-        missed = bytes_per_token(probe.promoe.runtime.engine.scheduler.config, reference.routing)[1:]
-        probe.promoe.close()
-        # The misses of next-use eviction without prefetch take as long as computing a token.
-        self.link = EmulatedLink(bandwidth_bytes_per_s=median(missed) / reference.compute_s)
+    The misses of next-use eviction without prefetch take as long as computing a token.
+    """
+    opening = replace(opening, read_mode="page_cache", link=EmulatedLink(bandwidth_bytes_per_s=1e9))
+    with closing(Served(replace(opening, system=SYSTEMS[2]))) as probe:
+        config = probe.facts().scheduler
+    assert config is not None, "a system of this library"
+    missed = missed_by_answer(config, [answer.routing for answer in reference.answers])[1:]
+    bandwidth = median(one.token_bytes for one in missed) / reference.compute_s
+    return replace(opening, link=EmulatedLink(bandwidth_bytes_per_s=bandwidth))
 
 
 def measure(
-    title: str, source: OnDisk, resident: Any, reference: Reference, task: Task, cache: str, systems: Sequence[System]
+    title: str, opening: Opening, resident: Served, reference: Reference, systems: Sequence[System]
 ) -> dict[str, Any]:
     """Print the figures of all systems at one cache size, and return them."""
-    result = compare(source, resident, reference, task, cache, OUT / "benchmark-timeline.json", systems)
-    print(f"\n{title}, cache {cache}, link {result.link}, W {result.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
-    print(text_comparison(result.runs, baseline=ON_DEMAND))
+    table = compare(resident, reference, [replace(opening, system=system) for system in systems])
+    runs, answers = table.runs(), {row.system.name: row.answers for row in table.rows}
+    link, bandwidth = runs[-1].stats.link, table.bandwidth_bytes_per_s
+    print(f"\n{title}, cache {table.cache}, link {link}, W {bandwidth / 1e9:.2f} GB/s")
+    print(text_comparison(runs, baseline=ON_DEMAND))
     ratios = {}
     for slow, fast, wanted in RATIOS:
-        ratio = paired_speedup(tpots_s(result.answers[slow]), tpots_s(result.answers[fast]))
+        ratio = paired_speedup(tpots_s(answers[slow]), tpots_s(answers[fast]))
         ratios[f"{slow} / {fast}"] = ratio
         print(f"  {slow} / {fast}: {ratio.value:.3f} ({ratio.low:.3f} - {ratio.high:.3f}); wanted: {wanted}")
-    for run in result.runs:
+    for run in runs:
         if run.stats.predictor is not None:
             print(f"  {run.name}: prefetch on {run.stats.decode.prefetch_on_share:.0%} of decode layer visits")
-    runs = {
-        run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()} for run in result.runs
-    }
     return {
         "title": title,
-        "cache": cache,
-        "bandwidth_bytes_per_s": result.bandwidth_bytes_per_s,
-        "runs": runs,
+        "cache": table.cache,
+        "bandwidth_bytes_per_s": bandwidth,
+        "runs": {
+            run.name: {"tpot_s": run.tpot_s, "bound_s": run.bound_s, "stats": run.stats.to_json()} for run in runs
+        },
         "ratios": ratios,
     }
 
@@ -94,25 +100,23 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=24)
     options = parser.parse_args()
     checkpoint = widened_demo()
-    warm_up, *prompts = (
-        {"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in heldout_prompts(options.pairs + 1)
-    )
-    task = Task(warm_up, prompts, options.new_tokens, pad_token_id=0)
-    systems = (*to_compare(True, find_example().predictor), System(RANDOM, SYSTEMS[3].config, predictor="random"))
-    disk = OnDisk(checkpoint, DTYPE)
-    resident = disk.resident()
+    ids = [prompt[0].tolist() for prompt in heldout_prompts(options.pairs + 1)]
+    task = Task(GENERATE, [Prompt(one, options.new_tokens, pad_token_id=0) for one in ids])
+    systems = (*to_compare(True, find_example().predictor), replace(SYSTEMS[3], name=RANDOM, predictor="random"))
+    disk = Opening(RESIDENT, checkpoint, str(DTYPE).removeprefix("torch."), "", read_mode="direct")
+    resident = Served(disk)
     rows = []
     if options.caches:
-        reference = record(resident, task)
+        reference = refer(resident, task)
         for cache in options.caches:
-            rows.append(measure("real disk, O_DIRECT", disk, resident, reference, task, cache, systems))
+            opening = replace(disk, cache=cache)
+            rows.append(measure("real disk, O_DIRECT", opening, resident, reference, systems))
     if options.emulated:
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        reference = record(resident, task)
+        reference = refer(resident, task)
         for cache in options.emulated:
-            link = SlowedFiles(checkpoint, reference, cache)
-            title = "emulated link, transfer = compute"
-            rows.append(measure(title, link, resident, reference, task, cache, systems))
+            opening = slowed(replace(disk, cache=cache), reference)
+            rows.append(measure("emulated link, transfer = compute", opening, resident, reference, systems))
     save(options.json, rows)
 
 

@@ -38,10 +38,12 @@ from common import DTYPE, OUT, heldout_prompts, make_parser, print_table, save, 
 from torch import nn
 
 import promoe
-from promoe.commands.demo.example import find_example
-from promoe.commands.demo.systems import SYSTEMS, System, load_stock, to_compare
-from promoe.commands.lower_bound import bytes_per_token, token_bound_s
-from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, interleaved, tpots_s, ttfts_s
+from promoe.commands.bench.example import find_example
+from promoe.commands.bench.stock import load_stock
+from promoe.commands.bench.systems import System
+from promoe.commands.demo.systems import SYSTEMS, to_compare
+from promoe.commands.lower_bound import missed_by_answer
+from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.experts.adapters.base import set_tensor
 from promoe.model.placement import place
 from promoe.stats.routing import RoutedPass, RoutingRecorder
@@ -177,7 +179,10 @@ def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[di
     """Patch models over one set of experts; with a cache for all of them, once by default and once with slots."""
     systems = list(to_compare(True, predictor))
     if cache == "100%":
-        systems = [System(BYPASS, promoe.PromoeConfig()), System(IN_SLOTS, SYSTEMS[-2].config)]
+        systems = [
+            System(BYPASS, "promoe", "", promoe.PromoeConfig()),
+            System(IN_SLOTS, "promoe", "", SYSTEMS[-2].config),
+        ]
     found: dict[str, Any] = {}
     with ExitStack() as close:
         for system in systems:
@@ -249,8 +254,10 @@ class Bench:
             run(model, prompts[0])
             if hasattr(model, "promoe"):
                 model.promoe.reset_stats()
-        systems = {name: (lambda prompt, model=model: run(model, prompt)) for name, model in models.items()}
-        answers = interleaved(systems, prompts)
+        answers: dict[str, list[Generation]] = {name: [] for name in models}
+        for prompt in prompts:  # in the order A B C A B C, so that what drifts in the machine drifts for all
+            for name, model in models.items():
+                answers[name].append(run(model, prompt))
         rows = [self._row(title, name, model, answers) for name, model in models.items()]
         print(f"\n{title}")
         print_table([_HEAD, *map(_cells, rows)])
@@ -271,8 +278,8 @@ class Bench:
         }
         if hasattr(getattr(model, "promoe", None), "runtime"):
             decode = model.promoe.stats().decode
-            missed = bytes_per_token(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
-            bounds = [token_bound_s(c, nbytes, self.bandwidth) for c, nbytes in zip(compute, missed, strict=True)]
+            missed = missed_by_answer(model.promoe.runtime.engine.scheduler.config, self.routing)[1:-1]
+            bounds = [max(c, one.token_bytes / self.bandwidth) for c, one in zip(compute, missed, strict=True)]
             row |= {
                 "bound_s": median(bounds),
                 "stall_s": decode.stall_per_pass_s,

@@ -35,7 +35,7 @@ import transformers
 from common import DTYPE, make_parser, print_table, save, widened_demo
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 
 MEGABYTE = 1e6
 ALLOWANCE_BYTES = 128_000_000

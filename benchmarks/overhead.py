@@ -31,7 +31,7 @@ from common import DTYPE, make_parser, print_table, save
 from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.measure import Estimate, estimate, paired_speedup
 from promoe.scheduler import ExpertKey, PoolSpec, Scheduler, SchedulerConfig
 

@@ -27,7 +27,7 @@ import torch
 from common import DTYPE, heldout_prompts, make_parser, save, widened_demo
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.measure import estimate, paired_speedup
 from promoe.experts.kernels.packed import PackedMatrix, Packing
 from promoe.model.opening import open_headers

@@ -43,7 +43,7 @@ from memory import anonymous_bytes
 from transformers.generation.streamers import BaseStreamer
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.config import PromoeConfig
 from promoe.transfer.links.faults import FaultKind, FaultyLink, seeded
 from promoe.units import format_memory, format_ms

@@ -28,8 +28,8 @@ from IPython.display import display
 from transformers import AutoTokenizer
 
 import promoe
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.charts.parts import NEEDS
-from promoe.commands.demo.systems import load_stock
 from promoe.stats.figure_style import HATCHED, INK, MEANING, new_figure, plain, set_title
 from promoe.units import aligned, format_megabytes, format_share
 

@@ -30,8 +30,8 @@ import torch
 from transformers import AutoTokenizer
 
 import promoe
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.charts.lanes_figure import draw_lanes
-from promoe.commands.demo.systems import load_stock
 from promoe.commands.measure import generate
 from promoe.stats.lanes import lanes_of, median_pass
 from promoe.units import aligned, format_ms, format_share

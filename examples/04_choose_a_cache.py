@@ -33,7 +33,7 @@ import torch
 from IPython.display import display
 
 import promoe
-from promoe.commands.demo.systems import load_stock
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.simulate.machine import Geometry, Machine
 from promoe.commands.simulate.run import Scenario, simulate
 from promoe.stats.figure_style import COLOURS, INK, new_figure, plain, set_title

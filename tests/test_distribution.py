@@ -110,7 +110,8 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     inside = {name for name in names if not name.startswith(f"{NAME}.dist-info/")}
     assert {"promoe/predictors/trained.py", "promoe/training/fit.py", "promoe/scheduler/scheduler.py"} <= inside
-    assert inside == modules() | {"promoe/py.typed"}
+    charts = {"promoe/commands/charts/report.css", "promoe/commands/charts/report.js"}
+    assert inside == modules() | charts | {"promoe/py.typed"}
     assert f"{NAME}.dist-info/licenses/LICENSE" in names
 
 

@@ -1,8 +1,8 @@
-"""What computing and reading lose to each other where the same machine does both at once.
+"""Measures how much computing and reading slow each other when a machine does both at once.
 
 The bound `max(C, B / W)` takes C from a model that computes while nothing is read, and W from reads while nothing computes.
-A disk's bytes pass through the cores and the memory that compute, on a virtual machine those of the host included, so both
-slow down when they overlap. `Contention.token_s` is the least time per token with that counted in.
+But the bytes of a disk pass through the same cores and memory (on a virtual machine, also those of the host), so both slow
+down when they overlap. `Contention.token_s` is the least time per token with that counted in.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 REQUEST_BYTES = 4 * 2**20
 SECONDS = 2.5
-# Each median is of at least so many passes, however long they take.
+# Each median is of at least this many passes, however long they take.
 FEWEST_PASSES = 5
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How much slower both are.
+    """How much slower both are at once.
 
     Attributes:
-        slowdown: times as long that a decode pass takes while reads go on, at least 1.
+        slowdown: how many times as long a decode pass takes while reads go on, at least 1.
         bandwidth_bytes_per_s: of reads while the model computes.
     """
 
@@ -43,7 +43,7 @@ class Contention:
     bandwidth_bytes_per_s: float
 
     def token_s(self, compute_s: float, nbytes: float, bandwidth_bytes_per_s: float) -> float:
-        """The least seconds per token: both at once for as long as both have something to do, then what is left alone.
+        """Return the least seconds per token: both work at once as long as both have work, then one finishes alone.
 
         Args:
             compute_s: C, seconds per token with everything resident and nothing read.
@@ -65,15 +65,15 @@ def measure_contention(
     workers: int,
     seconds: float = SECONDS,
 ) -> Contention:
-    """Let a model decode for a while without, with, and again without reads of a store's files beside it.
+    """Let a model decode for a while without reads, with reads of a store's files, and without reads again.
 
     Args:
         model: with everything resident.
-        ids: of tokens that it decodes in turn, each as a text of its own.
-        store: whose files are read.
-        mode: how.
+        ids: tokens that it decodes in turn, each as a text of its own.
+        store: its files are read.
+        mode: how they are read.
         workers: threads that read.
-        seconds: of each of the three; longer where passes take long.
+        seconds: duration of each of the three; longer if passes take long.
     """
     tokens = itertools.cycle(torch.tensor([list(ids)]).split(1, dim=1))
 
@@ -89,12 +89,12 @@ def measure_contention(
 def contention(
     decode: Callable[[], float], read: Callable[[float], ReadBandwidth], seconds: float = SECONDS
 ) -> Contention:
-    """The same for anything that computes and reads.
+    """Measure the same of anything that computes and reads.
 
     Args:
         decode: runs one pass, and returns its seconds.
-        read: reads for so many seconds.
-        seconds: of each of the three; longer where passes take long.
+        read: reads for a number of seconds.
+        seconds: duration of each of the three; longer if passes take long.
     """
     with ThreadPoolExecutor(1) as pool:
         seconds = max(seconds, FEWEST_PASSES * min(decode(), decode()))

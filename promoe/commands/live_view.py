@@ -1,4 +1,4 @@
-"""What `promoe run --live` shows beside the answer: how an answer goes now, and has gone so far."""
+"""The panel of `promoe run --live`: the figures of an answer now, and so far."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-WINDOW = 20  # readings that "now" looks back, about two seconds of a status that is drawn ten times in each
+WINDOW = 20  # readings that "now" looks back: about two seconds, as a status is drawn ten times per second
 PANEL_LINES = 6
 PANEL_COLUMNS = 72
 SHARES = (("hit rate", "hit_rate"), ("link use", "link_use"), ("ready rate", "ready_rate"), ("stall", "stall_share"))
 
 
 class Reading(NamedTuple):
-    """What had been counted at one moment."""
+    """The counters at one moment."""
 
     at_s: float
     tokens: int
@@ -36,7 +36,7 @@ class Reading(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What happened between two readings; nan where there was nothing to count."""
+    """What happened between two readings; nan if there was nothing to count."""
 
     tokens_per_s: float
     hit_rate: float
@@ -53,7 +53,7 @@ class Figures(NamedTuple):
 
     @classmethod
     def between(cls, before: Reading, after: Reading) -> Figures:
-        """The figures of the time between two readings of one run."""
+        """Return the figures of the time between two readings of one run."""
         seconds, tokens = after.at_s - before.at_s, after.tokens - before.tokens
         then, now = before.counts, after.counts
         needed, moved = now.needed - then.needed, now.bytes_total - then.bytes_total
@@ -69,12 +69,12 @@ class Figures(NamedTuple):
 
 
 class Panel:
-    """The status of one answer, from its first token on: `begin` is called with that, `text` as often as one likes.
+    """The status of one answer. `begin` is called at its first token; after that `text` may be called at any time.
 
     Args:
-        stats: what has been counted up to now.
-        busy_s: seconds in which the link has moved something, nan where there is none.
-        clock: seconds, for tests.
+        stats: returns what was counted up to now.
+        busy_s: returns the seconds in which the link has moved something; nan without a link.
+        clock: returns seconds; for tests.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Panel:
         self._window: deque[Reading] = deque(maxlen=WINDOW)
 
     def begin(self) -> None:
-        """The first token has come: all figures are of the time from here on, but for the bytes in all."""
+        """Begin to count: the first token has come. Only the total of bytes includes what was before."""
         self._first = self._read(1)
         self._window.append(self._first)
 
     def text(self, tokens: int, room: tuple[int, int]) -> str:
-        """The panel after so many tokens, in at most so many columns and lines; one line where there is no room for more."""
+        """Return the panel after `tokens` tokens; a single line where `room` (columns, lines) is small."""
         reading = self._read(tokens)
         self._window.append(reading)
         now, so_far = Figures.between(self._window[0], reading), Figures.between(self._first, reading)
@@ -108,7 +108,7 @@ class Panel:
 
 @contextmanager
 def metered(handle: Any) -> Iterator[Callable[[], float]]:
-    """Seconds in which the link of a model's handle has moved something while the context lasts; nan where there is none."""
+    """Yield what returns the seconds in which the link of a model has moved something; nan without a link."""
     if not isinstance(handle, SlotHandle):
         yield no_link
         return
@@ -122,12 +122,12 @@ def metered(handle: Any) -> Iterator[Callable[[], float]]:
 
 
 def no_link() -> float:
-    """What `metered` says where nothing is moved."""
+    """Return nan: nothing is moved."""
     return math.nan
 
 
 def one_line(tokens: int, now: Figures, columns: int) -> str:
-    """`12 tokens, 8.31 tokens/s, hit rate 46.8%, ...`: as much of what the panel says of now as is known and has room."""
+    """Return the figures of now that are known and fit: `12 tokens, 8.31 tokens/s, hit rate 46.8%, ...`."""
     line = _speed(tokens, now)
     for label, name in SHARES:
         more = f"{line}, {label} {_share(now, name)}"
@@ -137,7 +137,7 @@ def one_line(tokens: int, now: Figures, columns: int) -> str:
 
 
 def plain(tokens: int, now: Figures, so_far: Figures, counts: Counts) -> str:
-    """The panel without rich."""
+    """Return the panel without rich."""
     heads = f"{'':<10}{'now':>8}{'so far':>8}"
     lines = [_speed(tokens, now), f"  {heads}      {heads}"]
     for pair in (SHARES[:2], SHARES[2:]):
@@ -147,7 +147,7 @@ def plain(tokens: int, now: Figures, so_far: Figures, counts: Counts) -> str:
 
 
 def drawn(tokens: int, now: Figures, so_far: Figures, counts: Counts, columns: int) -> str | None:
-    """The panel by rich; None where that is not installed."""
+    """Return the panel drawn by rich; None if that is not installed."""
     try:
         from rich.console import Console, Group
         from rich.panel import Panel as Frame

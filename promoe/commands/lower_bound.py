@@ -1,13 +1,14 @@
-"""The least time per token that compute and link allow, `max(C, B / W)`, to be shown beside each measured time.
+"""Finds the least time per token that compute and link allow, `max(C, B / W)`, to be shown beside each measured time.
 
 C: time per token of the unpatched model with everything resident. B: bytes that a demand-only replay of the same
 eviction policy misses, where a layer's experts are one atomic event (replaying them one by one overstates misses).
-W: best bandwidth of the link that a raw probe reaches in the same run.
+W: the best bandwidth of the link that a raw probe reaches in the same run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from promoe.scheduler import SchedulerConfig
 from promoe.scheduler.replay import Replay
@@ -20,57 +21,57 @@ from promoe.units import is_number, ratio
 
 MIB = 1024 * 1024
 PROBE_REQUEST_BYTES = (1 * MIB, 4 * MIB)
-PROBE_SECONDS = 0.3  # per setting
+PROBE_SECONDS = 0.3  # of each setting
+
+
+class Missed(NamedTuple):
+    """Bytes that one answer misses on demand only: of its prompt, and per token after it (nan without any)."""
+
+    prompt_bytes: float
+    token_bytes: float
 
 
 def missed_bytes(config: SchedulerConfig, passes: Sequence[RoutedPass]) -> list[int]:
-    """Bytes that a demand-only, event-atomic replay fetches in each of `passes`, beginning with empty slots."""
+    """Return the bytes that a demand-only, event-atomic replay fetches in each of `passes`, beginning with empty slots."""
     replay = Replay(config)
-    return [_missed(replay, routed) for routed in passes]
+    return [sum(replay.visit(layer_idx, tokens) for layer_idx, tokens in routed.visits) for routed in passes]
 
 
-def _missed(replay: Replay, routed: RoutedPass) -> int:
-    return sum(replay.visit(layer_idx, tokens) for layer_idx, tokens in routed.visits)
-
-
-def bytes_per_token(config: SchedulerConfig, generations: Sequence[Sequence[RoutedPass]]) -> list[float]:
-    """B of each generation: mean missed bytes per decode pass; slots stay filled from one generation to the next.
+def missed_by_answer(config: SchedulerConfig, answers: Sequence[Sequence[RoutedPass]]) -> list[Missed]:
+    """Return B of each answer: what its prompt misses, and the mean over the passes after it.
 
     Args:
         config: as in `Replay`.
-        generations: the passes of each, in the order in which the system ran them, warm-up included.
-
-    Returns:
-        One number per generation; nan where nothing was decoded.
+        answers: the passes of each answer, the prompt's first, in the order in which the system ran them, warm-up included.
+            Slots stay filled from one answer to the next.
     """
-    replay, results = Replay(config), []
-    for passes in generations:
-        missed = [(routed.phase, _missed(replay, routed)) for routed in passes]
-        decode = [nbytes for phase, nbytes in missed if phase == "decode"]
-        results.append(ratio(sum(decode), len(decode)))
-    return results
+    missed = iter(missed_bytes(config, [routed for passes in answers for routed in passes]))
+    found = []
+    for passes in answers:
+        prompt_bytes, *token_bytes = [next(missed) for _ in passes]
+        found.append(Missed(prompt_bytes, ratio(sum(token_bytes), len(token_bytes))))
+    return found
 
 
-def token_bound_s(compute_s: float | None, missed_bytes_per_token: float, bandwidth_bytes_per_s: float) -> float:
-    """`max(C, B / W)` in seconds per token; `compute_s` None (not measured): `B / W`, a weaker bound."""
-    return max(compute_s or 0.0, missed_bytes_per_token / bandwidth_bytes_per_s)
+def needed_share(replayed: Sequence[float], decode: PhaseStats) -> float:
+    """Return the share of the replayed misses that a system cannot do without, at most 1.
 
-
-def needed_bytes(replayed: float, decode: PhaseStats) -> float:
-    """Return the bytes per token that a system cannot do without.
+    Where its forecasts also keep experts from being evicted, a system moves less than its eviction policy misses on demand
+    only. What it moved and used is then all that it needed.
 
     Args:
-        replayed: what its eviction policy misses on demand only (`bytes_per_token`).
-        decode: what the system moved. Where its forecasts also keep experts from being evicted, it needed less.
+        replayed: bytes per token that its eviction policy misses, of each answer (`missed_by_answer`).
+        decode: what the system moved for these answers.
     """
-    used = ratio(decode.bytes_used, decode.tokens)
-    return min(replayed, used) if is_number(used) else replayed
+    known = [nbytes for nbytes in replayed if is_number(nbytes)]
+    share = ratio(ratio(decode.bytes_used, decode.tokens), ratio(sum(known), len(known)))
+    return min(1.0, share) if is_number(share) else 1.0
 
 
 def link_bandwidth(link: Link, store: Store) -> float:
-    """W, bytes per second: what an emulated link is set to, else the best of a raw probe of the store's files.
+    """Return W in bytes per second: the speed of an emulated link, else the best of a raw probe of the store's files.
 
-    The probe takes about 4 s. Disks drift: of several probes, and of what systems were seen to get, the largest is W.
+    The probe takes about 4 s. Disks drift, so W is the largest of several probes and of what systems were seen to get.
     """
     if link.emulated_bytes_per_s is not None:
         return link.emulated_bytes_per_s

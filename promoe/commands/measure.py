@@ -1,6 +1,6 @@
-"""Times of generation, measured so that systems can be compared: paired in one run, interleaved, with intervals.
+"""Measures times of generation, and compares those of several systems: paired by prompt, with intervals.
 
-Knows nothing of experts: a system is whatever generates tokens. Used by the demo and by benchmarks.
+Knows nothing of experts: a system is whatever generates tokens.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +20,15 @@ from transformers.generation.streamers import BaseStreamer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Item = TypeVar("Item")
 CONFIDENCE = 0.95
-# Small models fall into loops when they are greedy, and loops need the same experts again and again.
+# Small models that are greedy repeat themselves, and loops need the same experts again and again.
 REPETITION_PENALTY = 1.15
 RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer and when its tokens came."""
+    """An answer, and when its tokens came."""
 
     tokens: tuple[int, ...]
     """Generated token ids, prompt excluded."""
@@ -40,15 +39,15 @@ class Generation:
 
     @property
     def tpot_s(self) -> float:
-        """Mean seconds per output token after the first, (t_last - t_first) / (n - 1); nan for a single token."""
+        """Mean seconds per output token after the first, (t_last - t_first) / (n - 1); nan if there is one token."""
         return sum(self.gaps_s) / len(self.gaps_s) if self.gaps_s else math.nan
 
 
 class Stopwatch(BaseStreamer):  # type: ignore[misc]
-    """A streamer for `model.generate(streamer=)` that notes when each token comes. For one sequence.
+    """A streamer for `model.generate(streamer=)` that notes when each token of one sequence comes.
 
     Args:
-        on_token: called with each generated token id, after its time was taken; its own time delays the next token.
+        on_token: called with each generated token id, after its time was noted. The time that it takes delays the next token.
     """
 
     def __init__(self, on_token: Callable[[int], None] | None = None) -> None:
@@ -58,7 +57,7 @@ class Stopwatch(BaseStreamer):  # type: ignore[misc]
         self.times_s: list[float] = []
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt `[1, n]` at the first call, then one token `[1]` a time."""
+        """Take the prompt `[1, n]` at the first call, then one token `[1]` at each call."""
         now_s = time.perf_counter()
         if not self._prompt_seen:
             self._prompt_seen = True
@@ -70,7 +69,7 @@ class Stopwatch(BaseStreamer):  # type: ignore[misc]
                 self._on_token(token)
 
     def end(self) -> None:
-        """Nothing to flush."""
+        """Do nothing: there is nothing to flush."""
 
 
 def generate(
@@ -85,9 +84,9 @@ def generate(
     Args:
         model: patched or not.
         inputs: `input_ids` and `attention_mask`, both `[1, n]`.
-        max_new_tokens: at most so many.
+        max_new_tokens: tokens to generate at most.
         on_token: see `Stopwatch`.
-        options: passed to `model.generate`; greedy unless they say otherwise.
+        options: for `model.generate`, which is greedy unless they say otherwise.
     """
     watch = Stopwatch(on_token)
     start_s = time.perf_counter()
@@ -96,31 +95,6 @@ def generate(
     times_s = watch.times_s
     gaps_s = tuple(after - before for before, after in itertools.pairwise(times_s))
     return Generation(tuple(watch.tokens), times_s[0] - start_s, gaps_s)
-
-
-def interleaved(
-    systems: Mapping[str, Callable[[Item], Generation]],
-    items: Iterable[Item],
-    on_done: Callable[[str, int, Generation], None] | None = None,
-) -> dict[str, list[Generation]]:
-    """Every system on every item, in the order A B C A B C, so that what drifts in the machine drifts for all.
-
-    Args:
-        systems: name -> generates from an item.
-        items: for example prompts.
-        on_done: called as `on_done(name, item_idx, generation)` after each; an exception of it ends the run.
-
-    Returns:
-        Name -> one generation per item, in their order: the same position is a pair.
-    """
-    results: dict[str, list[Generation]] = {name: [] for name in systems}
-    for item_idx, item in enumerate(items):
-        for name, run in systems.items():
-            generation = run(item)
-            results[name].append(generation)
-            if on_done is not None:
-                on_done(name, item_idx, generation)
-    return results
 
 
 class Estimate(NamedTuple):
@@ -132,7 +106,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
-    """Median of `values` and its 95% percentile-bootstrap interval; nan for none, no width for one value."""
+    """Return the median of `values` and its 95% percentile-bootstrap interval; nan without values, no width for one."""
     if not values:
         return Estimate(math.nan, math.nan, math.nan)
     resampled = np.random.default_rng(seed).choice(np.asarray(values, dtype=np.float64), (RESAMPLES, len(values)))
@@ -142,19 +116,19 @@ def estimate(values: Sequence[float], *, seed: int = 0) -> Estimate:
 
 
 def paired_speedup(slow: Sequence[float], fast: Sequence[float]) -> Estimate:
-    """How many times as fast `fast` is: the median, with interval, of `slow[i] / fast[i]` over pairs."""
+    """Return how many times as fast `fast` is: the median, with interval, of `slow[i] / fast[i]` over pairs."""
     return estimate([before / after for before, after in zip(slow, fast, strict=True)])
 
 
 def paired_estimates(times: Mapping[str, Sequence[float]]) -> dict[str, Estimate]:
-    """Each system's median time, with an interval that leaves out what distinguishes items for all systems alike.
+    """Return each system's median time, with an interval that leaves out what slows an item for all systems alike.
 
-    Each time is divided by its item's geometric mean over the systems, as what slows an item, or the machine meanwhile, slows
-    all by a factor (after Cousineau 2005, who subtracts). The intervals show what a paired comparison can resolve; those of
-    the times themselves are as wide as prompts are different.
+    Each time is divided by the geometric mean of its item over the systems (after Cousineau 2005, who subtracts), because a
+    slow item, or a busy machine, slows all systems by a factor. These intervals show what a paired comparison can resolve.
+    Intervals of the times themselves are as wide as the prompts are different.
 
     Args:
-        times: of each system, by item, in one order; all more than 0.
+        times: of each system, one per item, in the same order; all more than 0.
     """
     if not times:
         return {}
@@ -168,10 +142,10 @@ def paired_estimates(times: Mapping[str, Sequence[float]]) -> dict[str, Estimate
 
 
 def tpots_s(generations: Sequence[Generation]) -> list[float]:
-    """TPOT of each generation, seconds."""
+    """Return the TPOT of each generation, in seconds."""
     return [generation.tpot_s for generation in generations]
 
 
 def ttfts_s(generations: Sequence[Generation]) -> list[float]:
-    """TTFT of each generation, seconds."""
+    """Return the TTFT of each generation, in seconds."""
     return [generation.ttft_s for generation in generations]

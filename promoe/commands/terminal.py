@@ -1,4 +1,4 @@
-"""What a command shows while it works: a bar while weights are loaded, text as it comes, a status below it."""
+"""Shows how a command gets on: a bar while weights are loaded, text as it comes, a status below it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-# A terminal's own words: make sure that a line lies below and come back; save and restore the cursor; erase below it.
+# Control codes of terminals: make sure that there is a line below, and come back; save and restore the cursor; erase below.
 _DOWN, _BACK_UP, _SAVE, _RESTORE, _ERASE_BELOW = "\033D", "\033M", "\0337", "\0338", "\033[J"
 _NEXT_LINE_AND_ERASE, _DIM, _PLAIN, _ESCAPE = "\033[B\r\033[K", "\033[2m", "\033[m", "\033"
 _STATUS_EVERY_S = 0.1
@@ -19,13 +19,13 @@ LOG_COLUMNS = 200
 
 
 class LiveText:
-    """Text to one stream as it comes, and, where `err` is a terminal, a status of one or more lines that follows it.
+    """Writes text to one stream as it comes, and, if `err` is a terminal, a status of one or more lines below it.
 
     Args:
-        out: where the text goes; nothing else is written there.
-        err: where the status goes, if it is a terminal.
-        clock: seconds, for tests.
-        log_every_s: where `err` is no terminal, write the status there as a line at most so often; None: never.
+        out: for the text; nothing else is written there.
+        err: for the status, if it is a terminal.
+        clock: returns seconds; for tests.
+        log_every_s: if `err` is not a terminal, the status is written there as a line at most this often; None: never.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LiveText:
         self._err = err
         self._clock = clock
         self._live = err.isatty() and os.environ.get("TERM") != "dumb"
-        # On one terminal the status stands below the text, which must not be written over.
+        # If both are one terminal, the status is below the text, and must not overwrite it.
         self._below = self._live and out.isatty()
         self._every_s = _STATUS_EVERY_S if self._live else log_every_s
         self._status = ""
@@ -49,7 +49,7 @@ class LiveText:
 
     @property
     def room(self) -> tuple[int, int]:
-        """Columns, and lines, that a status may take: a third of a terminal, or one line of a log."""
+        """Columns and lines that a status may take: a third of a terminal, or one line of a log."""
         columns, lines = _size()
         return (columns - 1, max(1, lines // 3)) if self._live else (LOG_COLUMNS, 1)
 
@@ -67,7 +67,7 @@ class LiveText:
     def status(self, make: Callable[[], str]) -> None:
         """Replace the status, at most ten times a second; `make` is called only when it will be shown.
 
-        Lines with a terminal's own words in them have to be as short as `room` says; others are cut to that.
+        Lines with control codes must not be longer than `room`; others are cut to that.
         """
         if self._every_s is None or 0 <= self._clock() - self._drawn_s < self._every_s:
             return
@@ -81,14 +81,14 @@ class LiveText:
         self._drawn_s = self._clock()
 
     def erase(self) -> None:
-        """Take the status away, for example before something else is printed."""
+        """Remove the status, for example before something else is printed."""
         if self._shown:
             self._err.write(_ERASE_BELOW if self._below else f"\r{_ERASE_BELOW}")
             self._err.flush()
         self._shown = False
 
     def end(self) -> None:
-        """The text is complete: end its line."""
+        """End the line of the text, which is complete."""
         self.erase()
         if self._column:
             self._out.write("\n")
@@ -98,7 +98,7 @@ class LiveText:
     def _draw(self) -> None:
         columns, _ = _size()
         if not self._status or (self._below and self._column == columns):
-            # Behind a full line the cursor is beyond the last column, where no terminal can be made to return to.
+            # After a full line the cursor is beyond the last column. No terminal can restore that position.
             return
         self._shown = True
         lines = [line if _ESCAPE in line else line[: columns - 1] for line in self._status.splitlines()]
@@ -114,9 +114,9 @@ class LiveText:
 
 @contextmanager
 def opening_bar(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar in bytes on stderr (where that is a terminal); yields `progress(done_bytes, total_bytes)`.
+    """Show a bar in bytes on stderr, if that is a terminal; yield `progress(done_bytes, total_bytes)`.
 
-    A call with another total begins anew: first everything but the experts is read, then, if they fit, the experts.
+    A call with another total starts a new bar: first everything but the experts is read, then, if they fit, the experts.
     """
     with tqdm(desc=f"Opening {name}", unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
 
@@ -129,11 +129,11 @@ def opening_bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def column_after(text: str, column: int, columns: int) -> int:
-    """Where the cursor stands after `text` on a terminal that wraps: 0..columns, the last being behind a full line.
+    """Return the column of the cursor after `text` on a terminal that wraps: 0..columns, where the last is after a full line.
 
     Args:
-        text: written.
-        column: where it stood before.
+        text: what is written.
+        column: of the cursor before.
         columns: of the terminal.
     """
     for character in text:
@@ -148,7 +148,7 @@ def column_after(text: str, column: int, columns: int) -> int:
 
 
 def _size() -> tuple[int, int]:
-    """Columns and lines; a terminal that was never told its size says 0."""
+    """Return columns and lines. A terminal that does not know its size says 0."""
     try:
         columns, lines = os.get_terminal_size(2)
     except OSError:

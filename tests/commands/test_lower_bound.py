@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import pytest
+import math
+
 import torch
 from tiny_models import build, token_ids
 
 import promoe
 from promoe.commands.lower_bound import (
-    bytes_per_token,
     link_bandwidth,
+    missed_by_answer,
     missed_bytes,
-    needed_bytes,
-    token_bound_s,
+    needed_share,
 )
 from promoe.commands.measure import generate
 from promoe.scheduler import PoolSpec, SchedulerConfig
@@ -68,16 +68,11 @@ def test_layers_share_a_pool() -> None:
 def test_bytes_per_token_is_the_mean_over_decode_passes_of_each_generation() -> None:
     prompt = RoutedPass("prefill", [(0, [[0, 1], [0, 1]])])
     generations = [[prompt, decode(0, 1), decode(2, 3)], [decode(2, 3), decode(2, 3)], [prompt]]
-    first, second, third = bytes_per_token(config(2), generations)
+    assert [missed.prompt_bytes for missed in missed_by_answer(config(2), generations)] == [20, 0, 20]
+    first, second, third = (missed.token_bytes for missed in missed_by_answer(config(2), generations))
     assert first == 10.0  # 0 and 20 bytes; the prompt's own 20 are not decoding's
     assert second == 0.0  # slots stay filled
     assert third != third
-
-
-def test_bound_is_the_larger_of_compute_and_transfer() -> None:
-    assert token_bound_s(0.010, 50e6, 10e9) == pytest.approx(0.010)
-    assert token_bound_s(0.010, 500e6, 10e9) == pytest.approx(0.050)
-    assert token_bound_s(None, 500e6, 10e9) == pytest.approx(0.050)
 
 
 def test_recorded_routing_is_what_a_patched_model_fetches() -> None:
@@ -108,6 +103,6 @@ def test_recorded_routing_is_what_a_patched_model_fetches() -> None:
 
 def test_a_system_needs_what_it_moved_and_used_where_that_is_less_than_its_policy_misses() -> None:
     decode = PhaseStats(tokens=10, bytes_demand=600, bytes_prefetched=300, bytes_wasted=100)
-    assert needed_bytes(50.0, decode) == 50.0
-    assert needed_bytes(100.0, decode) == 80.0
-    assert needed_bytes(100.0, PhaseStats()) == 100.0, "nothing was decoded"
+    assert needed_share([40.0, 60.0], decode) == 1.0
+    assert needed_share([80.0, 120.0, math.nan], decode) == 0.8
+    assert needed_share([100.0], PhaseStats()) == 1.0, "nothing was decoded"

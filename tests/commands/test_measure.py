@@ -13,7 +13,6 @@ from promoe.commands.measure import (
     Stopwatch,
     estimate,
     generate,
-    interleaved,
     paired_estimates,
     paired_speedup,
     tpots_s,
@@ -63,25 +62,6 @@ def test_generate_passes_options_on() -> None:
     penalised = generate(model, inputs, 12, repetition_penalty=8.0)
     assert len(set(penalised.tokens)) >= len(set(greedy.tokens))
     assert penalised.tokens != greedy.tokens
-
-
-def test_interleaved_runs_every_system_on_an_item_before_the_next() -> None:
-    order: list[tuple[str, int]] = []
-
-    def system(name: str):  # type: ignore[no-untyped-def]
-        def run(item: int) -> Generation:
-            order.append((name, item))
-            return Generation((item,), 0.0, ())
-
-        return run
-
-    done: list[tuple[str, int]] = []
-    results = interleaved(
-        {"a": system("a"), "b": system("b")}, [7, 8], lambda name, idx, generation: done.append((name, idx))
-    )
-    assert order == [("a", 7), ("b", 7), ("a", 8), ("b", 8)]
-    assert done == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
-    assert {name: [g.tokens for g in row] for name, row in results.items()} == {"a": [(7,), (8,)], "b": [(7,), (8,)]}
 
 
 def test_estimate_holds_the_median_and_narrows_with_more_values() -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
-from promoe.commands.demo.example import Example
+from promoe.commands.bench.example import Example
 from promoe.training.sharegpt import Conversation, Turn
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sharegpt_moe"

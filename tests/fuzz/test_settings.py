@@ -14,7 +14,7 @@ from hypothesis import example, given
 from predictors.trained_predictors import make
 from training.traces import random_trace
 
-from promoe.commands.demo.example import Example, read_prompts
+from promoe.commands.bench.example import Example, read_prompts
 from promoe.errors import ConfigError
 from promoe.training.export import accuracy_table, export, read_object
 from promoe.training.fit import _checked, _claim

@@ -1,10 +1,9 @@
-"""`promoe bench`: measures, prints tables, writes them with plots and JSON."""
+"""`promoe bench`: measures, prints tables, and writes them with plots and JSON."""
 
 from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TextIO
 
 from promoe.commands.bench.options import Options
@@ -22,16 +21,15 @@ def run_bench(options: Options, out: TextIO | None = None) -> Report:
         PromoeError: something that it needs is missing or cannot be written, before anything is measured; or a system
             generated other tokens than the unmodified model.
     """
-    folder = Path(options.out)
-    make_folder(folder)
-    outputs = [check_writable(options.json or folder / "bench.json"), check_writable(folder / "bench.md")]
+    make_folder(options.folder)
+    outputs = [check_writable(options.json_file), check_writable(options.folder / "bench.md")]
     report = Bench(options).run()
     lines = list(report_lines(report))
     print(*lines, sep="\n", file=out)
     write_atomically(outputs[0], [json.dumps(report.to_json(), indent=2), "\n"])
     write_atomically(outputs[1], [f"{line}\n" for line in lines])
     if find_spec("matplotlib") is not None:
-        outputs += save_plots(report, folder)
+        outputs += save_plots(report, options.folder)
     else:
         print("", "No plots: matplotlib is not installed. Try `pip install 'promoe[viz]'`.", sep="\n", file=out)
     print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)

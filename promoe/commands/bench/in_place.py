@@ -1,6 +1,6 @@
-"""The unmodified model's experts where they are, computed as this library computes them: the least that a prompt takes.
+"""Runs the experts of the unmodified model, where they are in memory, as this library runs them.
 
-For a long prompt, and with packed experts, that is less than the unmodified model itself takes, so that it bounds the others.
+For a long prompt, and with packed experts, that takes less time than the unmodified model itself: it is the least possible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from promoe.transfer.rows import ExpertRows, Row
 
 
 def rows_of(layers: Sequence[MoELayer], packed: Collection[str]) -> list[ExpertRows]:
-    """All experts of each layer: tensors of these names packed where they can be (in other memory, as much again)."""
+    """Return the rows of all experts of each layer. Tensors named in `packed` are packed if they can be, in other memory."""
     formats = formats_of(layers, FORMATS[DEFAULT_FORMAT]) if packed else {}
     return [_rows(layer, formats.get(layer.layout, {}), packed) for layer in layers]
 
@@ -37,7 +37,7 @@ def _rows(layer: MoELayer, formats: Mapping[str, MatrixFormat], packed: Collecti
 
 @contextmanager
 def in_place(layers: Sequence[MoELayer], rows: Sequence[ExpertRows]) -> Iterator[None]:
-    """While it lasts, the experts of `layers`, all of them in memory, go through this library's products."""
+    """Compute the experts of `layers`, all of them in memory, with this library's products while the context lasts."""
     with ExitStack() as undo:
         for layer, of_layer in zip(layers, rows, strict=True):
             undo.callback(attach(layer, _run(layer, of_layer), lambda *args: None))

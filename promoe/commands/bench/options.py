@@ -5,19 +5,37 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from promoe.errors import ConfigError, check_at_least
+
+if TYPE_CHECKING:
+    from promoe.transfer.links import EmulatedLink
 
 DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """A link to emulate: its bandwidth, or the time to move all of a token's experts / the time to compute the token."""
+    """The speed of an emulated link: in bytes, or as the ratio of moving all of a token's experts to computing the token."""
 
     bytes_per_s: float | None = None
     ratio: float | None = None
+
+    def link(self, token_bytes: int, compute_s: float) -> EmulatedLink:
+        """Return the link for a model.
+
+        Args:
+            token_bytes: bytes of all routed experts that one token of the model needs.
+            compute_s: seconds per token of the model with everything in memory.
+        """
+        from promoe.transfer.links import EmulatedLink
+
+        if self.bytes_per_s is not None:
+            return EmulatedLink(self.bytes_per_s)
+        assert self.ratio is not None
+        return EmulatedLink(token_bytes / (self.ratio * compute_s))
 
 
 @dataclass(frozen=True)
@@ -49,9 +67,9 @@ class Options:
     pairs: int = 5
     """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20
-    """tokens generated for each"""
+    """tokens generated for each prompt"""
     prompt_tokens: list[int] = field(default_factory=list)
-    """also read prompts of so many tokens"""
+    """also measure reading prompts of these lengths, in tokens"""
     prompts: str | None = None
     """JSON list of texts; by default held-out ShareGPT prompts of the repository"""
     link: str = DISK
@@ -60,16 +78,16 @@ class Options:
     workspace: str = "128MiB"
     """memory that each system gets beside the slots and the model's other weights"""
     seconds_per_answer: float = 30.0
-    """cut an answer short after so long"""
+    """cut an answer short after this many seconds"""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """of the weights"""
+    """type of the weights"""
     out: str = "promoe-out/bench"
     """folder for tables, plots and the other systems' files"""
     json: str | None = None
     """file to write the figures to; by default bench.json in that folder"""
 
     def __post_init__(self) -> None:
-        from promoe.runtime.sizes import check_cache, fixed_bytes  # imports torch, and help need not wait for that
+        from promoe.runtime.sizes import check_cache
 
         check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens)
         if any(length < 1 for length in self.prompt_tokens):
@@ -78,23 +96,44 @@ class Options:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
         for cache in self.cache:
             check_cache(cache)
-        try:
-            fixed_bytes(self.workspace)
-        except ConfigError as error:
-            raise ConfigError(f"--workspace: {error}") from None
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
-        self.emulated()
+        _ = self.workspace_bytes, self.emulated()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of --out."""
+        return Path(self.out)
+
+    @property
+    def json_file(self) -> Path:
+        """The file for the figures."""
+        return self.folder / "bench.json" if self.json is None else Path(self.json)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that each system gets beside the slots and the model's other weights.
+
+        Raises:
+            ConfigError: --workspace is not a size.
+        """
+        from promoe.runtime.sizes import fixed_bytes
+
+        try:
+            return fixed_bytes(self.workspace)
+        except ConfigError as error:
+            raise ConfigError(f"--workspace: {error}") from None
 
     def emulated(self) -> Emulated | None:
-        """The link to emulate; None: the disk.
+        """Return the speed of the link to emulate; None: the disk.
 
         Raises:
             ConfigError: --link is neither.
         """
+        from promoe.runtime.sizes import fixed_bytes
+
         if self.link == DISK:
             return None
-        from promoe.runtime.sizes import fixed_bytes
 
         kind, _, value = self.link.partition(":")
         speed = re.fullmatch(r"(.+[KMGT]i?B)/s", value)

@@ -1,6 +1,7 @@
-"""What else serves a model whose experts do not fit in memory, on a CPU: made ready once, then opened under a limit.
+"""Other software that serves a model whose experts do not fit in memory, on a CPU.
 
-Each peer has files of its own, so that none finds in the page cache what another one has read.
+A peer's files are written once; then it is opened under a memory limit. Each peer has files of its own: what another one has
+read is in the page cache.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from promoe.model.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-READY = "ready.json"
+READY = "ready.json"  # is written last
 MAX_SHARD_BYTES = 512 * 2**20
 
 
 def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) -> None:
-    """Write what a peer reads weights from, unless it is there: as many bytes as the experts have, or the model.
+    """Write the files that a peer reads weights from, unless they are there: as large as all experts, or as the model.
 
     Args:
         kind: the peer.
         model: the unmodified model, in memory.
-        checkpoint: where its tokenizer is.
+        checkpoint: folder with its tokenizer.
         folder: for this peer alone; created.
     """
     mark = {"checkpoint": str(checkpoint.resolve()), "dtype": str(model.dtype), "kind": kind}
@@ -51,7 +52,7 @@ def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) 
 
 
 def _read_mark(path: Path) -> Any:
-    """None: there is none, or it was left half written."""
+    """Return what says whose files these are; None if they are not there, or half written."""
     try:
         return read_json(path)
     except (OSError, ValueError):
@@ -59,7 +60,7 @@ def _read_mark(path: Path) -> Any:
 
 
 def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) -> Any:
-    """The model as this peer serves it, to call `generate` of."""
+    """Return the model as this peer serves it; its `generate` answers."""
     if kind == "airllm":
         from airllm import AutoModel  # type: ignore[import-not-found,unused-ignore]
 
@@ -72,7 +73,7 @@ def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) ->
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[MoELayer, str, torch.Tensor]]:
-    """(layer, name of the parameter in its experts module, the parameter) of all routed experts."""
+    """Yield (layer, name of the parameter in its experts module, the parameter) of all routed experts."""
     for layer in find_moe_layers(model):
         for tensor in layer.tensors:
             for path in tensor.paths:
@@ -85,7 +86,7 @@ def _write_raw(model: nn.Module, checkpoint: Path, folder: Path) -> None:
 
 
 def _map_experts(layer: MoELayer, folder: Path) -> None:
-    """The kernel reads what a product touches, keeps it as long as there is room, and reads ahead."""
+    """Map the files: the kernel reads what a product touches, reads ahead, and keeps it as long as there is room."""
     for tensor in layer.tensors:
         for path in tensor.paths:
             size = math.prod(tensor.stack_shape)
@@ -101,7 +102,7 @@ def _write_offloaded(model: nn.Module, checkpoint: Path, folder: Path) -> None:
 
 
 def _offload_experts(layer: MoELayer, folder: Path) -> None:
-    """accelerate loads all experts of a layer when it runs, and drops them after it."""
+    """Let accelerate load all experts of a layer when it runs, and drop them after it."""
     from accelerate import disk_offload
 
     for tensor in layer.tensors:
@@ -112,7 +113,7 @@ def _offload_experts(layer: MoELayer, folder: Path) -> None:
 
 
 def _write_stacked(model: PreTrainedModel, checkpoint: Path, folder: Path) -> None:
-    """A checkpoint in the layout of the model's own parameters: AirLLM does not stack the experts of the hub's layout."""
+    """Write a checkpoint in the layout of the model's own parameters: AirLLM does not stack the experts of the hub's layout."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     for name, tensor in model.state_dict().items():
         if sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > MAX_SHARD_BYTES and shards[-1]:

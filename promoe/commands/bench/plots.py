@@ -1,4 +1,4 @@
-"""Plots of `promoe bench`: times, bytes and stall against the cache size."""
+"""Draws what `promoe bench` found: times, bytes and stall by cache size."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from promoe.commands.bench.results import Report, Row, Table
-from promoe.commands.bench.systems import RESIDENT
-from promoe.commands.bench.tasks import GENERATE
-from promoe.stats.figure_style import COLOURS, DPI, GRID, INK, MARKERS, SOFT
+from promoe.stats.figure_style import COLOURS, DPI, INK, MARKERS, new_figure, plain, set_title
 from promoe.units import is_number, ratio
 
 if TYPE_CHECKING:
@@ -17,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Panel(NamedTuple):
-    """One diagram: its title, unit, the value of a row, and where there is one the value's physical bound."""
+    """One diagram: its title and unit, the value of a row, and the physical bound of that value if there is one."""
 
     title: str
     unit: str
@@ -52,23 +50,22 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
         The files.
     """
     written = []
-    for task in dict.fromkeys(table.task for table in report.tables):
+    for task in dict.fromkeys(table.task.name for table in report.tables):
         path = folder / f"{task.replace(' ', '-')}.png"
-        _draw(report, [table for table in report.tables if table.task == task], path)
+        _draw(report, [table for table in report.tables if table.task.name == task], path)
         written.append(path)
     return written
 
 
 def _draw(report: Report, tables: Sequence[Table], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    panels = _GENERATE if tables[0].task == GENERATE else _READ
+    panels = _READ if tables[0].task.reads else _GENERATE
     rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(11, 4.0 * rows + 0.9), layout="constrained", facecolor="white")
-    for panel, axis in zip(panels, figure.subplots(rows, 2, squeeze=False).flat, strict=True):
+    figure, axes = new_figure(rows, 2, (11, 4.0 * rows + 0.9))
+    for panel, axis in zip(panels, axes, strict=True):
         _draw_panel(axis, tables, panel)
-    title = f"{report.model}: {tables[0].task}, experts over {report.link}"
-    figure.suptitle(title, fontsize=12, color=INK, x=0.01, ha="left")
+    set_title(
+        figure, f"{report.model}: {tables[0].task.name}", f"Experts over {report.link}; dashes: the least possible."
+    )
     handles: dict[str, Any] = {}
     for axis in figure.axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -80,40 +77,37 @@ def _draw_panel(axis: Axes, tables: Sequence[Table], panel: _Panel) -> None:
     drawn: list[float] = []
     for number, system in enumerate(row.system for row in tables[0].rows):
         rows = [table.row(system.name) for table in tables]
-        colour = INK if system.name == RESIDENT else COLOURS[number % len(COLOURS)]
+        resident = system.kind == "resident"
+        colour = INK if resident else COLOURS[number % len(COLOURS)]
         if points := _points(rows, panel.value):
             axis.plot(
                 *zip(*points, strict=True),
                 label=system.name,
                 color=colour,
-                marker="x" if system.name == RESIDENT else MARKERS[number % len(MARKERS)],
-                linestyle=":" if system.name == RESIDENT else "-",
+                marker="x" if resident else MARKERS[number % len(MARKERS)],
+                linestyle=":" if resident else "-",
                 markersize=5,
             )
-        least = _points(rows, panel.bound) if panel.bound is not None and system.kind == "promoe" else []
+        least = _points(rows, panel.bound) if panel.bound is not None and system.is_ours else []
         if least:
             axis.plot(*zip(*least, strict=True), color=colour, linestyle="", marker="_", markersize=14, alpha=0.7)
         drawn += [value for _, value in points + least]
-    axis.set_title(
-        panel.title + (" (dashes: the least possible)" if panel.bound else ""), fontsize=10, color=INK, loc="left"
-    )
+    axis.set_title(panel.title, fontsize=10, color=INK, loc="left")
     axis.set_xticks(range(len(tables)), [table.cache for table in tables])
-    axis.set_xlabel("cache, share of the routed experts", fontsize=9, color=SOFT)
-    axis.set_ylabel(panel.unit, fontsize=9, color=SOFT)
+    axis.set_xlabel("cache, share of the routed experts", fontsize=9)
+    axis.set_ylabel(panel.unit, fontsize=9)
     _scale(axis, drawn, logarithmic=panel.unit != "%")
-    axis.grid(color=GRID)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    plain(axis)
 
 
 def _points(rows: Sequence[Row | None], value: Callable[[Row], float | None]) -> list[tuple[float, float]]:
-    """(position, value) of the rows that have one."""
+    """Return (position, value) of the rows that have a value."""
     found = [(float(position), value(row)) for position, row in enumerate(rows) if row is not None]
     return [(x, y) for x, y in found if y is not None and is_number(y)]
 
 
 def _scale(axis: Axes, values: Sequence[float], logarithmic: bool) -> None:
-    """From zero, unless the values are of different orders and `logarithmic` is allowed."""
+    """Begin the y axis at zero, or make it logarithmic if that is allowed and the values differ by more than 5 times."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     if not logarithmic or not values or max(values) <= 5 * min(values):

@@ -1,55 +1,67 @@
-"""The other end of a worker: starts its process, limits its memory, and asks."""
+"""A system in a process of its own, so that its memory can be limited and measured."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from promoe.commands.bench.worker import Answer, Contending, Facts, Opening, Preparing, Prompt, Sizes, serve
-from promoe.commands.contention import Contention
+import torch
+import transformers
+
+from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt
+from promoe.commands.bench.served import Served
 from promoe.errors import PromoeError
 from promoe.transfer.control_groups import MemoryGroup
+from promoe.transfer.links.file import drop_files
 from promoe.units import format_memory
 
 LIMIT_FOR_ENDING_S = 20.0
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class WorkerError(PromoeError):
-    """A system failed: it was refused, raised, or was killed for its memory."""
+    """A system failed: it was refused, raised an error, or was killed because of its memory."""
 
 
 class Worker:
     """A system in a process of its own.
 
     Args:
-        opening: what it opens; by then its memory is limited.
-        limit_bytes: memory for what it allocates and reads, page cache included, its interpreter and libraries not; None:
-            no limit.
-        around: the control group that the process's own is made in; needed for a limit.
+        opening: what the process opens. Its memory is limited before that.
+        threads: that compute.
+        limit_bytes: memory for what the process allocates and reads, page cache included, without its interpreter and
+            libraries; None: no limit.
+        around: the control group that contains the one of the process; needed for a limit.
 
     Raises:
-        WorkerError: it could not be opened.
-        NoControlGroupError: its memory could not be limited.
+        WorkerError: the system cannot be opened.
+        NoControlGroupError: its memory cannot be limited.
     """
 
-    def __init__(self, opening: Opening, limit_bytes: int | None, around: MemoryGroup | None) -> None:
+    def __init__(
+        self, opening: Opening, threads: int, limit_bytes: int | None = None, around: MemoryGroup | None = None
+    ) -> None:
         self.name = opening.system.name
         self.limit_bytes = limit_bytes
         self._group: MemoryGroup | None = None
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=serve, args=(other,), daemon=True, name=f"bench {self.name}")
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = str(opening.threads)
+        self._process = context.Process(target=_serve, args=(other,), daemon=True, name=f"bench {self.name}")
+        threads_before = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = str(threads)
         try:
             self._process.start()
         finally:
-            if threads is None:
+            if threads_before is None:
                 del os.environ["OMP_NUM_THREADS"]
             else:
-                os.environ["OMP_NUM_THREADS"] = threads
+                os.environ["OMP_NUM_THREADS"] = threads_before
         other.close()
         try:
             self._receive()
@@ -58,51 +70,37 @@ class Worker:
                 self._group = around.new_inside(limit_bytes)
                 assert self._process.pid is not None
                 self._group.add(self._process.pid)
-            self._ask("open", opening)
+            self._send("open", (opening, threads), {})
+            self._result()
         except BaseException:
             self.close()
             raise
 
-    def answer(self, prompt: Prompt) -> Answer:
-        """Let it answer a prompt."""
-        result: Answer = self._ask("answer", prompt)
-        return result
-
-    def sizes(self) -> Sizes:
-        """What the model takes."""
-        result: Sizes = self._ask("sizes", None)
-        return result
-
-    def slots_bytes(self, cache: str) -> int:
-        """What the slots of such a cache take.
+    def ask(self, method: Callable[Concatenate[Served, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of `Served` in the process, and return its result.
 
         Raises:
-            WorkerError: it is no size, or too small for one expert.
+            WorkerError: the method raised an error, or the process ended.
         """
-        result: int = self._ask("slots", cache)
+        self._send(method.__name__, args, kwargs)
+        result: T = self._result()
         return result
 
-    def prepare(self, what: Preparing) -> None:
-        """Write a peer's files, unless they are there."""
-        self._ask("prepare", what)
+    def answer(self, prompt: Prompt) -> Answer:
+        """Answer a prompt, and time it."""
+        return self.ask(Served.answer, prompt)
 
-    def contention(self, how: Contending) -> Contention:
-        """What computing and reading lose to each other; of the unmodified model's process."""
-        result: Contention = self._ask("contention", how)
-        return result
+    def facts(self) -> Facts:
+        """Return what was counted."""
+        return self.ask(Served.facts)
 
     def reset(self) -> None:
         """Forget what was counted."""
-        self._ask("reset", None)
-
-    def facts(self) -> Facts:
-        """What was counted."""
-        result: Facts = self._ask("facts", None)
-        return result
+        self.ask(Served.reset)
 
     @property
     def peak_limited_bytes(self) -> int | None:
-        """The most that counted against its limit at once; None without a limit."""
+        """The most that counted against the limit at once; None without a limit."""
         return None if self._group is None else self._group.peak_bytes
 
     def close(self) -> None:
@@ -115,11 +113,13 @@ class Worker:
         if self._group is not None:
             self._group.remove()
 
-    def _ask(self, request: str, argument: Any) -> Any:
-        with suppress(BrokenPipeError):  # it has ended: receiving says so
-            self._connection.send((request, argument))
-        answered, value = self._receive()
-        if not answered:
+    def _send(self, *message: Any) -> None:
+        with suppress(BrokenPipeError):  # the process has ended: receiving says so
+            self._connection.send(message)
+
+    def _result(self) -> Any:
+        succeeded, value = self._receive()
+        if not succeeded:
             raise WorkerError(f"The system {self.name!r} failed. {value}")
         return value
 
@@ -136,3 +136,37 @@ class Worker:
                 "have. Give all systems more with --workspace."
             )
         raise WorkerError(f"The process of the system {self.name!r} ended with exit code {code}.")
+
+
+OpenSystem = Served | Worker
+"""A system that is open, in this process or in one of its own."""
+
+
+def _serve(connection: Connection) -> None:
+    """Run the process: open a system, then call its methods until the other end closes. Errors are sent back."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    connection.send(None)  # ready: from here on memory is the system's own
+    served: Served | None = None
+    with suppress(EOFError):
+        while True:
+            method, args, kwargs = connection.recv()
+            try:
+                result = None
+                if served is None:
+                    served = _open(*args)
+                else:
+                    result = getattr(served, method)(*args, **kwargs)
+                connection.send((True, result))
+            except Exception as error:
+                connection.send((False, f"{type(error).__name__}: {error}"))
+    if served is not None:
+        served.close()
+
+
+def _open(opening: Opening, threads: int) -> Served:
+    torch.set_num_threads(threads)
+    # What others read or wrote of its files is still in the page cache, and would not count against its limit.
+    for folder in filter(None, (opening.checkpoint, opening.folder)):
+        drop_files(path for path in folder.rglob("*") if path.is_file())
+    return Served(opening)

@@ -1,19 +1,21 @@
-"""What `promoe bench` found."""
+"""What `promoe bench` and `promoe demo` found."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
+from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.systems import System
-from promoe.commands.bench.worker import Sizes
+from promoe.commands.bench.tasks import Task
 from promoe.commands.contention import Contention
-from promoe.commands.measure import Estimate, Generation, estimate, paired_speedup, tpots_s, ttfts_s
+from promoe.commands.measure import Estimate, Generation, estimate, paired_estimates, paired_speedup, tpots_s, ttfts_s
 from promoe.stats.counts import PhaseStats
+from promoe.stats.recorder import Recorder
+from promoe.stats.run import Run
+from promoe.stats.totals import Stats
 from promoe.transfer.cpu_contention import Taken
 from promoe.units import is_number
 
@@ -23,27 +25,25 @@ class Row:
     """One system at one cache size with one task.
 
     Attributes:
-        system: which.
-        answers: one per measured prompt, in order; fewer where it failed.
-        ttft_bound_s: least possible, median over the prompts; None for systems that are not this library's.
+        system: the system.
+        answers: one per measured prompt, in order; fewer if the system failed.
+        stats: what this library counted; None for other systems.
+        ttft_bound_s: the least time possible, median over the prompts; None for systems that are not this library's.
         tpot_bound_s: likewise.
-        tpot_unmodified_s: the same where computing takes as long as in the unmodified model; None: experts are not packed.
-        tpot_shared_s: the same where computing and reading slow each other as measured; None: they do not.
-        prefill: what this library counted while it read prompts.
-        decode: what it counted while it generated.
-        peak_rss_bytes: of its process, libraries and mapped files included.
+        tpot_unmodified_s: the same if computing takes as long as in the unmodified model; None: experts are not packed.
+        tpot_shared_s: the same if computing and reading slow each other as measured; None: they do not.
+        peak_rss_bytes: the most memory of its process, libraries and mapped files included.
         peak_limited_bytes: the most that counted against the limit at once.
         error: why it has no (more) answers.
     """
 
     system: System
     answers: list[Generation] = field(default_factory=list)
+    stats: Stats | None = None
     ttft_bound_s: float | None = None
     tpot_bound_s: float | None = None
     tpot_unmodified_s: float | None = None
     tpot_shared_s: float | None = None
-    prefill: PhaseStats | None = None
-    decode: PhaseStats | None = None
     peak_rss_bytes: int | None = None
     peak_limited_bytes: int | None = None
     error: str | None = None
@@ -55,11 +55,21 @@ class Row:
 
     @property
     def tpot(self) -> Estimate:
-        """Seconds per token after the first: median over prompts and its interval; nan where only one was generated."""
+        """Seconds per token after the first: median over prompts and its interval; nan if only one was generated."""
         return estimate([tpot_s for tpot_s in tpots_s(self.answers) if is_number(tpot_s)])
 
+    @property
+    def prefill(self) -> PhaseStats | None:
+        """What this library counted while it read prompts."""
+        return None if self.stats is None else self.stats.prefill
+
+    @property
+    def decode(self) -> PhaseStats | None:
+        """What this library counted while it generated."""
+        return None if self.stats is None else self.stats.decode
+
     def to_json(self) -> dict[str, Any]:
-        """Plain values; every answer's times too."""
+        """Return plain values, with the times of every answer."""
         return {
             "system": self.system.name,
             "meaning": self.system.meaning,
@@ -87,49 +97,89 @@ class Table:
     """All systems at one cache size with one task.
 
     Attributes:
-        cache: as asked for.
-        task: its name.
-        limit_bytes: what each limited system might use; None: memory was not limited.
-        bandwidth_bytes_per_s: what the link can do, measured before and after.
+        cache: size of the cache, as asked for.
+        task: the task.
+        sizes: of the model.
+        limit_bytes: memory that each limited system had; None: memory was not limited.
+        bandwidth_bytes_per_s: what the link can do.
         rows: in the order of the systems.
-        contention: what computing and reading lose to each other; None: the link takes nothing from computing.
-        prompt_compute_s: reading a prompt with everything in RAM, through the unmodified model's products or this library's,
-            whichever take less; median over the prompts.
-        taken: what other processes and a virtual machine's host took of the cores meanwhile; None: the system does not say.
+        contention: how much computing and reading slow each other; None: the link takes nothing from computing.
+        prompt_compute_s: seconds to read a prompt with everything in RAM, through the unmodified model's products or this
+            library's, whichever take less; median over the prompts. None: the unmodified model was not run.
+        token_compute_s: seconds per token of the unmodified model; median over the prompts. None: it was not run.
+        taken: what other processes and the host of a virtual machine took of the cores meanwhile; None: not known.
     """
 
     cache: str
-    task: str
+    task: Task
+    sizes: Sizes
     limit_bytes: int | None
     bandwidth_bytes_per_s: float
     rows: Sequence[Row]
     contention: Contention | None = None
     prompt_compute_s: float | None = None
+    token_compute_s: float | None = None
     taken: Taken | None = None
 
     def row(self, name: str) -> Row | None:
-        """The row of a system that has answers; None: there is none."""
+        """Return the row of a system; None if it has no answers."""
         return next((row for row in self.rows if row.system.name == name and row.answers), None)
 
-    def speedup(self, slow: Row, fast: Row, phase: str) -> Estimate:
-        """How many times as fast one row is, paired by prompt: in "decode" per token, in "prefill" to the first."""
-        times = tpots_s if phase == "decode" else ttfts_s
+    def speedup(self, slow: Row, fast: Row) -> Estimate:
+        """Return how many times as fast one row is, paired by prompt: to the first token, or per token after it."""
+        times = ttfts_s if self.task.reads else tpots_s
         count = min(len(slow.answers), len(fast.answers))
         return paired_speedup(times(slow.answers[:count]), times(fast.answers[:count]))
+
+    def runs(self) -> list[Run]:
+        """Return the rows with answers as runs of a report.
+
+        The intervals of TPOT leave out what slows a prompt for all systems alike (`paired_estimates`).
+        """
+        rows = [row for row in self.rows if row.answers]
+        most = max((len(row.answers) for row in rows), default=0)
+        tpots = {row.system.name: row.tpot for row in rows}
+        tpots |= paired_estimates(
+            {row.system.name: tpots_s(row.answers) for row in rows if len(row.answers) == most and _decoded(row)}
+        )
+        return [self._run(row, tpots[row.system.name]) for row in rows]
+
+    def _run(self, row: Row, tpot: Estimate) -> Run:
+        return Run(
+            row.system.name,
+            nothing_counted(self.sizes) if row.stats is None else row.stats,
+            tpot_s=tpot.value,
+            tpot_interval_s=(tpot.low, tpot.high) if len(row.answers) > 1 else None,
+            ttft_s=row.ttft.value,
+            bound_s=row.tpot_bound_s,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return {
+            "cache": self.cache,
+            "task": self.task.name,
+            "limit_bytes": self.limit_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "prompt_compute_s": self.prompt_compute_s,
+            "contention": None if self.contention is None else asdict(self.contention),
+            "cores_taken": None if self.taken is None else asdict(self.taken),
+            "rows": [row.to_json() for row in self.rows],
+        }
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was measured.
+    """Everything that `promoe bench` measured.
 
     Attributes:
-        model: its folder's name.
+        model: name of its folder.
         options: what was asked for.
         threads: that computed.
         sizes: of the model.
         not_limited: why memory was not limited; None: it was.
-        link: in words.
-        tables: per cache size and task.
+        link: one line about it.
+        tables: one per cache size and task.
     """
 
     model: str
@@ -141,7 +191,7 @@ class Report:
     tables: Sequence[Table]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `json.dump`."""
+        """Return plain values for `json.dump`."""
         return {
             "model": self.model,
             "cache": list(self.options.cache),
@@ -153,36 +203,24 @@ class Report:
             "token_bytes": self.sizes.token_bytes,
             "pairs": self.options.pairs,
             "memory_not_limited_because": self.not_limited,
-            "tables": [
-                {
-                    "cache": table.cache,
-                    "task": table.task,
-                    "limit_bytes": table.limit_bytes,
-                    "bandwidth_bytes_per_s": table.bandwidth_bytes_per_s,
-                    "prompt_compute_s": table.prompt_compute_s,
-                    "contention": None if table.contention is None else asdict(table.contention),
-                    "cores_taken": None if table.taken is None else asdict(table.taken),
-                    "rows": [row.to_json() for row in table.rows],
-                }
-                for table in self.tables
-            ],
+            "tables": [table.to_json() for table in self.tables],
         }
 
 
-# Two that do not hinder each other: of nothing but max(compute, transfer).
-_APART = Contention(1.0, math.inf)
+def nothing_counted(sizes: Sizes) -> Stats:
+    """Return the statistics of a model that fetches nothing: all zero, every expert in memory."""
+    return Stats.of(
+        Recorder(sizes.num_experts, sizes.expert_bytes),
+        cache_slots=sum(sizes.num_experts),
+        cache_bytes=sizes.experts_bytes,
+        link="none: the unmodified model",
+        policy="none",
+        predictor=None,
+    )
 
 
-def median_bound(
-    compute_s: Sequence[float], nbytes: Sequence[float], bandwidth_bytes_per_s: float, contention: Contention = _APART
-) -> float | None:
-    """Median over prompts of the least possible time: it bounds the median of times, since each bounds its own."""
-    bounds = [
-        contention.token_s(*pair, bandwidth_bytes_per_s)
-        for pair in zip(compute_s, nbytes, strict=True)
-        if all(map(is_number, pair))
-    ]
-    return median(bounds) if bounds else None
+def _decoded(row: Row) -> bool:
+    return all(map(is_number, tpots_s(row.answers)))
 
 
 def _known(value: float) -> float | None:

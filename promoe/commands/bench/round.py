@@ -1,44 +1,42 @@
-"""One cache size of `promoe bench`: all systems in processes of their own, taking turns prompt by prompt."""
+"""A comparison at one cache size: the systems take turns prompt by prompt, their tokens are verified, their times bounded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from promoe.commands.bench.process import Worker, WorkerError
-from promoe.commands.bench.results import Row, Table, median_bound
-from promoe.commands.bench.systems import ORACLE, RESIDENT, System
-from promoe.commands.bench.tasks import Task
-from promoe.commands.bench.worker import Answer, Facts, Reader, Sizes
+from promoe.commands.bench.messages import Facts, Sizes
+from promoe.commands.bench.process import OpenSystem, WorkerError
+from promoe.commands.bench.results import Row, Table
+from promoe.commands.bench.systems import System
+from promoe.commands.bench.tasks import Reference
 from promoe.commands.contention import Contention
-from promoe.commands.demo.comparison import TokensDifferError, verify
-from promoe.commands.lower_bound import missed_bytes
+from promoe.commands.lower_bound import Missed, missed_by_answer, needed_share
 from promoe.commands.measure import Generation, tpots_s, ttfts_s
 from promoe.scheduler import SchedulerConfig
 from promoe.transfer.cpu_contention import CoreWatch, Taken
-from promoe.transfer.links import EmulatedLink
-from promoe.units import ratio
+from promoe.units import is_number, ratio
 
-if TYPE_CHECKING:
-    from promoe.commands.bench.run import Bench
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The unmodified model's answers to one task, warm-up first, with their routing."""
-
-    task: Task
-    answers: Sequence[Answer]
+# Computing and reading that do not hinder each other: the bound is max(compute, transfer).
+_APART = Contention(1.0, math.inf)
 
 
 @dataclass
-class _Measured:
-    """What one task gave, by system, and how long it takes this library at least: nothing is missing, packed or not."""
+class Measured:
+    """What one task gave, by system.
+
+    Attributes:
+        answers: to the measured prompts.
+        facts: what was counted.
+        peaks: the most memory that counted against a limit.
+        in_place: answers of the unmodified model whose experts this library ran, where they are.
+        packed: names of the tensors that a system has packed.
+        taken: what other processes took of the cores meanwhile.
+    """
 
     answers: dict[str, list[Generation]] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
@@ -47,202 +45,217 @@ class _Measured:
     packed: frozenset[str] = frozenset()
     taken: Taken | None = None
 
+    def reached(self, name: str) -> float:
+        """Return the bytes per second that a system got from the link while it decoded."""
+        facts = self.facts.get(name)
+        if facts is None or facts.stats is None:
+            return 0.0
+        seconds = ratio(facts.stats.decode.bytes_total, sum(sum(answer.gaps_s) for answer in self.answers[name]))
+        return seconds if is_number(seconds) else 0.0
 
+
+@dataclass
 class Round:
-    """All systems at one cache size.
+    """A comparison at one cache size.
 
-    Args:
-        bench: opens them.
-        resident: the unmodified model, already open.
+    Attributes:
+        systems: all of them, in the order of the tables.
+        references: the tasks, and the answers that the systems have to give.
         sizes: of the model.
-        references: of each task.
-        cache: slots.
+        cache: size of the cache.
         limit_bytes: memory of each system; None: no limit.
-        link: for this library's systems; None: the disk.
+        errors: why a system has no (more) answers, by name; grows while the round runs.
     """
 
-    def __init__(
-        self,
-        bench: Bench,
-        resident: Worker,
-        sizes: Sizes,
-        references: Sequence[Reference],
-        cache: str,
-        limit_bytes: int | None,
-        link: EmulatedLink | None,
-    ) -> None:
-        self._bench = bench
-        self._resident = resident
-        self._sizes = sizes
-        self._references = references
-        self._cache = cache
-        self._limit_bytes = limit_bytes
-        self._link = link
-        self._errors: dict[str, str] = dict(bench.failed)
+    systems: Sequence[System]
+    references: Sequence[Reference]
+    sizes: Sizes
+    cache: str
+    limit_bytes: int | None = None
+    errors: dict[str, str] = field(default_factory=dict)
 
-    def measure(self) -> list[Table]:
-        """A table per task.
+    def measure(
+        self,
+        opened: Mapping[str, OpenSystem],
+        bandwidth: Callable[[], float],
+        in_place: OpenSystem | None = None,
+        contention: Callable[[], Contention | None] = lambda: None,
+    ) -> list[Table]:
+        """Let the systems answer all tasks.
+
+        Args:
+            opened: the systems that could be opened, by name.
+            bandwidth: measures the bytes per second that the link can reach. A disk's speed drifts: the largest of what is
+                measured before and after, and of what systems got from the link, is nearest to what they could have had.
+            in_place: the unmodified model, which also runs its experts as this library does; None: that is not measured.
+            contention: measures how much computing and reading slow each other; None: they do not.
+
+        Returns:
+            A table per task.
 
         Raises:
-            TokensDifferError: a system's tokens are not the unmodified model's.
+            TokensDifferError: the tokens of a system are not those of the reference.
         """
-        with ExitStack() as stack:
-            workers = self._open_all(stack)
-            reader = self._reader(workers)
-            probe = self._open_probe(stack, reader)
-            bandwidth = probe()
-            found = [self._measure_task(reference, workers) for reference in self._references]
-            # A disk's speed drifts: the faster of two probes around the runs is nearer to what they could have had.
-            bandwidth = max(bandwidth, probe())
-            ids = self._references[0].task.prompts[0].ids
-            # A link that is emulated stands for one that takes no core from computing.
-            contention = None if reader is None else self._bench.contention(self._resident, reader, ids)
-        schedulers = {name: facts.scheduler for one in found for name, facts in one.facts.items()}
-        missed = {name: self._missed(config) for name, config in schedulers.items() if config is not None}
-        return [self._table(number, found[number], missed, bandwidth, contention) for number in range(len(found))]
+        before = bandwidth()
+        found = [self._take_turns(reference, opened, in_place) for reference in self.references]
+        reached = [measured.reached(name) for measured in found for name in measured.facts]
+        best = max(before, bandwidth(), *reached)
+        return self.tables(found, best, contention())
 
-    def _reader(self, workers: dict[str, Worker]) -> Reader | None:
-        """How this library's systems read files; None: their link is emulated."""
-        found = (workers[system.name].facts().reader for system in self._bench.systems if system.name in workers)
-        return next((reader for reader in found if reader is not None), None)
-
-    def _open_probe(self, stack: ExitStack, reader: Reader | None) -> Callable[[], float]:
-        """What measures, or knows, the bytes per second that the link can reach."""
-        if reader is not None:
-            return self._bench.open_probe(stack, reader.mode)
-        link = self._link
-        assert link is not None, "a round has one of this library's systems"
-        return lambda: link.bandwidth_bytes_per_s
-
-    def _open_all(self, stack: ExitStack) -> dict[str, Worker]:
-        workers: dict[str, Worker] = {}
-        for system in self._bench.systems:
-            if system.name in self._errors:
-                continue
-            try:
-                workers[system.name] = self._resident if system.name == RESIDENT else self._open(stack, system)
-            except WorkerError as error:
-                self._errors[system.name] = str(error)
-        if not any(system.kind == "promoe" and system.name in workers for system in self._bench.systems):
-            raise WorkerError("None of this library's systems could be opened. " + " ".join(self._errors.values()))
-        return workers
-
-    def _open(self, stack: ExitStack, system: System) -> Worker:
-        return self._bench.start(
-            stack,
-            system,
-            self._cache,
-            self._limit_bytes,
-            link=self._link if system.kind == "promoe" else None,
-            num_experts=self._sizes.num_experts,
-            decode_visits=_decode_visits(self._references) if system.predictor == ORACLE else (),
-        )
-
-    def _measure_task(self, reference: Reference, workers: dict[str, Worker]) -> _Measured:
-        packed = frozenset[str]().union(*(worker.facts().packed for worker in workers.values()))
-        found = _Measured({name: [] for name in workers}, packed=packed)
+    def _take_turns(
+        self, reference: Reference, opened: Mapping[str, OpenSystem], in_place: OpenSystem | None
+    ) -> Measured:
+        """Run the systems in the order A B C A B C, so that what drifts in the machine drifts for all."""
+        packed = frozenset[str]().union(*(system.facts().packed for system in opened.values()))
+        found = Measured({name: [] for name in opened}, packed=packed)
         prompts = reference.task.prompts
         watch = CoreWatch()
-        with tqdm(total=len(workers) * len(prompts), unit="answer", disable=None, leave=False) as bar:
-            bar.set_description(f"cache {self._cache}, {reference.task.name}")
-            for number, (prompt, expected) in enumerate(zip(prompts, reference.answers, strict=True)):
-                for name, worker in workers.items():
+        with tqdm(total=len(opened) * len(prompts), unit="answer", disable=None, leave=False) as bar:
+            bar.set_description(f"cache {self.cache}, {reference.task.name}")
+            for number, prompt in enumerate(prompts):
+                for name, system in opened.items():
                     bar.set_postfix_str(name)
                     try:
-                        if name not in self._errors:
-                            answer = worker.answer(prompt).generation
-                            _check(name, number, answer, expected.generation)
+                        if name not in self.errors:
+                            answer = system.answer(prompt).generation
+                            reference.verify(name, number, answer, partly=math.isfinite(prompt.seconds))
                             if number > 0:
                                 found.answers[name].append(answer)
                             else:
-                                worker.reset()
+                                system.reset()
                     except WorkerError as error:
-                        self._errors[name] = str(error)
+                        self.errors[name] = str(error)
                     bar.update()
-                # Packed or not makes a difference to every token; of others it is the same products but for long prompts.
-                new_tokens = prompt.new_tokens if packed else 1
-                asked = replace(prompt, new_tokens=new_tokens, in_place=True, packed=packed)
-                in_place = self._resident.answer(asked).generation
-                _check("in place", number, in_place, expected.generation)
-                if number > 0:  # the first time proves the rows, too, which takes longer
-                    found.in_place.append(in_place)
+                if in_place is not None:
+                    # Packing changes the time of every token; without it only long prompts use other products.
+                    new_tokens = prompt.new_tokens if packed else 1
+                    asked = replace(prompt, new_tokens=new_tokens, in_place=True, packed=packed)
+                    answer = in_place.answer(asked).generation
+                    reference.verify("in place", number, answer, partly=True)
+                    if number > 0:  # the first time the rows are proved, too, which takes longer
+                        found.in_place.append(answer)
         found.taken = watch.taken()
-        for name, worker in workers.items():
-            if name not in self._errors:
-                found.facts[name], found.peaks[name] = worker.facts(), worker.peak_limited_bytes
+        for name, system in opened.items():
+            if name not in self.errors:
+                found.facts[name], found.peaks[name] = system.facts(), system.peak_limited_bytes
         return found
 
-    def _table(
-        self,
-        number: int,
-        found: _Measured,
-        missed: dict[str, list[list[tuple[float, float]]]],
-        bandwidth: float,
-        contention: Contention | None,
-    ) -> Table:
-        reference = self._references[number]
-        compute = found.answers.get(RESIDENT) or [answer.generation for answer in reference.answers[1:]]
-        unmodified_s = tokens_s = tpots_s(compute)
-        prompts_s = _least(ttfts_s(compute), ttfts_s(found.in_place))
-        if found.packed:
-            tokens_s = _least(unmodified_s, tpots_s(found.in_place))
-        rows = []
-        for system in self._bench.systems:
-            name = system.name
-            row = Row(system, found.answers.get(name, []), error=self._errors.get(name))
-            if (facts := found.facts.get(name)) is not None:
-                row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, found.peaks[name]
-                if facts.stats is not None:
-                    row.prefill, row.decode = facts.stats.prefill, facts.stats.decode
-                    prompt_bytes, token_bytes = zip(*missed[name][number], strict=True)
-                    row.ttft_bound_s = median_bound(prompts_s, prompt_bytes, bandwidth)
-                    row.tpot_bound_s = median_bound(tokens_s, token_bytes, bandwidth)
-                    if found.packed:
-                        row.tpot_unmodified_s = median_bound(unmodified_s, token_bytes, bandwidth)
-                    if contention is not None:
-                        row.tpot_shared_s = median_bound(tokens_s, token_bytes, bandwidth, contention)
-            rows.append(row)
-        return Table(
-            self._cache,
-            reference.task.name,
-            self._limit_bytes,
-            bandwidth,
-            rows,
-            contention,
-            median(prompts_s),
-            found.taken,
-        )
+    def tables(
+        self, found: Sequence[Measured], bandwidth_bytes_per_s: float, contention: Contention | None = None
+    ) -> list[Table]:
+        """Return a table per task, with the least times that were possible.
 
-    def _missed(self, config: SchedulerConfig) -> list[list[tuple[float, float]]]:
-        """Per task and measured prompt: bytes that reading it misses, and each token after it, on demand only."""
-        passes = [routed for reference in self._references for answer in reference.answers for routed in answer.routing]
-        missed = iter(zip(passes, missed_bytes(config, passes), strict=True))
-        found = []
-        for reference in self._references:
-            of_task = []
-            for answer in reference.answers:
-                own = [next(missed) for _ in answer.routing]
-                decode = [nbytes for routed, nbytes in own[1:]]
-                of_task.append((float(own[0][1]), ratio(sum(decode), len(decode))))
-            found.append(of_task[1:])
-        return found
+        Args:
+            found: what each task gave.
+            bandwidth_bytes_per_s: that the link can reach.
+            contention: how much computing and reading slow each other; None: they do not.
+        """
+        configs = {name: facts.scheduler for one in found for name, facts in one.facts.items()}
+        missed = {name: self._missed(config) for name, config in configs.items() if config is not None}
+        tables = []
+        for number, (reference, measured) in enumerate(zip(self.references, found, strict=True)):
+            compute = _Compute.of(reference, measured, self.systems)
+            rows = [self._row(system, measured) for system in self.systems]
+            for row in rows:
+                if row.stats is not None:
+                    _bound(row, missed[row.system.name][number], compute, bandwidth_bytes_per_s, contention)
+            tables.append(
+                Table(
+                    self.cache,
+                    reference.task,
+                    self.sizes,
+                    self.limit_bytes,
+                    bandwidth_bytes_per_s,
+                    rows,
+                    contention,
+                    median(compute.prompts_s) if compute.known else None,
+                    median(compute.unmodified_s) if compute.known else None,
+                    measured.taken,
+                )
+            )
+        return tables
+
+    def _row(self, system: System, measured: Measured) -> Row:
+        name = system.name
+        row = Row(system, measured.answers.get(name, []), error=self.errors.get(name))
+        if (facts := measured.facts.get(name)) is not None:
+            row.stats = facts.stats
+            row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, measured.peaks[name]
+        return row
+
+    def _missed(self, config: SchedulerConfig) -> list[list[Missed]]:
+        """Return what each measured answer of each task misses. Slots stay filled from one task to the next."""
+        routing = [answer.routing for reference in self.references for answer in reference.answers]
+        missed = iter(missed_by_answer(config, routing))
+        return [[next(missed) for _ in reference.answers][1:] for reference in self.references]
+
+
+@dataclass(frozen=True)
+class _Compute:
+    """Seconds that computing takes for each measured prompt, with everything in memory.
+
+    Attributes:
+        known: whether the unmodified model was run; if not, all times are 0, and bounds are those of the link.
+        prompts_s: to read it, as the unmodified model or as this library runs its experts, whichever is less.
+        unmodified_s: per token, of the unmodified model.
+        tokens_s: per token, with packed experts if any system has them.
+        packed: whether one has.
+    """
+
+    known: bool
+    prompts_s: Sequence[float]
+    unmodified_s: Sequence[float]
+    tokens_s: Sequence[float]
+    packed: bool
+
+    @classmethod
+    def of(cls, reference: Reference, measured: Measured, systems: Sequence[System]) -> _Compute:
+        resident = next((system.name for system in systems if system.kind == "resident"), "")
+        answers = measured.answers.get(resident) or (reference.measured if reference.unmodified else [])
+        if not answers:
+            none = [0.0] * len(reference.measured)
+            return cls(False, none, none, none, False)
+        prompts_s, unmodified_s = ttfts_s(answers), tpots_s(answers)
+        tokens_s = unmodified_s
+        if measured.in_place:
+            prompts_s = _least(prompts_s, ttfts_s(measured.in_place))
+        if measured.packed and measured.in_place:
+            tokens_s = _least(unmodified_s, tpots_s(measured.in_place))
+        return cls(True, prompts_s, unmodified_s, tokens_s, bool(measured.packed))
+
+
+def _bound(
+    row: Row,
+    missed: Sequence[Missed],
+    compute: _Compute,
+    bandwidth_bytes_per_s: float,
+    contention: Contention | None,
+) -> None:
+    """Set the bounds of a row of this library."""
+    assert row.stats is not None
+    share = needed_share([one.token_bytes for one in missed], row.stats.decode)
+    token_bytes = [share * one.token_bytes for one in missed]
+
+    def bound(compute_s: Sequence[float], nbytes: Sequence[float], beside: Contention = _APART) -> float | None:
+        """Return the median over prompts: it bounds the median of times, since each prompt bounds its own."""
+        pairs = [pair for pair in zip(compute_s, nbytes, strict=True) if all(map(is_number, pair))]
+        return median(beside.token_s(*pair, bandwidth_bytes_per_s) for pair in pairs) if pairs else None
+
+    row.ttft_bound_s = bound(compute.prompts_s, [one.prompt_bytes for one in missed])
+    row.tpot_bound_s = bound(compute.tokens_s, token_bytes)
+    if compute.packed:
+        row.tpot_unmodified_s = bound(compute.unmodified_s, token_bytes)
+    if contention is not None:
+        row.tpot_shared_s = bound(compute.tokens_s, token_bytes, contention)
 
 
 def _least(one_s: Sequence[float], other_s: Sequence[float]) -> list[float]:
-    """Prompt by prompt."""
+    """Return the smaller of the two times, prompt by prompt."""
     return [min(both) for both in zip(one_s, other_s, strict=True)]
 
 
-def _check(name: str, number: int, answer: Generation, expected: Generation) -> None:
-    """An answer that was cut short is compared as far as it goes."""
-    kept = len(answer.tokens)
-    if kept == 0:
-        raise TokensDifferError(f"“{name}” generated nothing.")
-    verify(name, number, answer, Generation(expected.tokens[:kept], expected.ttft_s, expected.gaps_s[: kept - 1]))
-
-
-def _decode_visits(references: Sequence[Reference]) -> list[tuple[int, list[int]]]:
-    """(layer, experts) of the layer visits of one token."""
+def decode_visits(references: Sequence[Reference]) -> list[tuple[int, list[int]]]:
+    """Return (layer, experts) of every layer visit of one token, in the order of the references."""
     return [
         (layer_idx, sorted(set(tokens[0])))
         for reference in references

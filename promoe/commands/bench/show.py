@@ -1,14 +1,17 @@
-"""The tables of `promoe bench` as Markdown, which also reads well in a terminal."""
+"""Prints what `promoe bench` found, as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from promoe.commands.bench.results import Report, Row, Table
-from promoe.commands.bench.tasks import GENERATE
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate
+from promoe.stats.run_table import COLUMNS
+from promoe.stats.run_table import Column as RunColumn
+from promoe.stats.text_report import baseline_of
 from promoe.stats.words import BOUND_TOLERANCE
 from promoe.transfer.cpu_contention import Taken
 from promoe.units import (
@@ -24,8 +27,13 @@ from promoe.units import (
     ratio,
 )
 
+# Quantities that are known of every system; this library counts the others.
+_TIMES = ("TTFT", "TPOT", "speed")
 
-class _Column(NamedTuple):
+
+class Column(NamedTuple):
+    """A column of a Markdown table: its head, and the cell of a row."""
+
     head: str
     cell: Callable[[Row], str]
 
@@ -45,32 +53,20 @@ def _memory(nbytes: int | None) -> str:
     return DASH if nbytes is None else f"{nbytes / 2**20:,.0f}"
 
 
+_SYSTEM = Column("system", lambda r: r.system.name)
+_SHARED = Column("x shared", lambda r: _times(r.tpot.value, r.tpot_shared_s))
 _MEMORY = (
-    _Column("limited, MiB", lambda r: _memory(r.peak_limited_bytes)),
-    _Column("RSS, MiB", lambda r: _memory(r.peak_rss_bytes)),
-)
-_GENERATE = (
-    _Column("system", lambda r: r.system.name),
-    _Column("TTFT, ms", lambda r: format_ms(r.ttft.value)),
-    _Column("TPOT, ms", lambda r: _interval(r.tpot, len(r.answers))),
-    _Column("bound, ms", lambda r: format_ms(r.tpot_bound_s)),
-    _Column("x bound", lambda r: _times(r.tpot.value, r.tpot_bound_s)),
-    _Column("x shared", lambda r: _times(r.tpot.value, r.tpot_shared_s)),
-    _Column("stall, ms", lambda r: DASH if r.decode is None else format_ms(r.decode.stall_per_pass_s)),
-    _Column("hit, %", lambda r: DASH if r.decode is None else format_percent(r.decode.hit_rate)),
-    _Column("ready, %", lambda r: DASH if r.decode is None else format_percent(r.decode.ready_rate)),
-    _Column("MB/token", lambda r: DASH if r.decode is None else format_megabytes(r.decode.bytes_per_token)),
-    _Column("wasted, %", lambda r: DASH if r.decode is None else format_percent(r.decode.wasted_share)),
-    *_MEMORY,
+    Column("limited, MiB", lambda r: _memory(r.peak_limited_bytes)),
+    Column("RSS, MiB", lambda r: _memory(r.peak_rss_bytes)),
 )
 _READ = (
-    _Column("system", lambda r: r.system.name),
-    _Column("TTFT, ms", lambda r: _interval(r.ttft, len(r.answers))),
-    _Column("bound, ms", lambda r: format_ms(r.ttft_bound_s)),
-    _Column("x bound", lambda r: _times(r.ttft.value, r.ttft_bound_s)),
-    _Column("stall, ms", lambda r: DASH if r.prefill is None else format_ms(r.prefill.stall_per_pass_s)),
-    _Column("hit, %", lambda r: DASH if r.prefill is None else format_percent(r.prefill.hit_rate)),
-    _Column("MB", lambda r: DASH if r.prefill is None else _megabytes_per_pass(r)),
+    _SYSTEM,
+    Column("TTFT, ms", lambda r: _interval(r.ttft, len(r.answers))),
+    Column("bound, ms", lambda r: format_ms(r.ttft_bound_s)),
+    Column("ratio", lambda r: _times(r.ttft.value, r.ttft_bound_s)),
+    Column("hit, %", lambda r: DASH if r.prefill is None else format_percent(r.prefill.hit_rate)),
+    Column("stall, ms", lambda r: DASH if r.prefill is None else format_ms(r.prefill.stall_per_pass_s)),
+    Column("moved, MB", lambda r: DASH if r.prefill is None else _megabytes_per_pass(r)),
     *_MEMORY,
 )
 
@@ -80,8 +76,27 @@ def _megabytes_per_pass(row: Row) -> str:
     return format_megabytes(ratio(row.prefill.bytes_total, row.prefill.passes))
 
 
+def columns_of(table: Table) -> list[Column]:
+    """Return the columns of a table: those of all reports, then what only `promoe bench` measures."""
+    if table.task.reads:
+        return list(_READ)
+    runs = {run.name: run for run in table.runs()}
+    baseline = baseline_of(list(runs.values()), None)
+
+    def cell(column: RunColumn, row: Row) -> str:
+        if row.stats is None and column.head not in _TIMES:
+            return DASH
+        return column.cell(runs[row.system.name], baseline)
+
+    shown = [
+        Column(f"{column.head}, {column.unit}" if column.unit else column.head, partial(cell, column))
+        for column in COLUMNS
+    ]
+    return [_SYSTEM, *shown, _SHARED, *_MEMORY]
+
+
 def report_lines(report: Report) -> Iterator[str]:
-    """The whole report."""
+    """Return the lines of the whole report."""
     sizes = report.sizes
     experts = sum(sizes.num_experts)
     yield f"# promoe bench: {report.model}"
@@ -91,7 +106,10 @@ def report_lines(report: Report) -> Iterator[str]:
         f"{format_memory(sizes.token_bytes)} of them. All else takes {format_memory(sizes.other_bytes)}. "
         f"{report.options.dtype}, {report.threads} threads, experts over {report.link}."
     )
-    yield f"{report.options.pairs} prompts, the systems taking turns at each; medians, in brackets 95% intervals."
+    yield (
+        f"{report.options.pairs} prompts, the systems taking turns at each; medians, in brackets 95% intervals (of TPOT: "
+        "of the comparison prompt by prompt)."
+    )
     yield _memory_words(report)
     yield ""
     seen = [system for table in report.tables[:1] for system in (row.system for row in table.rows)]
@@ -104,34 +122,35 @@ def report_lines(report: Report) -> Iterator[str]:
 def _memory_words(report: Report) -> str:
     if report.not_limited is not None:
         return (
-            f"Memory was not limited ({report.not_limited}): compare this library's systems with each other, and no other "
-            "with them, since the kernel may keep files in memory."
+            f"Memory was not limited ({report.not_limited}): compare this library's systems only with each other, since the "
+            "kernel may keep the files of others in memory."
         )
     return (
-        "Each system but the unmodified model has a control group that limits its memory, page cache included, to the slots, "
-        "all else that the model has, what the longest prompt's experts compute in one layer and oneDNN keeps of that, and "
-        f"{report.options.workspace}. "
-        "`limited` is the peak of what counted against that, `RSS` of what the process had mapped, libraries included."
+        "A control group limits the memory of each system but the unmodified model, page cache included. It has room for the "
+        "slots, the rest of the model, what the experts of the longest prompt compute in one layer, what oneDNN keeps of that, "
+        f"and {report.options.workspace}. `limited` is the peak of what counted against the limit, `RSS` of what the process "
+        "had mapped, libraries included."
     )
 
 
 def table_lines(table: Table) -> Iterator[str]:
-    """One cache size and task: conditions, the table, and the ratios that matter."""
+    """Return the lines on one cache size and task: conditions, the table, and the ratios that matter."""
     limit = "" if table.limit_bytes is None else f", {format_memory(table.limit_bytes)} of memory"
     link = f"link {format_number(table.bandwidth_bytes_per_s / 1e6)} MB/s"
-    yield f"## cache {table.cache}, {table.task}{limit}, {link}"
+    yield f"## cache {table.cache}, {table.task.name}{limit}, {link}"
     yield ""
-    yield from markdown(_GENERATE if table.task == GENERATE else _READ, [row for row in table.rows if row.answers])
+    if rows := [row for row in table.rows if row.answers]:
+        yield from markdown(columns_of(table), rows)
     yield ""
     yield from (f"- `{row.system.name}`: {row.error}" for row in table.rows if row.error is not None)
-    if table.contention is not None and table.task == GENERATE:
+    if table.contention is not None and not table.task.reads:
         yield f"- {_contention_words(table.contention, table.bandwidth_bytes_per_s)}"
-    if table.prompt_compute_s is not None and table.task != GENERATE:
+    if table.prompt_compute_s is not None and table.task.reads:
         yield (
-            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, as the unmodified model "
-            "or as this library runs its experts, whichever is less: `bound` counts that."
+            f"- Computing alone takes {format_seconds(table.prompt_compute_s)} with everything in RAM, in the unmodified "
+            "model or as this library runs its experts, whichever takes less: `bound` counts that."
         )
-    if any(row.tpot_unmodified_s is not None for row in table.rows) and table.task == GENERATE:
+    if any(row.tpot_unmodified_s is not None for row in table.rows) and not table.task.reads:
         yield f"- {_packed_words(table)}"
     if table.taken is not None:
         yield f"- {_taken_words(table.taken)}"
@@ -146,8 +165,8 @@ def _packed_words(table: Table) -> str:
         if row.answers and row.tpot_unmodified_s is not None
     )
     return (
-        "Experts are packed: `bound` counts what computing takes with packed ones. TPOT over max(C, B / W) with the unmodified "
-        f"model's C: {times}."
+        "Experts are packed, and `bound` counts the time that computing takes with packed ones. TPOT over max(C, B / W) with "
+        f"the unmodified model's C: {times}."
     )
 
 
@@ -164,8 +183,8 @@ def _taken_words(taken: Taken) -> str:
     return words + (": everything is slower then. Measure again without them." if taken.much_by_others else ".")
 
 
-def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:
-    """A Markdown table, its columns padded to one width."""
+def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
+    """Return a Markdown table of the columns in which some row has a value, padded to one width."""
     cells = [[column.head for column in columns], *([column.cell(row) for column in columns] for row in rows)]
     kept = [i for i in range(len(columns)) if any(line[i] != DASH for line in cells[1:])]
     widths = {i: max(len(line[i]) for line in cells) for i in kept}
@@ -178,32 +197,27 @@ def markdown(columns: Sequence[_Column], rows: Sequence[Row]) -> list[str]:
 
 
 def ratios(table: Table) -> list[str]:
-    """Every system's time over that of the default (of this library's last system, where the default is not among them)."""
-    ours = [row for row in table.rows if row.system.kind == "promoe" and row.answers]
+    """Say every system's time over that of the default, or of this library's last system if the default is not there."""
+    rows = [row for row in table.rows if row.answers]
+    ours = [row for row in rows if row.system.is_ours]
     best = next((row for row in ours if row.system.name == "gate"), ours[-1] if ours else None)
     if best is None:
         return []
-    phase = "decode" if table.task == GENERATE else "prefill"
-    found = []
-    for row in table.rows:
-        if row is not best and row.answers:
-            speed = table.speedup(row, best, phase)
-            if is_number(speed.value):
-                found.append(
-                    f"{row.system.name} / {best.system.name}: {format_times(speed.value)} "
-                    f"[{format_times(speed.low)}, {format_times(speed.high)}]"
-                )
-    what = "TPOT" if phase == "decode" else "TTFT"
+    speeds = {row.system.name: table.speedup(row, best) for row in rows if row is not best}
+    found = [
+        f"{name} / {best.system.name}: {format_times(speed.value)} [{format_times(speed.low)}, {format_times(speed.high)}]"
+        for name, speed in speeds.items()
+        if is_number(speed.value)
+    ]
+    what = "TTFT" if table.task.reads else "TPOT"
     return [f"{what} of others over that of `{best.system.name}`, per prompt: " + "; ".join(found)] if found else []
 
 
 def impossible(table: Table) -> list[str]:
-    """Times below their bounds, which say that something was measured wrong."""
+    """Say which times are below their bounds: something was measured wrong."""
     found = []
     for row in table.rows:
-        time_s, bound_s = (
-            (row.tpot.value, row.tpot_bound_s) if table.task == GENERATE else (row.ttft.value, row.ttft_bound_s)
-        )
+        time_s, bound_s = (row.ttft.value, row.ttft_bound_s) if table.task.reads else (row.tpot.value, row.tpot_bound_s)
         if bound_s is not None and is_number(time_s) and time_s < BOUND_TOLERANCE * bound_s:
             found.append(
                 f"**MEASURED WRONG**: `{row.system.name}` took {format_seconds(time_s)}, less than the least possible "

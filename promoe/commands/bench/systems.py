@@ -1,4 +1,4 @@
-"""The systems that `promoe bench` compares, by name."""
+"""The systems that `promoe bench` and `promoe demo` compare, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError
@@ -15,10 +15,10 @@ from promoe.errors import ConfigError
 Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm"]
 RESIDENT = "resident"
 ORACLE = "oracle"
+# How many layers ahead the oracle looks: enough for the link never to wait for it.
+ORACLE_LOOKAHEAD = 4
 # Without `bypass` slots are measured even where they hold everything.
 _BASE = PromoeConfig(bypass=False)
-# How far the oracle looks: enough layers for the link never to wait for its word.
-ORACLE_LOOKAHEAD = 4
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class System:
 
     Attributes:
         name: in tables, and for `--systems`.
-        kind: who serves it: "promoe" for this library.
-        meaning: in words.
-        config: this library's settings.
-        predictor: this library's predictor; "oracle" knows the future.
+        kind: who serves it: "promoe" for this library, "resident" for the unmodified model, else a peer.
+        meaning: one line about it.
+        config: settings of this library.
+        predictor: the predictor of this library's prefetch; "oracle" knows the future.
     """
 
     name: str
@@ -39,95 +39,87 @@ class System:
     config: PromoeConfig = _BASE
     predictor: str | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this library serves it."""
+        return self.kind == "promoe"
 
-_ON_DEMAND = replace(_BASE, eviction="lru", early_preemption=False, reorder=False, begin_early=False, stream=False)
-_PAPER = replace(_ON_DEMAND, stream=True, governor=False, waste_share=1.0)
-KNOWN = {
-    system.name: system
-    for system in (
-        System(RESIDENT, "resident", "the unmodified model with everything in RAM, memory not limited"),
-        System("on-demand", "promoe", "LRU; missing experts one after the other by id, fetched in turn", _ON_DEMAND),
-        System(
-            "lru",
-            "promoe",
-            "LRU; all missing experts requested at the gate, those at hand run first",
-            replace(_BASE, eviction="lru", stream=False),
-        ),
-        System(
-            "lfru", "promoe", "as lru, evicting by frequency over age", replace(_BASE, eviction="lfru", stream=False)
-        ),
-        System(
-            "static",
-            "promoe",
-            "as lru, with the most popular experts kept",
-            replace(_BASE, eviction="static", stream=False),
-        ),
-        System(
-            "next-use", "promoe", "evicting by expected next use, prompts streamed layer by layer; no predictor", _BASE
-        ),
-        System(
-            "gate",
-            "promoe",
-            "the default: next-use, and later layers' gates asked early say what to prefetch",
-            _BASE,
-            "gate",
-        ),
-        System(
-            "paper-prefetch",
-            "promoe",
-            "on-demand, and the gates' predictions prefetched, LRU, never switched off",
-            _PAPER,
-            "gate",
-        ),
-        System(
-            "paper-preempt",
-            "promoe",
-            "as paper-prefetch, and missing experts requested at the gate, before what is speculative",
-            replace(_PAPER, early_preemption=True),
-            "gate",
-        ),
-        System(
-            "paper",
-            "promoe",
-            "as paper-preempt, and experts at hand run first: ProMoE as published",
-            replace(_PAPER, early_preemption=True, reorder=True),
-            "gate",
-        ),
-        System("random", "promoe", "the default with useless predictions", _BASE, "random"),
-        System(
-            ORACLE,
-            "promoe",
-            "the default with perfect predictions of decode, four layers ahead",
-            replace(_BASE, lookahead=ORACLE_LOOKAHEAD),
-            ORACLE,
-        ),
-        System("page-cache", "page-cache", "the unmodified model, its experts mapped from a file: the kernel caches"),
-        System("disk-offload", "disk-offload", "accelerate's disk_offload of the experts, all else in RAM"),
-        System("airllm", "airllm", "AirLLM: a layer at a time from disk (pip install 'promoe[bench]')"),
-    )
+    @property
+    def is_peer(self) -> bool:
+        """Whether other software serves it."""
+        return self.kind not in ("promoe", "resident")
+
+
+def _ours(name: str, meaning: str, predictor: str | None = None, **settings: Any) -> System:
+    return System(name, "promoe", meaning, replace(_BASE, **settings), predictor)
+
+
+_ON_DEMAND: dict[str, Any] = {
+    "eviction": "lru",
+    "early_preemption": False,
+    "reorder": False,
+    "begin_early": False,
+    "stream": False,
 }
+_PAPER: dict[str, Any] = {**_ON_DEMAND, "stream": True, "governor": False, "waste_share": 1.0}
+_ALL = (
+    System(RESIDENT, "resident", "the unmodified model with everything in RAM, memory not limited"),
+    _ours("on-demand", "LRU; missing experts one after the other by id, fetched in turn", **_ON_DEMAND),
+    _ours(
+        "lru", "LRU; all missing experts requested at the gate, those at hand run first", eviction="lru", stream=False
+    ),
+    _ours("lfru", "as lru, evicting by frequency over age", eviction="lfru", stream=False),
+    _ours("static", "as lru, with the most popular experts kept", eviction="static", stream=False),
+    _ours("next-use", "evicting by expected next use, prompts streamed layer by layer; no predictor"),
+    _ours("gate", "the default: next-use, and later layers' gates asked early say what to prefetch", "gate"),
+    _ours(
+        "paper-prefetch", "on-demand, and the gates' predictions prefetched, LRU, never switched off", "gate", **_PAPER
+    ),
+    _ours(
+        "paper-preempt",
+        "as paper-prefetch, and missing experts requested at the gate, before what is speculative",
+        "gate",
+        **_PAPER | {"early_preemption": True},
+    ),
+    _ours(
+        "paper",
+        "as paper-preempt, and experts at hand run first: ProMoE as published",
+        "gate",
+        **_PAPER | {"early_preemption": True, "reorder": True},
+    ),
+    _ours("random", "the default with useless predictions", "random"),
+    _ours(
+        ORACLE,
+        "the default with perfect predictions of decode, four layers ahead",
+        ORACLE,
+        lookahead=ORACLE_LOOKAHEAD,
+    ),
+    System("page-cache", "page-cache", "the unmodified model, its experts mapped from a file: the kernel caches"),
+    System("disk-offload", "disk-offload", "accelerate's disk_offload of the experts, all else in RAM"),
+    System("airllm", "airllm", "AirLLM: a layer at a time from disk (pip install 'promoe[bench]')"),
+)
+KNOWN = {system.name: system for system in _ALL}
+_OURS = [system.name for system in _ALL if system.is_ours]
 
 
 def find_systems(names: Sequence[str]) -> list[System]:
-    """The systems of these names, in their order.
+    """Return the systems of these names, in their order.
 
     Args:
-        names: of `KNOWN`; or NAME@FOLDER for one of this library's with a trained predictor; or FOLDER, for gate@FOLDER.
+        names: each one of `KNOWN`; or NAME@FOLDER for one of this library's with a trained predictor; or FOLDER, which means
+            gate@FOLDER.
 
     Raises:
-        ConfigError: a name is unknown or given twice, or needs a package that is not installed.
+        ConfigError: a name is unknown or given twice, or needs a package that is not installed; or none of the systems is
+            this library's.
     """
     found = [_find(name) for name in names]
     again = sorted({system.name for system in found if sum(other.name == system.name for other in found) > 1})
     if again:
         raise ConfigError(f"--systems names {', '.join(again)} twice. Name each system once.")
-    if not any(system.kind == "promoe" for system in found):
-        raise ConfigError(f"--systems needs at least one of this library's: {', '.join(_ours())}.")
+    if not any(system.is_ours for system in found):
+        raise ConfigError(f"--systems needs at least one of this library's: {', '.join(_OURS)}.")
     return found
-
-
-def _ours() -> list[str]:
-    return [name for name, system in KNOWN.items() if system.kind == "promoe"]
 
 
 def _find(name: str) -> System:
@@ -138,11 +130,11 @@ def _find(name: str) -> System:
             raise ConfigError(f"The system {name!r} needs the package {package}: pip install 'promoe[bench]'.")
         return system
     base, at, folder = name.partition("@") if "@" in name else ("gate", "", name)
-    if base in _ours() and os.path.isfile(Path(folder) / "config.json"):
-        known, label = KNOWN[base], Path(folder).resolve().name
+    if base in _OURS and os.path.isfile(Path(folder) / "config.json"):
+        label = Path(folder).resolve().name
         label = "learned" if label == "predictor" else label
         meaning = f"`{base}` with the predictor {folder}"
-        return System(f"{base}, {label}" if at else label, "promoe", meaning, known.config, folder)
+        return replace(KNOWN[base], name=f"{base}, {label}" if at else label, meaning=meaning, predictor=folder)
     raise ConfigError(
         f"There is no system {name!r}. Name {', '.join(KNOWN)}, the folder of a trained predictor, or paper@FOLDER."
     )

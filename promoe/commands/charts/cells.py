@@ -1,7 +1,7 @@
-"""A map of cells in nine shades, stretched to whatever width there is: text stands outside of the drawing, as HTML.
+"""A map of cells in nine shades, stretched to whatever width there is. Text stands outside of the drawing, as HTML.
 
-Cells of one shade are one path, so that thousands of them are some kilobytes. What a cell means when it is pointed at is
-computed by a script from what the map carries; without scripts each row says something of itself.
+Cells of one shade are one path, so that thousands of them are some kilobytes. A script computes what a cell means, when it is
+pointed at, from what the map carries; without scripts each row has a text of its own.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-LEVELS = 9
+from promoe.commands.charts.style import LEVELS
 
 
 class Axis(NamedTuple):
-    """What the rows or columns of a map are, and the names that some of them have: (position from 0, name)."""
+    """What the rows or columns of a map are: label, number, and (position from 0, name) of those that are named."""
 
     label: str
     size: int
@@ -23,7 +23,7 @@ class Axis(NamedTuple):
 
 
 def numbered(label: str, count: int, most: int) -> Axis:
-    """An axis of numbers from 0, of which at most so many are written."""
+    """Return an axis of numbers from 0, of which at most `most` are written."""
     step = next(step for step in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 10**9) if count <= step * most)
     return Axis(label, count, [(i, str(i)) for i in range(0, count, step)])
 
@@ -39,7 +39,7 @@ def cell_map(
     kind: str = "",
     content: Mapping[str, object] | None = None,
 ) -> str:
-    """The map of `shades[row][column]`, each 0 to LEVELS - 1.
+    """Draw the map of `shades[row][column]`, each 0 to LEVELS - 1.
 
     Args:
         shades: rows may have different lengths.
@@ -47,9 +47,9 @@ def cell_map(
         columns: from left to right.
         height: of all rows, in px.
         spoken: what a screen reader says.
-        row_tips: what each row says of itself without scripts.
-        kind: what the script calls the content.
-        content: what it computes a cell's meaning from.
+        row_tips: text of each row, for pages without scripts.
+        kind: name of the content in the script.
+        content: what the script computes the meaning of a cell from.
     """
     paths = "".join(f'<path class="h{shade}" d="{d}"/>' for shade, d in enumerate(_paths(shades)) if d)
     tips = "".join(
@@ -68,7 +68,7 @@ def cell_map(
 
 
 def shade_scale(low: str, high: str) -> str:
-    """What the shades mean."""
+    """Draw the legend of the shades."""
     spans = "".join(f'<span class="h{shade}"></span>' for shade in range(LEVELS))
     return f'<p class="scale">{escape(low)} <i>{spans}</i> {escape(high)}</p>'
 
@@ -82,7 +82,7 @@ def _paths(shades: Sequence[Sequence[int]]) -> list[str]:
 
 
 def _ticks(axis: Axis, side: str) -> str:
-    """Each in the middle of its row or column."""
+    """Return the names of an axis, each in the middle of its row or column."""
     return "".join(
         f'<span style="{side}:{100 * (position + 0.5) / axis.size:.2f}%">{escape(name)}</span>'
         for position, name in axis.ticks

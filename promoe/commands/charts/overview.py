@@ -1,17 +1,17 @@
-"""Charts that set all runs of a report side by side."""
+"""Charts in which all runs of a report are beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from promoe.commands.charts.charts import Rows, Series, stacked_rows
-from promoe.commands.charts.parts import BYTES_BY_CAUSE, NEEDS
+from promoe.commands.charts.parts import NEEDS_AXIS, TRAFFIC_AXIS, needs, traffic, write_needs, write_traffic
+from promoe.commands.charts.stacked_bars import Rows, Series, stacked_rows
 from promoe.stats.run import Run
-from promoe.units import format_megabytes, format_ms, format_seconds, format_share, is_number, ratio
+from promoe.units import format_megabytes, format_ms, format_seconds, format_share, is_number
 
 
 def overview(runs: Sequence[Run]) -> Iterator[str]:
-    """Time per token, time to the first token (where known), bytes by cause, where needed experts were."""
+    """Draw time per token, time to the first token (if known), bytes by cause, and where needed experts were."""
     if any(is_number(run.time_per_token_s) for run in runs):
         yield _decode_time(runs)
     if any(is_number(run.time_to_first_s) for run in runs):
@@ -21,28 +21,22 @@ def overview(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _traffic_and_needs(runs: Sequence[Run]) -> Iterator[str]:
-    names = [run.name for run in runs]
+    names, phases = [run.name for run in runs], [run.phase for run in runs]
     yield stacked_rows(
         "Bytes moved per token, by cause",
         "What the link carried; hatched: moved in vain.",
-        Rows(names, [format_megabytes(run.phase.bytes_per_token) for run in runs]),
-        [
-            Series(part.css, part.label, [ratio(part.of(run.phase), run.phase.tokens) / 1e6 for run in runs])
-            for part in BYTES_BY_CAUSE
-        ],
-        "traffic (MB per token)",
-        lambda value: f"{format_megabytes(value * 1e6)} MB per token",
+        Rows(names, [format_megabytes(phase.bytes_per_token) for phase in phases]),
+        traffic(phases, [phase.tokens for phase in phases]),
+        TRAFFIC_AXIS,
+        write_traffic,
     )
     yield stacked_rows(
         "Where needed experts were",
         "Hit rate is the first part, ready rate (the number) the first two.",
-        Rows(names, [format_share(run.phase.ready_rate) for run in runs]),
-        [
-            Series(part.css, part.label, [100 * ratio(part.of(run.phase), run.phase.needed) for run in runs])
-            for part in NEEDS
-        ],
-        "needed experts (%)",
-        lambda value: f"{value:.1f}% of needed experts",
+        Rows(names, [format_share(phase.ready_rate) for phase in phases]),
+        needs(phases),
+        NEEDS_AXIS,
+        write_needs,
         top=100,
     )
 

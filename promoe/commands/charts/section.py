@@ -1,4 +1,4 @@
-"""What the report says of one run: main numbers, words, its time, charts per layer and over time, a table of both phases."""
+"""What the report says of one run: main numbers, words, its time, charts by layer and over time, a table of both phases."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from promoe.commands.charts.charts import Columns, Series, stacked_columns
-from promoe.commands.charts.figure import Numbers, table
-from promoe.commands.charts.forecasts import accuracy_chart
-from promoe.commands.charts.needs import coverage_cards, maps
-from promoe.commands.charts.over_time import rates_chart
-from promoe.commands.charts.parts import BYTES_BY_CAUSE, NEEDS
+from promoe.commands.charts.curves import coverage_cards, rates_chart
+from promoe.commands.charts.frame import Numbers, table
+from promoe.commands.charts.needs_maps import maps
+from promoe.commands.charts.parts import NEEDS_AXIS, TRAFFIC_AXIS, needs, traffic, write_needs, write_traffic
+from promoe.commands.charts.stacked_bars import Columns, Series, stacked_columns
 from promoe.commands.charts.strip import strip
 from promoe.stats.counts import PhaseStats
 from promoe.stats.run import Run
@@ -28,14 +27,14 @@ from promoe.units import (
 
 
 class Chart(NamedTuple):
-    """A chart, and what distinguishes it from a run's others, so that those of two runs can be paired."""
+    """A chart, and what distinguishes it from the run's others, so that the charts of two runs can be paired."""
 
     kind: str
     html: str
 
 
 def section(number: int, run: Run, runs: Sequence[Run], with_needs: bool) -> str:
-    """The section of `run`, the `number`th of `runs` (which give its charts a common scale).
+    """Return the section of `run`, the `number`th of `runs` (which give its charts a common scale).
 
     `with_needs`: draw the heat map here, because the runs differ in it.
     """
@@ -43,7 +42,7 @@ def section(number: int, run: Run, runs: Sequence[Run], with_needs: bool) -> str
     wide = "".join(chart.html for chart in wide_charts(run, runs))
     charts = f'{wide}<div class="grid">{narrow}</div>'
     if with_needs and run.phase.layer_visits:
-        charts += f"{maps([run])}{coverage_cards([run])}"
+        charts += f'{maps([run])}<div class="grid">{coverage_cards([run])}</div>'
     return (
         f'<section class="run" id="run-{number}"><h3>{escape(run.name)}</h3>{introduction(run)}{tiles(run)}'
         f'<div class="grid two">{words_card(run)}{numbers_card(run) if run.phase.layer_visits else ""}</div>'
@@ -52,7 +51,7 @@ def section(number: int, run: Run, runs: Sequence[Run], with_needs: bool) -> str
 
 
 def introduction(run: Run) -> str:
-    """What the run is, and its set-up."""
+    """Say what the run is, and its set-up."""
     note = f'<p class="lede">{escape(run.note)}</p>' if run.note else ""
     return f'{note}<p class="lede">{escape(_setup(run))}</p>'
 
@@ -69,7 +68,7 @@ def _setup(run: Run) -> str:
 
 
 def tiles(run: Run) -> str:
-    """The main numbers, those that there are."""
+    """Return the main numbers, as far as they are known."""
     phase = run.phase
     found = [
         (format_seconds(run.time_per_token_s), "per output token"),
@@ -90,7 +89,7 @@ def tiles(run: Run) -> str:
 
 
 def words_card(run: Run, of: str = "") -> str:
-    """What it means, and what to do."""
+    """Say what the numbers mean, and what to do."""
     items = "".join(f"<li>{escape(text)}</li>" for text in meaning(run))
     found = advice(run)
     todo = "".join(f'<li>{escape(a.text)} <span class="rule">(rule: {escape(a.rule)})</span></li>' for a in found)
@@ -100,7 +99,7 @@ def words_card(run: Run, of: str = "") -> str:
 
 
 def numbers_card(run: Run, of: str = "") -> str:
-    """Both phases, and their total."""
+    """Return a table of both phases and their total."""
     numbers = Numbers(["", "prefill", "decode", "total"], run.stats.rows())
     return f'<div class="card scroll numbers"><h3>Prefill and decode{_tag(of)}</h3>{table(numbers)}</div>'
 
@@ -110,14 +109,14 @@ def _tag(of: str) -> str:
 
 
 def wide_charts(run: Run, runs: Sequence[Run], of: str = "") -> Iterator[Chart]:
-    """What needs the page's width: one token's time. `of`: the run's name, beside another's charts."""
+    """Draw what needs the page's width: one token's time. `of`: the run's name, beside another's charts."""
     if run.token is not None:
         longest_s = max(r.token.duration_s for r in runs if r.token is not None)
         yield Chart("token", strip(run.token, of, longest_s if of else None))
 
 
 def layer_charts(run: Run, runs: Sequence[Run], of: str = "") -> Iterator[Chart]:
-    """Charts of a column's width. `of`: the run's name, beside another's charts."""
+    """Draw the charts of a column's width. `of`: the run's name, beside another's charts."""
     phase, name = run.phase, run.phase_name
     if not phase.layer_visits:
         return
@@ -129,12 +128,9 @@ def layer_charts(run: Run, runs: Sequence[Run], of: str = "") -> Iterator[Chart]
             "Where needed experts were, by layer",
             f"Share of the experts needed in {name}; hatched: compute waited.",
             layers,
-            [
-                Series(part.css, part.label, [100 * ratio(part.of(layer), layer.needed) for layer in phase.layers])
-                for part in NEEDS
-            ],
-            "needed experts (%)",
-            lambda value: f"{value:.1f}% of needed experts",
+            needs(phase.layers),
+            NEEDS_AXIS,
+            write_needs,
             top=100,
             of=of,
         ),
@@ -146,12 +142,9 @@ def layer_charts(run: Run, runs: Sequence[Run], of: str = "") -> Iterator[Chart]
             "Bytes moved by layer and cause",
             f"Per {name} token{common}.",
             layers,
-            [
-                Series(part.css, part.label, [ratio(part.of(layer), phase.tokens) / 1e6 for layer in phase.layers])
-                for part in BYTES_BY_CAUSE
-            ],
-            "traffic (MB per token)",
-            lambda value: f"{format_megabytes(value * 1e6)} MB per token",
+            traffic(phase.layers, [phase.tokens] * len(phase.layers)),
+            TRAFFIC_AXIS,
+            write_traffic,
             top=_most(most_bytes),
             of=of,
         ),
@@ -163,6 +156,38 @@ def layer_charts(run: Run, runs: Sequence[Run], of: str = "") -> Iterator[Chart]
         yield Chart("accuracy", accuracy_chart(run, of))
     if len(run.stats.over_time) > 1 and run.stats.decode.needed:
         yield Chart("rates", rates_chart(run, of))
+
+
+def accuracy_chart(run: Run, of: str = "") -> str:
+    """Draw the share of the needed experts that forecasts had named, per distance k; `of`: the run's name."""
+    found = run.stats.forecasts
+    columns = Columns(
+        "layers ahead, k (layer visits)",
+        [str(f.steps_ahead) for f in found],
+        marks=[100 * f.chance for f in found],
+        mark_label="by chance",
+        value_labels=len(found) <= 6,
+    )
+    return stacked_columns(
+        "Predictor accuracy, live",
+        f"Share of the needed experts that its forecasts had named. {_forecast_share(run)}",
+        columns,
+        [Series("named", "named k layers before", [100 * f.accuracy for f in found])],
+        NEEDS_AXIS,
+        lambda value: f"{value:.0f}%",
+        top=100,
+        of=of,
+    )
+
+
+def _forecast_share(run: Run) -> str:
+    """Say how often there was a forecast at all."""
+    visits = run.stats.decode.layer_visits
+    most = max(run.stats.forecasts, key=lambda f: f.visits)
+    if not visits:
+        return ""
+    share = format_share(min(1.0, most.visits / visits))
+    return f"There were forecasts for {share} of the layer visits (k = {most.steps_ahead})."
 
 
 def _stall_chart(run: Run, runs: Sequence[Run], phase_name: str, common: str, of: str) -> str:

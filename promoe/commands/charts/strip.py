@@ -1,54 +1,35 @@
-"""One token's time as lanes: computing, waiting, what each reader of the link fetched, when the predictor ran.
+"""Draws one token's time as lanes, in HTML: computing, waiting, what each reader of the link fetched, when the predictor ran.
 
-Every lane is a drawing that stretches to the width there is; names and times stand outside of it, as HTML.
+A lane stretches to whatever width there is; names and times stand outside of it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
 from html import escape
-from typing import NamedTuple
 
-from promoe.commands.charts.figure import Numbers, figure, sentence
+from promoe.commands.charts.frame import Numbers, figure, sentence
 from promoe.commands.charts.svg import every, tick_labels, ticks
-from promoe.stats.lanes import Lanes, Transfer, Work
-from promoe.stats.tracing import LINK_IN_FORWARD
+from promoe.commands.charts.token_lanes import CSS_OF_CAUSE, Lane, lanes_of
+from promoe.stats.lanes import Lanes
 from promoe.units import format_seconds, format_share, ratio
 
 UNITS = 2000
-"""Of a lane's length."""
+"""Length of a lane, in units of its drawing."""
 _THINNEST = 5.0
 _LAYER_LABELS = 24
 
 
-class Bar(NamedTuple):
-    """What one bar is: css class, hover text, seconds since the pass began."""
-
-    css: str
-    tip: str
-    start_s: float
-    end_s: float
-
-
-class Lane(NamedTuple):
-    """A row of the strip, and what a screen reader says of it."""
-
-    name: str
-    spoken: str
-    bars: Sequence[Bar]
-
-
 def strip(token: Lanes, of: str = "", longest_s: float | None = None) -> str:
-    """The figure.
+    """Draw a pass.
 
     Args:
-        token: a pass.
-        of: the run's name, where two are set side by side.
+        token: the pass.
+        of: name of the run, if two runs are beside each other.
         longest_s: end of the time axis, so that both have the same; None: the end of the pass.
     """
     end_s = max(token.duration_s, longest_s or 0.0) or 1e-9
-    lanes = list(_lanes(token))
+    lanes = list(lanes_of(token))
     rows = "".join(_lane_row(lane, end_s) for lane in lanes)
     values = [value for value in ticks(end_s * 1e3, 8) if value <= end_s * 1e3]
     labels = tick_labels(values) if len(values) > 1 else ["0"]
@@ -78,52 +59,6 @@ _LEGEND = (
     ("arrived", "fetched ahead of need"),
     ("predict", "predictor"),
 )
-_CSS_OF_CAUSE = {"demand": "demand", "prefetch": "arrived"}
-
-
-def _lanes(token: Lanes) -> Iterable[Lane]:
-    computing = [Bar("rest", f"all else: {format_seconds(token.rest_s)} in all", 0.0, token.duration_s)]
-    computing += [_bar("compute", f"layer {v.layer}: experts, waiting included", v) for v in token.visits]
-    # Waiting happens inside visits: there computing stands still.
-    computing += [_bar("gap", f"layer {w.layer}: waiting", w) for w in token.waits]
-    yield Lane(
-        "computing", f"experts {format_seconds(token.experts_s)}, all else {format_seconds(token.rest_s)}", computing
-    )
-    waits = [_bar("waited", f"layer {w.layer}: waiting for experts", w) for w in token.waits]
-    yield Lane("waiting", f"{len(waits)} times, {format_seconds(token.stall_s)}", waits)
-    for number, reader in enumerate(token.readers, start=1):
-        name = "link, in forward" if reader == LINK_IN_FORWARD else f"link, reader {number}"
-        bars = [_transfer_bar(chunks) for chunks in _experts(t for t in token.transfers if t.reader == reader)]
-        yield Lane(name, f"{len(bars)} experts or parts of them", bars)
-    if token.predictions:
-        bars = [_bar("predict", f"predictor, from layer {p.layer}" if p.layer is not None else "predictor", p)
-                for p in token.predictions]  # fmt: skip
-        yield Lane(
-            "predictor", f"{len(bars)} times, {format_seconds(sum(p.duration_s for p in token.predictions))}", bars
-        )
-
-
-def _bar(css: str, what: str, work: Work) -> Bar:
-    return Bar(css, f"{what}\n{format_seconds(work.duration_s)}", work.start_s, work.end_s)
-
-
-def _experts(transfers: Iterable[Transfer]) -> Iterable[list[Transfer]]:
-    """A reader's chunks of one expert that followed each other, together."""
-    chunks: list[Transfer] = []
-    for one in transfers:
-        if chunks and (one.cause, one.layer, one.expert) != (chunks[0].cause, chunks[0].layer, chunks[0].expert):
-            yield chunks
-            chunks = []
-        chunks.append(one)
-    if chunks:
-        yield chunks
-
-
-def _transfer_bar(chunks: Sequence[Transfer]) -> Bar:
-    first, last = chunks[0], chunks[-1]
-    parts = f", {len(chunks)} chunks" if len(chunks) > 1 else ""
-    tip = f"layer {first.layer}, expert {first.expert}: {first.cause}{parts}\n{format_seconds(last.end_s - first.start_s)}"
-    return Bar(_CSS_OF_CAUSE.get(first.cause, "pending"), tip, first.start_s, last.end_s)
 
 
 def _lane_row(lane: Lane, end_s: float) -> str:
@@ -142,7 +77,7 @@ def _lane_row(lane: Lane, end_s: float) -> str:
 
 
 def _layer_labels(token: Lanes, end_s: float) -> str:
-    """The numbers of some layers, where their experts begin."""
+    """Write the numbers of some layers, where their experts are."""
     step = every(len(token.visits) / _LAYER_LABELS)
     return "".join(
         f'<span style="left:{100 * (v.start_s + v.end_s) / 2 / end_s:.2f}%"{" class=minor" if i % (2 * step) else ""}>'
@@ -153,7 +88,7 @@ def _layer_labels(token: Lanes, end_s: float) -> str:
 
 
 def _numbers(token: Lanes) -> Numbers:
-    # Once over each: a file of somebody else's may have very many.
+    # One pass over each list: a file from somebody else may have very many.
     waits_s: dict[int | None, float] = defaultdict(float)
     for wait in token.waits:
         waits_s[wait.layer] += wait.duration_s
@@ -163,6 +98,6 @@ def _numbers(token: Lanes) -> Numbers:
     rows = []
     for visit in token.visits:
         wait_s = waits_s.get(visit.layer, 0.0)
-        counts = [str(len(fetched.get((visit.layer, cause), ()))) for cause in _CSS_OF_CAUSE]
+        counts = [str(len(fetched.get((visit.layer, cause), ()))) for cause in CSS_OF_CAUSE]
         rows.append([str(visit.layer), format_seconds(visit.duration_s - wait_s), format_seconds(wait_s), *counts])
     return Numbers(["layer", "computing experts", "waiting", "experts fetched on demand", "fetched ahead"], rows)

@@ -1,4 +1,4 @@
-"""A few SVG marks as text. Colours are CSS classes, so that one drawing serves light mode, dark mode and paper."""
+"""Draws SVG marks as text. Colours are CSS classes, so that one drawing serves light mode, dark mode and paper."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 
 
 class Canvas:
-    """Marks of one drawing, in user units with the origin at the top left."""
+    """The marks of one drawing, in px from the top left."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width = width
@@ -16,31 +16,31 @@ class Canvas:
         self._marks: list[str] = []
 
     def rect(self, x: float, y: float, width: float, height: float, css: str, tip: str = "") -> None:
-        """A rectangle; `tip` shows on hover."""
+        """Draw a rectangle; `tip` shows on hover."""
         place = f'x="{coord(x)}" y="{coord(y)}" width="{coord(max(0.0, width))}" height="{coord(max(0.0, height))}"'
         self._add("rect", f'class="{css}" {place}', tip)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, css: str, tip: str = "") -> None:
-        """A straight line."""
+        """Draw a straight line."""
         place = f'x1="{coord(x1)}" y1="{coord(y1)}" x2="{coord(x2)}" y2="{coord(y2)}"'
         self._add("line", f'class="{css}" {place}', tip)
 
     def path(self, d: str, css: str, tip: str = "") -> None:
-        """A path; `d` as in SVG."""
+        """Draw a path; `d` as in SVG."""
         self._add("path", f'class="{css}" d="{d}"', tip)
 
     def circle(self, x: float, y: float, radius: float, css: str, tip: str = "") -> None:
-        """A dot."""
+        """Draw a dot."""
         self._add("circle", f'class="{css}" cx="{coord(x)}" cy="{coord(y)}" r="{coord(radius)}"', tip)
 
     def text(self, x: float, y: float, text: str, css: str, *, rotate: bool = False, tip: str = "") -> None:
-        """Text at its baseline; `rotate` reads upwards."""
+        """Write text at its baseline; with `rotate` it reads upwards."""
         turn = f' transform="rotate(-90 {coord(x)} {coord(y)})"' if rotate else ""
         body = escape(text) + (f"<title>{escape(tip)}</title>" if tip else "")
         self._marks.append(f'<text class="{css}" x="{coord(x)}" y="{coord(y)}"{turn}>{body}</text>')
 
     def render(self, label: str) -> str:
-        """The `<svg>` element; `label` is what a screen reader says."""
+        """Return the `<svg>` element; `label` is what a screen reader says."""
         box = f'viewBox="0 0 {coord(self.width)} {coord(self.height)}"'
         return f'<svg {box} role="img" aria-label="{escape(label)}">{"".join(self._marks)}</svg>'
 
@@ -52,12 +52,12 @@ class Canvas:
 
 
 def coord(value: float) -> str:
-    """A coordinate with at most one decimal: a hundredth of a pixel is only bytes."""
+    """Write a coordinate with at most one decimal, to keep pages small."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def ticks(top: float, count: int = 5) -> list[float]:
-    """About `count` round values from 0 to the first one at or above `top`."""
+    """Return about `count` round values from 0 to the first one at or above `top`."""
     if not (top > 0 and math.isfinite(top)):
         return [0.0, 1.0]
     raw = top / count
@@ -67,19 +67,19 @@ def ticks(top: float, count: int = 5) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Equally precise labels for ticks: `0, 0.5, 1.0`."""
+    """Write ticks with equal precision: `0, 0.5, 1.0`."""
     step = values[1] - values[0]
     decimals = next((d for d in range(7) if abs(step - round(step, d)) < step * 1e-6), 6)
     return [f"{value:.{decimals}f}" if value else "0" for value in values]
 
 
 def every(least: float) -> int:
-    """A power of two of at least `least`: label every so many bars, so that labels do not touch."""
+    """Return a power of two of at least `least`. Label every so many bars, so that labels do not touch."""
     return 1 << max(0, math.ceil(math.log2(least))) if least > 1 else 1
 
 
 def wrapped(text: str, width: int, lines: int = 2) -> list[str]:
-    """`text` broken at spaces into at most `lines` lines of `width` characters; what is left out becomes `…`."""
+    """Break text at spaces into at most `lines` lines of `width` characters; what is left out becomes `…`."""
     result: list[str] = []
     for word in text.split():
         if result and len(result[-1]) + 1 + len(word) <= width:

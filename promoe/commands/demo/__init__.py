@@ -1,9 +1,9 @@
-"""`promoe demo`: what caching, preemption, reordering, eviction and prefetch each buy, shown on a trained model.
+"""`promoe demo`: a preset of `promoe bench` that shows what promoe buys, on a small trained model.
 
-options, example     what was asked for; where the demo model and its prompts are
-setups               the real machine whose balance of transfer and compute part 1 imitates
-systems              the ways to serve a model that are compared
-comparison           one part: reference, interleaved runs, verification, bounds
-show                 what is printed
-command              both parts in order
+options       what it can be asked for
+systems       the systems of `promoe bench` that it compares, and their names in the story
+setups        the real machine whose balance of transfer and computing part 1 imitates
+comparison    one comparison: all systems open in this process
+show          what is printed
+command       the story
 """

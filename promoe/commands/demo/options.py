@@ -29,7 +29,7 @@ class Options:
     prompts: int = 3
     """held-out ShareGPT prompts that are measured, after one to warm up"""
     max_new_tokens: int = 16
-    """tokens generated for each"""
+    """tokens generated for each prompt"""
     repeat: int = 128
     """how many times wider the experts of the second part are (128: about 10 MB each)"""
     out: str = "promoe-out"

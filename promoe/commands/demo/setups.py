@@ -1,23 +1,25 @@
-"""Real machines, and links that give a small model their balance of transfer and compute."""
+"""Real machines whose balance of transfer and computing a small model can imitate behind an emulated link."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from promoe.transfer.links import EmulatedLink
-
 
 @dataclass(frozen=True)
 class RealSetup:
-    """A model on a machine, as published."""
+    """A model on a machine, as published.
+
+    Attributes:
+        name: model, machine and link.
+        token_bytes: bytes of all routed experts that one token needs.
+        bandwidth_bytes_per_s: that the link achieves.
+        compute_s: seconds per output token without any waiting.
+    """
 
     name: str
     token_bytes: float
-    """Bytes of all routed experts that one token needs."""
     bandwidth_bytes_per_s: float
-    """Achieved by the link that experts come over."""
     compute_s: float
-    """Per output token, without any waiting."""
 
     @property
     def transfer_s(self) -> float:
@@ -37,14 +39,3 @@ DEEPSEEK_ON_4090 = RealSetup(
     bandwidth_bytes_per_s=23.9e9,
     compute_s=67.9e-3 - 58.1e-3,
 )
-
-
-def emulate(setup: RealSetup, token_bytes: int, compute_s: float) -> EmulatedLink:
-    """A link over which a model takes `setup.ratio` times its own compute time to move all of a token's experts.
-
-    Args:
-        setup: what to imitate.
-        token_bytes: bytes of all routed experts that one token of the model needs.
-        compute_s: measured seconds per output token of the model with everything resident.
-    """
-    return EmulatedLink(bandwidth_bytes_per_s=token_bytes / (setup.ratio * compute_s))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.results import Report, Row, Table
+from promoe.commands.bench.results import Report, Row, Table, nothing_counted
 from promoe.commands.bench.systems import KNOWN
-from promoe.commands.bench.tasks import GENERATE
-from promoe.commands.bench.worker import Sizes
+from promoe.commands.bench.tasks import GENERATE, Task
 from promoe.commands.measure import Generation
 from promoe.stats.counts import PhaseStats
 
 READ = "prompts of 64 tokens"
+SIZES = Sizes((8, 8), (1000, 1000), (2, 2), 5000, 64)
 
 
 def generation(ttft_s: float, tpot_s: float, tokens: int = 5) -> Generation:
@@ -18,15 +21,15 @@ def generation(ttft_s: float, tpot_s: float, tokens: int = 5) -> Generation:
 
 
 def row(name: str, *tpots_s: float, bound_s: float | None = None, ttft_s: float = 0.5, tokens: int = 5) -> Row:
-    ours = KNOWN[name].kind == "promoe"
-    phase = PhaseStats(passes=4, tokens=4, duration_s=1.0) if ours else None
+    ours = KNOWN[name].is_ours
+    phase = PhaseStats(passes=4, tokens=4, duration_s=1.0)
+    counted = replace(nothing_counted(SIZES), prefill=phase, decode=phase, cache_slots=4)
     return Row(
         KNOWN[name],
         [generation(ttft_s, tpot_s, tokens) for tpot_s in tpots_s],
         ttft_bound_s=0.25 if ours else None,
         tpot_bound_s=bound_s,
-        prefill=phase,
-        decode=phase,
+        stats=counted if ours else None,
         peak_rss_bytes=500 * 2**20,
         peak_limited_bytes=None if name == "resident" else 130 * 2**20,
     )
@@ -36,7 +39,8 @@ def table(cache: str = "25%", task: str = GENERATE) -> Table:
     tokens = 5 if task == GENERATE else 1
     return Table(
         cache,
-        task,
+        Task(task, []),
+        SIZES,
         140 * 2**20,
         1.5e9,
         [
@@ -50,6 +54,5 @@ def table(cache: str = "25%", task: str = GENERATE) -> Table:
 
 
 def report(*tables: Table, not_limited: str | None = None) -> Report:
-    sizes = Sizes((8, 8), (1000, 1000), (2, 2), 5000, 64)
     options = Options(cache=["25%"], systems=["gate"])
-    return Report("tiny", options, 2, sizes, not_limited, "the disk", tables or (table(),))
+    return Report("tiny", options, 2, SIZES, not_limited, "the disk", tables or (table(),))

@@ -8,8 +8,8 @@ import torch
 from tiny_checkpoint import write_checkpoint
 
 from promoe.commands.bench.peers import READY, open_peer, prepare
+from promoe.commands.bench.stock import load_stock
 from promoe.commands.bench.systems import Kind
-from promoe.commands.demo.systems import load_stock
 from promoe.experts.moe_layers import find_moe_layers
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])

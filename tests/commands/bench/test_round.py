@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from promoe.commands.bench.results import Table
-from promoe.commands.bench.round import Reference, Round, _Measured
-from promoe.commands.bench.systems import KNOWN
-from promoe.commands.bench.tasks import Task
-from promoe.commands.bench.worker import Answer, Facts
+from promoe.commands.bench.messages import Answer, Facts, Prompt, Sizes
+from promoe.commands.bench.process import WorkerError
+from promoe.commands.bench.results import Table, nothing_counted
+from promoe.commands.bench.round import Measured, Round
+from promoe.commands.bench.systems import KNOWN, System
+from promoe.commands.bench.tasks import Reference, Task
 from promoe.commands.measure import Generation
+from promoe.scheduler import PoolSpec, SchedulerConfig
+from promoe.stats.counts import PhaseStats
+from promoe.stats.routing import RoutedPass
 
 
 def generations(*ttfts_s: float, tpot_s: float = 0.1) -> list[Generation]:
@@ -27,21 +31,23 @@ def table(
     in_place_tpot_s: float = 0.05,
 ) -> Table:
     """Of a round that measured three prompts, over a link of 1 GB/s, with tokens of 100 ms in the unmodified model."""
-    round_: Any = object.__new__(Round)
     systems = [KNOWN["resident"], KNOWN["next-use"]]
-    round_._bench = SimpleNamespace(systems=systems)
-    answers = [Answer(generation, []) for generation in generations(99.0, *resident_s)]
-    round_._references = [Reference(Task("generate", []), answers)]
-    round_._cache, round_._limit_bytes, round_._errors = "25%", None, {}
-    stats: Any = SimpleNamespace(prefill=None, decode=None)
-    found = _Measured(
+    decode = [RoutedPass("decode", [(0, [[expert]])]) for expert in (0, 1)]  # 1 MB each
+    prompts = [RoutedPass("prefill", [(1, [[expert]])]) for expert in range(4)]
+    answers = [
+        Answer(generation, [prompt, *decode])
+        for generation, prompt in zip(generations(99.0, *resident_s), prompts, strict=True)
+    ]
+    sizes = Sizes((2, 4), (10**6, int(prompt_bytes)), (1, 1), 0, 1)
+    config = SchedulerConfig([2, 4], [(10**6,), (int(prompt_bytes),)], [PoolSpec(1, (0,)), PoolSpec(1, (1,))], "lru")
+    found = Measured(
         answers={"resident": generations(*resident_s), "next-use": generations(9.0, 9.0, 9.0)},
-        facts={"next-use": Facts(stats, None, None, 0)},
+        facts={"next-use": Facts(nothing_counted(sizes), config, None, 0)},
         peaks={"next-use": None},
         in_place=generations(*in_place_s, tpot_s=in_place_tpot_s),
         packed=packed,
     )
-    result: Table = round_._table(0, found, {"next-use": [[(prompt_bytes, 1e6)] * 3]}, 1e9, None)
+    (result,) = Round(systems, [Reference(Task("generate", []), answers)], sizes, "25%").tables([found], 1e9)
     return result
 
 
@@ -76,3 +82,75 @@ def test_a_token_takes_no_less_than_computing_it_with_packed_experts(in_place_tp
     row = table(*times, packed=frozenset(), in_place_tpot_s=in_place_tpot_s).rows[1]
     assert row.tpot_bound_s == pytest.approx(0.1)
     assert row.tpot_unmodified_s is None
+
+
+class Fake:
+    """A system that answers at once, notes that it was asked, and breaks at one prompt."""
+
+    peak_limited_bytes = None
+
+    def __init__(self, system: System, asked: list[tuple[str, int]], breaks_at: int | None = None) -> None:
+        self.system, self._asked, self._breaks_at = system, asked, breaks_at
+        self._stats = nothing_counted(SIZES)
+
+    def answer(self, prompt: Prompt) -> Answer:
+        (number,) = prompt.ids
+        if number == self._breaks_at:
+            raise WorkerError("injected")
+        self._asked.append((self.system.name, number))
+        return Answer(Generation((number, 7), 1.0, (0.5,)), [])
+
+    def facts(self) -> Facts:
+        decode = PhaseStats(tokens=2, bytes_demand=3000)
+        config = SchedulerConfig([2], [(10,)], [PoolSpec(1, (0,))], "lru")
+        return Facts(replace(self._stats, decode=decode), config, None, 0)
+
+    def reset(self) -> None:
+        self._asked.append((self.system.name, -1))
+
+
+SIZES = Sizes((2,), (10,), (1,), 0, 1)
+
+
+def fakes(asked: list[tuple[str, int]], **breaks_at: int) -> dict[str, Any]:
+    systems = [replace(KNOWN["lru"], name=name) for name in ("a", "b")]
+    return {system.name: Fake(system, asked, breaks_at.get(system.name)) for system in systems}
+
+
+def comparison(opened: dict[str, Any]) -> Round:
+    prompts = [Prompt([number], 2, 0) for number in range(3)]
+    routing = [RoutedPass("prefill", [(0, [[0]])]), RoutedPass("decode", [(0, [[1]])])]
+    answers = [Answer(Generation((number, 7), 1.0, (0.5,)), routing) for number in range(3)]
+    return Round([one.system for one in opened.values()], [Reference(Task("generate", prompts), answers)], SIZES, "50%")
+
+
+def test_systems_take_turns_at_each_prompt_and_forget_the_first() -> None:
+    asked: list[tuple[str, int]] = []
+    opened = fakes(asked)
+    (found,) = comparison(opened).measure(opened, lambda: 1e9)
+    turns = [(name, number) for name, number in asked if number >= 0]
+    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert asked[1] == ("a", -1), "what was counted at the first prompt is forgotten before the next"
+    assert {row.system.name: [answer.tokens for answer in row.answers] for row in found.rows} == {
+        "a": [(1, 7), (2, 7)],
+        "b": [(1, 7), (2, 7)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("probes", "expected"),
+    [([1e6, 2e6], 2e6), ([2e6, 1e6], 2e6), ([10.0, 20.0], 3000.0)],  # 3000 bytes in two tokens of half a second
+)
+def test_the_links_bandwidth_is_the_best_that_was_seen(probes: list[float], expected: float) -> None:
+    opened = fakes([])
+    (found,) = comparison(opened).measure(opened, iter(probes).__next__)
+    assert found.bandwidth_bytes_per_s == expected
+
+
+def test_a_system_that_breaks_is_left_out_from_then_on() -> None:
+    asked: list[tuple[str, int]] = []
+    opened = fakes(asked, a=1)
+    (found,) = comparison(opened).measure(opened, lambda: 1e9)
+    a, b = found.rows
+    assert (a.error, len(a.answers), b.error, len(b.answers)) == ("injected", 0, None, 2)
+    assert ("a", 2) not in asked

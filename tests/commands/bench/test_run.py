@@ -15,12 +15,12 @@ from tiny_checkpoint import write_checkpoint
 from promoe import cli
 from promoe.commands import lower_bound as bound
 from promoe.commands.bench import run
+from promoe.commands.bench.messages import Opening, Prompt
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
 from promoe.commands.bench.run import Bench
 from promoe.commands.bench.systems import KNOWN
-from promoe.commands.bench.worker import Opening, Prompt
-from promoe.commands.demo.comparison import TokensDifferError
+from promoe.commands.bench.tasks import TokensDifferError
 from promoe.errors import ConfigError
 from promoe.transfer.control_groups import NoControlGroupError, memory_groups
 from promoe.transfer.processor import num_cores
@@ -183,7 +183,7 @@ def test_an_emulated_link_and_a_system_that_fails(folder: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_a_peer_whose_files_cannot_be_written_is_left_out(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "peers").write_text("a file where a folder should be")
-    fields = {"systems": ["gate", "page-cache"], "out": tmp_path, "max_new_tokens": 2}
+    fields = {"systems": ["gate", "page-cache"], "out": str(tmp_path), "max_new_tokens": 2}
     gate, page_cache = Bench(options(folder, **fields)).run().tables[0].rows
     assert (gate.error, len(gate.answers)) == (None, 1)
     assert page_cache.error is not None
@@ -204,13 +204,13 @@ def test_too_little_ram(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opening(folder: Path, name: str, checkpoint: str = "checkpoint") -> Opening:
-    return Opening(KNOWN[name], folder / checkpoint, "bfloat16", "25%", folder / "peer", None, 1)
+    return Opening(KNOWN[name], folder / checkpoint, "bfloat16", "25%", folder=folder / "peer")
 
 
 @pytest.mark.slow
 def test_a_process_that_cannot_open_its_model(folder: Path) -> None:
     with pytest.raises(WorkerError, match=r"The system 'gate' failed. CheckpointError: .*absent"):
-        Worker(opening(folder, "gate", "absent"), None, None)
+        Worker(opening(folder, "gate", "absent"), threads=1)
 
 
 def test_a_process_that_needs_more_than_it_may_have(folder: Path) -> None:
@@ -220,16 +220,16 @@ def test_a_process_that_needs_more_than_it_may_have(folder: Path) -> None:
     except (IndexError, NoControlGroupError) as error:
         pytest.skip(str(error))
     with pytest.raises(WorkerError, match=r"'resident' was killed: it needs more than the 1.0 MiB .* --workspace"):
-        Worker(opening(folder, "resident"), 2**20, groups[0])
+        Worker(opening(folder, "resident"), 1, 2**20, groups[0])
     assert not list(groups[0].folder.glob(f"promoe-{os.getpid()}-*"))
 
 
 def test_a_process_that_ends(folder: Path) -> None:
-    worker = Worker(opening(folder, "gate"), None, None)
+    worker = Worker(opening(folder, "gate"), threads=1)
     try:
         worker._process.terminate()
         with pytest.raises(WorkerError, match=r"'gate' ended with exit code -15"):
-            worker.answer(Prompt([1, 2, 3], 2, 5.0, 0))
+            worker.answer(Prompt([1, 2, 3], 2, 0))
     finally:
         worker.close()
         worker.close()

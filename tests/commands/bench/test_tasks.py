@@ -8,8 +8,10 @@ import pytest
 from tiny_checkpoint import write_checkpoint
 from zoo import families
 
+from promoe.commands.bench.messages import Answer, Prompt
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.tasks import GENERATE, make_tasks
+from promoe.commands.bench.tasks import GENERATE, Reference, Task, TokensDifferError, make_tasks
+from promoe.commands.measure import Generation
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 
@@ -73,3 +75,35 @@ def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "prompts.json").write_text(json.dumps(["abc", "defgh", "ij"]))
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         make_tasks(options(tmp_path / "prompts.json"), tmp_path, tmp_path / "prompts.json")
+
+
+def reference(*answers: Generation) -> Reference:
+    task = Task(GENERATE, [Prompt([1], 5, 0)] * len(answers))
+    return Reference(task, [Answer(answer, []) for answer in answers])
+
+
+def test_verify_names_the_first_difference() -> None:
+    expected = reference(*[Generation((1, 2, 3, 4), 0.0, ())] * 4)
+    expected.verify("same", 0, Generation((1, 2, 3, 4), 9.0, ()))
+    with pytest.raises(TokensDifferError, match=r"prompt 3, from token 2 on: \[9, 4\] instead of \[3, 4\]"):
+        expected.verify("other", 3, Generation((1, 2, 9, 4), 0.0, ()))
+    with pytest.raises(TokensDifferError, match="from token 2 on"):
+        expected.verify("shorter", 3, Generation((1, 2), 0.0, ()))
+
+
+def test_an_answer_that_was_cut_short_is_compared_as_far_as_it_goes() -> None:
+    expected = reference(Generation((1, 2, 3, 4), 0.0, ()))
+    expected.verify("short", 0, Generation((1, 2), 0.0, ()), partly=True)
+    with pytest.raises(TokensDifferError, match="from token 1 on"):
+        expected.verify("other", 0, Generation((1, 3), 0.0, ()), partly=True)
+    with pytest.raises(TokensDifferError, match="from token 0 on"):
+        expected.verify("nothing", 0, Generation((), 0.0, ()), partly=True)
+
+
+def test_tokens_beside_which_something_else_ran_do_not_set_the_pace() -> None:
+    quick, slow = 0.010, 0.050
+    answers = [Generation((1, 2), 1.0, (9.0,))]  # the warm-up does not count
+    answers += [
+        Generation((1, 2, 3, 4, 5), 1.0, gaps_s) for gaps_s in ((quick, slow, slow, quick), (slow, quick, slow, slow))
+    ]
+    assert reference(*answers).compute_s == pytest.approx(quick)

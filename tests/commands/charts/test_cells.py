@@ -5,7 +5,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from promoe.commands.charts.cells import LEVELS, Axis, cell_map, numbered, shade_scale
+from promoe.commands.charts.cells import Axis, cell_map, numbered, shade_scale
+from promoe.commands.charts.style import LEVELS
 
 
 def test_each_cell_is_in_the_path_of_its_shade() -> None:

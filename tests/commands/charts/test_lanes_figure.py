@@ -54,7 +54,7 @@ def test_what_the_forward_copies_itself_is_no_reader() -> None:
     copied = dataclasses.replace(WAITED, transfers=[*WAITED.transfers, transfer])
     (axes,) = draw_lanes({"a token": copied}, "Title", "conditions").axes
     labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert labels == ["computing", "waiting", "reader 1", "reader 2", "forward's copies"]
+    assert labels == ["computing", "waiting", "reader 1", "reader 2", "in forward"]
 
 
 def test_titles_say_what_is_seen() -> None:

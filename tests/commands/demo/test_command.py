@@ -10,9 +10,11 @@ from tiny_checkpoint import write_checkout
 
 from promoe import cli
 from promoe.commands import lower_bound as bound
+from promoe.commands.bench import served
+from promoe.commands.bench.messages import Opening
 from promoe.commands.demo import command
 from promoe.commands.demo.options import Options
-from promoe.commands.demo.systems import RESIDENT, SYSTEMS, BehindLink
+from promoe.commands.demo.systems import RESIDENT, SYSTEMS
 from promoe.errors import ConfigError
 from promoe.transfer.cpu_contention import Taken
 
@@ -32,7 +34,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def rows(text: str) -> list[str]:
     """Names of the table's rows, in order, of all tables printed."""
-    names = {RESIDENT, *SHOWN, *ALL_STEPS}
+    names = {RESIDENT.name, *SHOWN, *ALL_STEPS}
     return [name for line in text.splitlines() for name in names if line.startswith(f"{name}  ")]
 
 
@@ -42,7 +44,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
     assert cli.main(QUICK) == 0
     text = capsys.readouterr().out
     assert text.index("4 tokens in ") < text.index("on-demand LRU"), "the first look comes first"
-    assert rows(text) == [RESIDENT, *SHOWN] * 2
+    assert rows(text) == [RESIDENT.name, *SHOWN] * 2
     assert text.count("All tokens agree: 8 tokens of 2 answers") == 2
     for column in ("TTFT", "TPOT", "hit", "ready", "stall", "MB/token", "bound", "ratio"):
         assert column in text
@@ -55,7 +57,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
         timeline = checkout / "promoe-out" / f"{part}-timeline.json"
         assert str(report.relative_to(checkout)) in text
         assert report.read_text().startswith("<!DOCTYPE html>")
-        assert all(name in report.read_text() for name in (RESIDENT, *SHOWN))
+        assert all(name in report.read_text() for name in (RESIDENT.name, *SHOWN))
         assert json.loads(timeline.read_text())["traceEvents"]
     # Again: what was widened is used again.
     wide = next((checkout / "promoe-out").glob("widened-x8-*")) / "config.json"
@@ -67,7 +69,7 @@ def test_both_parts_have_all_systems_and_write_what_they_say(
 def test_each_idea_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*STEPS, "--skip-widened"]) == 0
     text = capsys.readouterr().out
-    assert rows(text) == [RESIDENT, *ALL_STEPS]
+    assert rows(text) == [RESIDENT.name, *ALL_STEPS]
     assert "every row adds one to the row above it" in text
 
 
@@ -105,15 +107,15 @@ def test_a_readable_model_shows_prose_and_any_other_its_routing(
 
 
 def test_other_tokens_fail_the_demo_loudly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    patched = BehindLink.patched
+    really = served._open
 
-    def broken(self: BehindLink, system: Any, cache: str) -> Any:
-        model: Any = patched(self, system, cache)
-        if system.name == "promoe":
+    def broken(opening: Opening) -> Any:
+        model: Any = really(opening)
+        if opening.system.name == "promoe":
             model.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
         return model
 
-    monkeypatch.setattr(BehindLink, "patched", broken)
+    monkeypatch.setattr(served, "_open", broken)
     assert cli.main(QUICK) == 1
     text = capsys.readouterr().out
     assert "FAILED: THE OUTPUT IS NOT THE SAME" in text
@@ -129,7 +131,7 @@ def test_where_ram_is_short_the_resident_row_is_left_out(
     assert cli.main([*QUICK, "--prompts", "1"]) == 0
     text = capsys.readouterr().out
     assert "that row is left out" in " ".join(text.split())
-    assert rows(text).count(RESIDENT) == 1
+    assert rows(text).count(RESIDENT.name) == 1
     assert text.count("All tokens agree") == 2
 
 

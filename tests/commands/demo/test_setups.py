@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from promoe.commands.demo.setups import DEEPSEEK_ON_4090, RealSetup, emulate
+from promoe.commands.bench.options import Emulated
+from promoe.commands.demo.setups import DEEPSEEK_ON_4090, RealSetup
 
 
 def test_the_papers_setup_has_its_published_figures() -> None:
@@ -15,5 +16,5 @@ def test_the_papers_setup_has_its_published_figures() -> None:
 
 def test_the_link_takes_the_setups_multiple_of_the_compute_time() -> None:
     setup = RealSetup("test", token_bytes=100e6, bandwidth_bytes_per_s=1e9, compute_s=0.02)  # 5 to 1
-    link = emulate(setup, token_bytes=4_000_000, compute_s=0.01)
+    link = Emulated(ratio=setup.ratio).link(token_bytes=4_000_000, compute_s=0.01)
     assert 4_000_000 / link.bandwidth_bytes_per_s == pytest.approx(5 * 0.01)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from promoe.commands.charts.figure import Numbers, figure, sentence, table
+from promoe.commands.charts.frame import Numbers, figure, sentence, table
 
 
 def test_a_chart_has_title_legend_drawing_and_a_closed_table() -> None:

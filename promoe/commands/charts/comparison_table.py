@@ -1,4 +1,4 @@
-"""The tables that compare runs, as HTML: of two a line per quantity, which a phone has room for; of more, a line per run."""
+"""The tables that compare runs, as HTML: for two runs a line per quantity, which fits a phone; for more, a line per run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _JUDGED = {True: ("good", "better"), False: ("bad", "worse"), None: ("", "")}
 
 
 def difference_table(runs: Sequence[Run], baseline: Run) -> str:
-    """A line per quantity: the baseline's, the other run's, and what changed. Narrow enough for a phone."""
+    """Return a table with a line per quantity: the baseline's, the other run's, and what changed."""
     before, after = baseline, next(run for run in runs if run is not baseline)
     lines = []
     for column in columns_for(runs):
@@ -36,7 +36,7 @@ def difference_table(runs: Sequence[Run], baseline: Run) -> str:
 
 
 def runs_table(runs: Sequence[Run], baseline: Run) -> str:
-    """A line per run, a column per quantity."""
+    """Return a table with a line per run and a column per quantity."""
     columns = columns_for(runs)
     heads = "".join(
         f'<th scope="col" title="{escape(c.meaning)}">{escape(c.head)}<small>{escape(c.unit)}</small></th>'

@@ -1,4 +1,4 @@
-"""Where the demo model, its held-out prompts and the script that widens it are: in the repository's examples."""
+"""Finds the demo model, its held-out prompts and the script that widens it, which are in the repository's examples."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ READABLE_LOSS = 3.5
 
 @dataclass(frozen=True)
 class Example:
-    """The demo's files.
+    """The files of the demo model.
 
-    Args:
+    Attributes:
         folder: examples/sharegpt_moe of a checkout.
         checkpoint: the model to open.
     """
@@ -39,13 +39,13 @@ class Example:
 
     @property
     def predictor(self) -> Path | None:
-        """The trained predictor of the example's own model; None where there is none, or the model is another."""
+        """The predictor that was trained for the model; None if there is none, or the model is not the example's own."""
         folder = self.folder / "predictor"
         is_own = self.checkpoint.resolve() == (self.folder / "checkpoint").resolve()
         return folder if is_own and os.path.isfile(folder / "config.json") else None
 
     def prompts(self, count: int) -> list[str]:
-        """The first `count` held-out prompts.
+        """Return the first `count` held-out prompts.
 
         Raises:
             ConfigError: there are fewer, or the file is not a list of texts.
@@ -54,21 +54,21 @@ class Example:
 
     @property
     def prompts_file(self) -> Path:
-        """The held-out prompts."""
+        """The file of the held-out prompts."""
         return self.folder / PROMPTS
 
     def heldout_loss(self) -> float | None:
-        """Held-out loss in nats per token, as the checkpoint's model card states it; None where it does not."""
+        """Return the held-out loss in nats per token that the model card states; None if it does not."""
         card = self.checkpoint / "README.md"
         found = re.search(r"held-out loss[^0-9]{0,80}([0-9]+\.[0-9]+)", _text(card), re.IGNORECASE)
         return float(found[1]) if found else None
 
     def widened(self, folder: Path, repeat: int, dtype: torch.dtype) -> Path:
-        """The widened checkpoint in a folder for several: as `widen`, under a name of its own."""
+        """Return the widened checkpoint in a folder for several, as `widen` does."""
         return self.widen(folder / f"widened-x{repeat}-{str(dtype).removeprefix('torch.')}", repeat, dtype)
 
     def widen(self, destination: Path, repeat: int, dtype: torch.dtype) -> Path:
-        """The widened checkpoint in `destination`: as it is if this was its source, else written (anew).
+        """Return the widened checkpoint in `destination`. It is written unless it is there and was made of this model.
 
         Raises:
             PromoeError: it cannot be written.
@@ -85,12 +85,12 @@ class Example:
 
 
 def read_prompts(path: Path, count: int, remedy: str) -> list[str]:
-    """All texts of a file, at least `count`.
+    """Return all texts of a file.
 
     Args:
         path: a JSON list of texts.
-        count: so many are needed.
-        remedy: what to do where there are fewer.
+        count: how many are needed.
+        remedy: what to do if there are fewer.
 
     Raises:
         ConfigError: there are fewer, or the file is not such a list.
@@ -110,7 +110,7 @@ def read_prompts(path: Path, count: int, remedy: str) -> list[str]:
 
 
 def find_example(model: str | None = None) -> Example:
-    """The example in the current folder's checkout, or in the one that promoe was installed from.
+    """Return the example of the checkout in the current folder, or of the one that promoe was installed from.
 
     Args:
         model: checkpoint folder to use in place of the example's own.

@@ -4,7 +4,7 @@ import re
 
 from synthetic_runs import make_run, make_stats
 
-from promoe.commands.charts.tables import difference_table, runs_table
+from promoe.commands.charts.comparison_table import difference_table, runs_table
 
 
 def rows(html: str) -> dict[str, list[str]]:

@@ -8,7 +8,7 @@ import torch
 from tiny_checkpoint import write_checkout
 
 import promoe
-from promoe.commands.demo.example import MARKER, Example, find_example
+from promoe.commands.bench.example import MARKER, Example, find_example
 from promoe.errors import ConfigError, PromoeError
 
 

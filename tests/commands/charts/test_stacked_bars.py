@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from promoe.commands.charts.charts import Columns, Rows, Series, stacked_columns, stacked_rows
+from promoe.commands.charts.stacked_bars import Columns, Rows, Series, stacked_columns, stacked_rows
 
 
 def drawing(figure: str) -> ElementTree.Element:

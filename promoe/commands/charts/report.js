@@ -1,12 +1,3 @@
-"""The script of the HTML report: hover texts, the layer of a map over time, tabs, light or dark."""
-
-from __future__ import annotations
-
-from promoe.commands.charts.cells import LEVELS
-from promoe.commands.charts.over_time import DIGITS
-
-# Without this script the page is whole: all runs below each other, the browser's own hover titles.
-_SCRIPT = """
 (function () {
   var DIGITS = '%DIGITS%', LEVELS = %LEVELS%;
   var root = document.documentElement, tip = document.createElement('div');
@@ -46,7 +37,7 @@ _SCRIPT = """
       var row = heat.counts[layer];
       if (!row || row[expert] === undefined) return '';
       var visits = heat.visits[layer], percent = (100 * row[expert] / visits).toFixed(1);
-      var needed = '\\nneeded in ' + row[expert] + ' of ' + visits + ' visits (' + percent + '%)';
+      var needed = '\nneeded in ' + row[expert] + ' of ' + visits + ' visits (' + percent + '%)';
       return 'layer ' + layer + ', expert ' + expert + needed;
     });
   });
@@ -78,7 +69,7 @@ _SCRIPT = """
       var first = use.begins[column] + 1, last = column + 1 < columns ? use.begins[column + 1] : use.end;
       var passes = first === last ? 'pass ' + first : 'passes ' + first + ' to ' + last;
       var percent = Math.round(100 * share(layer, expert, column) / (DIGITS.length - 1));
-      return 'layer ' + layer + ', expert ' + expert + '\\n' + passes + ': needed in ' + percent + '%';
+      return 'layer ' + layer + ', expert ' + expert + '\n' + passes + ': needed in ' + percent + '%';
     });
     select.hidden = false; select.previousSibling.hidden = true;
     select.addEventListener('change', function () { draw(Number(select.value)); });
@@ -112,5 +103,3 @@ _SCRIPT = """
     root.dataset.theme = dark ? 'light' : 'dark';
   });
 })();
-"""
-SCRIPT = _SCRIPT.replace("%DIGITS%", DIGITS).replace("%LEVELS%", str(LEVELS))

@@ -1,6 +1,6 @@
-"""What every chart of the report has around its drawing: title, how to read it, legend, and its numbers as a table.
+"""The frame of every chart of the report: title, how to read it, legend, and its numbers as a table.
 
-The table is closed at first. It is for whoever cannot see the drawing, or wants to copy from it.
+The table is closed at first. It is for readers who cannot see the drawing, or want to copy from it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH = 360
-"""Of a drawing with text, in px: as wide as a phone, or a column of a wider page, so that text is never scaled much."""
+"""Width of a drawing with text, in px: that of a phone, or of a column of a wider page, so that text is not scaled much."""
 
 
 class Numbers(NamedTuple):
-    """A chart as a table: heads of the columns, of which the first names the rows; rows of cells."""
+    """A chart as a table: heads of the columns, and rows of cells. The first column names the rows."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -30,7 +30,17 @@ def figure(
     css: str = "",
     of: str = "",
 ) -> str:
-    """A chart: `legend` is [(css class, name)]; `of` names the run where charts of two stand beside each other."""
+    """Return the `<figure>` element of a chart.
+
+    Args:
+        title: what the chart shows.
+        subtitle: one sentence on how to read it.
+        legend: (css class, name) of each colour.
+        drawing: HTML of the drawing.
+        numbers: the same as a table.
+        css: more classes of the element.
+        of: name of the run, if charts of two runs stand beside each other.
+    """
     keys = "".join(f'<li><span class="key {css_}"></span>{escape(name)}</li>' for css_, name in legend)
     tag = f'<span class="tag">{escape(of)}</span>' if of else ""
     return (
@@ -43,7 +53,7 @@ def figure(
 
 
 def table(numbers: Numbers) -> str:
-    """The `<table>` element."""
+    """Return the `<table>` element. Rows whose name begins with a space are parts of the row above."""
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in numbers.heads)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(map(_row, numbers.rows))}</tbody></table>"
 
@@ -56,6 +66,6 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def sentence(title: str, parts: Iterable[str]) -> str:
-    """What a screen reader says of a drawing: `Title: one; another.`"""
+    """Return what a screen reader says about a drawing, in the form `Title: one; another`."""
     found = "; ".join(part for part in parts if part)
     return f"{title}: {found}." if found else f"{title}: nothing to show."

@@ -1,6 +1,6 @@
-"""Charts of the report: stacked bars in rows (runs) and in columns (layers, distances), as `<figure>` elements.
+"""Draws stacked bars, in rows (runs) and in columns (layers, distances), as `<figure>` elements.
 
-Colour always means the same thing in every chart; what compute waited for, and what was moved in vain, is hatched too.
+A colour means the same thing in every chart. What compute waited for, and what was moved in vain, is hatched too.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from promoe.commands.charts.figure import WIDTH, Numbers, figure, sentence
+from promoe.commands.charts.frame import WIDTH, Numbers, figure, sentence
 from promoe.commands.charts.svg import Canvas, every, tick_labels, ticks, wrapped
 from promoe.units import DASH, is_number
 
@@ -17,7 +17,7 @@ Write = Callable[[float], str]
 
 
 class Series(NamedTuple):
-    """One colour of a stacked chart: css class, name in the legend, a value per bar."""
+    """One colour of a stacked chart: its css class, its name in the legend, and a value per bar."""
 
     css: str
     label: str
@@ -25,7 +25,7 @@ class Series(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a chart with one row per run shows beside its bars; each with one entry per row, or empty."""
+    """What a chart with one row per run shows beside its bars: one entry per row each, or none."""
 
     labels: Sequence[str]
     totals: Sequence[str]
@@ -35,20 +35,20 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What the columns of a chart are: head of the table and axis, a name each, and for some a value that is marked."""
+    """What the columns of a chart are: the label of the axis, a name each, and maybe a value each that is marked."""
 
     axis_label: str
     names: Sequence[str]
     marks: Sequence[float] = ()
     mark_label: str = ""
     value_labels: bool = False
-    """Write each column's value above it; for few columns."""
+    """Whether each column's value is written above it; for few columns."""
     empty: str = ""
-    """What to say where all values are zero."""
+    """What is written if all values are zero."""
 
     @classmethod
     def of_layers(cls, count: int) -> Columns:
-        """One per MoE layer."""
+        """Return columns for MoE layers."""
         return cls("MoE layer (index)", [str(i) for i in range(count)], empty="zero in every layer")
 
 
@@ -61,9 +61,9 @@ def stacked_rows(
     write: Write,
     top: float | None = None,
 ) -> str:
-    """Horizontal bars, one per run, with an optional mark (the bound) and confidence interval per row.
+    """Draw horizontal bars, one per run, each with an optional mark (the bound) and confidence interval.
 
-    Each run's name stands above its bar, so that names may be long and bars are not short on a phone.
+    The name of a run stands above its bar, so that names may be long and bars are not short on a phone.
 
     Args:
         title: what the chart shows.
@@ -104,21 +104,13 @@ def stacked_rows(
     if any(rows.intervals):
         legend.append(("k-interval", "95% interval"))
     spoken = sentence(title, (f"{name} {total}" for name, total in zip(rows.labels, rows.totals, strict=True)))
-    return figure(title, subtitle, legend, canvas.render(spoken), _row_numbers(rows, series, write), css="rows")
-
-
-def _row_numbers(rows: Rows, series: Sequence[Series], write: Write) -> Numbers:
-    heads, body = ["run", *(s.label for s in series)], []
-    for i, name in enumerate(rows.labels):
-        body.append([name, *(_written(s.values[i], write) for s in series)])
+    more: dict[str, list[str]] = {}
     if any(rows.marks):
-        heads.append(rows.mark_label)
-        body = [[*cells, _written(mark, write)] for cells, mark in zip(body, rows.marks, strict=True)]
+        more[rows.mark_label] = [_written(mark, write) for mark in rows.marks]
     if any(rows.intervals):
-        heads.append("95% interval")
-        spans = [f"{write(i[0])} to {write(i[1])}" if i else DASH for i in rows.intervals]
-        body = [[*cells, span] for cells, span in zip(body, spans, strict=True)]
-    return Numbers(heads, body)
+        more["95% interval"] = [f"{write(i[0])} to {write(i[1])}" if i else DASH for i in rows.intervals]
+    numbers = _numbers("run", rows.labels, series, write, more)
+    return figure(title, subtitle, legend, canvas.render(spoken), numbers, css="rows")
 
 
 def _extras(canvas: Canvas, rows: Rows, i: int, y: float, bar: float, left: float, scale: float, write: Write) -> None:
@@ -146,7 +138,7 @@ def stacked_columns(
     top: float | None = None,
     of: str = "",
 ) -> str:
-    """Vertical bars, one per MoE layer or distance.
+    """Draw vertical bars, one per MoE layer or distance.
 
     Args:
         title: what the chart shows.
@@ -156,7 +148,7 @@ def stacked_columns(
         axis_label: quantity and unit.
         write: a value with its unit, for hover.
         top: value that the axis must reach at least, so that several charts can share a scale.
-        of: the run's name, where charts of two stand beside each other.
+        of: the run's name, if charts of two runs stand beside each other.
     """
     height, left, right, bottom = 214, 52, 6, 170
     canvas = Canvas(WIDTH, height)
@@ -194,14 +186,19 @@ def stacked_columns(
     if columns.marks:
         legend.append(("k-mark", columns.mark_label))
     spoken = sentence(title, (f"{s.label} {_range(s.values, write)}" for s in _visible(series) or series))
-    numbers = _column_numbers(columns, series, write)
+    marks = {columns.mark_label: [_written(mark, write) for mark in columns.marks]} if columns.marks else {}
+    numbers = _numbers(columns.axis_label, columns.names, series, write, marks)
     return figure(title, subtitle, legend, canvas.render(spoken), numbers, of=of)
 
 
-def _column_numbers(columns: Columns, series: Sequence[Series], write: Write) -> Numbers:
-    heads = [columns.axis_label, *(s.label for s in series), *([columns.mark_label] if columns.marks else [])]
-    values = [*(s.values for s in series), *([columns.marks] if columns.marks else [])]
-    return Numbers(heads, [[name, *(_written(v[i], write) for v in values)] for i, name in enumerate(columns.names)])
+def _numbers(
+    head: str, names: Sequence[str], series: Sequence[Series], write: Write, more: dict[str, list[str]]
+) -> Numbers:
+    """Return a chart as a table: a row per bar, a column per series, then columns of `more`."""
+    columns = {s.label: [_written(value, write) for value in s.values] for s in series} | more
+    return Numbers(
+        [head, *columns], [[name, *(cells[i] for cells in columns.values())] for i, name in enumerate(names)]
+    )
 
 
 def _range(values: Sequence[float], write: Write) -> str:
@@ -217,7 +214,7 @@ def _written(value: float | None, write: Write) -> str:
 
 
 def _legend(series: Sequence[Series]) -> list[tuple[str, str]]:
-    """Only what can be seen: a name without a bar sends the reader searching."""
+    """Return the legend of what can be seen: a name without a bar sends the reader searching."""
     return [(s.css, s.label) for s in _visible(series)]
 
 

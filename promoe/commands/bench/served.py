@@ -1,0 +1,194 @@
+"""A system that is open in this process and answers prompts: the unmodified model, this library, or a peer."""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria
+
+from promoe.commands.bench.in_place import in_place, rows_of
+from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt, Reader, Sizes
+from promoe.commands.bench.peers import open_peer, prepare
+from promoe.commands.bench.stock import load_stock
+from promoe.commands.bench.systems import ORACLE, ORACLE_LOOKAHEAD, System
+from promoe.commands.contention import Contention, measure_contention
+from promoe.commands.lower_bound import link_bandwidth
+from promoe.commands.measure import REPETITION_PENALTY, generate
+from promoe.experts.kernels.formats import formats_in
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.model.opening import open_without_experts
+from promoe.predictors import PredictorContext
+from promoe.predictors.reference import OraclePredictor
+from promoe.runtime.loading import from_pretrained
+from promoe.runtime.sizes import plan_pools
+from promoe.stats.routing import RoutingRecorder
+from promoe.transfer.links import FileLink
+from promoe.transfer.rows import ExpertRows
+
+# A system that takes seconds per token is judged by this many tokens at least.
+FEWEST_TOKENS = 4
+
+
+class Served:
+    """A system that is open in this process.
+
+    Args:
+        opening: what to open.
+
+    Raises:
+        PromoeError: it cannot be opened.
+    """
+
+    def __init__(self, opening: Opening) -> None:
+        self.system = opening.system
+        self.model: Any = _open(opening)
+        self.handle: Any = self.model.promoe if opening.system.is_ours else None
+        """The handle of the patched model; None for other systems."""
+        self._rows: dict[frozenset[str], list[ExpertRows]] = {}  # for `in_place`, by what is packed
+
+    @property
+    def peak_limited_bytes(self) -> int | None:
+        """None: the memory of this process is not limited."""
+        return None
+
+    def answer(self, prompt: Prompt) -> Answer:
+        """Answer a prompt, and time it."""
+        ids = torch.tensor([list(prompt.ids)])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with (
+            self._in_place(prompt.packed) if prompt.in_place else nullcontext(),
+            RoutingRecorder(self.model, self.layers()) if prompt.record else nullcontext() as recorder,
+        ):
+            generation = generate(
+                self.model,
+                inputs,
+                prompt.new_tokens,
+                min_new_tokens=prompt.new_tokens,
+                repetition_penalty=REPETITION_PENALTY,
+                pad_token_id=prompt.pad_token_id,
+                stopping_criteria=[_TimeIsUp(prompt.seconds, ids.shape[1])],
+            )
+            return Answer(generation, [] if recorder is None else recorder.take())
+
+    def layers(self) -> list[MoELayer]:
+        """Return the MoE layers of the model."""
+        return find_moe_layers(self.model) if self.handle is None else list(self.handle.runtime.layers)
+
+    def sizes(self) -> Sizes:
+        """Return the sizes of the model."""
+        layers = self.layers()
+        experts = {id(tensor) for layer in layers for tensor in layer.experts.parameters()}
+        others = (*self.model.parameters(), *self.model.buffers())
+        return Sizes(
+            tuple(layer.num_experts for layer in layers),
+            tuple(layer.layout.payload_bytes for layer in layers),
+            tuple(layer.top_k or 1 for layer in layers),
+            sum(tensor.nbytes for tensor in others if id(tensor) not in experts),
+            self.model.config.get_text_config().hidden_size,
+        )
+
+    def slots_bytes(self, cache: str) -> int:
+        """Return the bytes of the slots of a cache of this size.
+
+        Raises:
+            ConfigError: the size is malformed, or too small for one expert.
+        """
+        layers = self.layers()
+        plans = plan_pools(cache, [layer.layout for layer in layers], [layer.num_experts for layer in layers])
+        return sum(plan.nbytes for plan in plans)
+
+    def bandwidth(self) -> float:
+        """Return the bytes per second that the link of this library's system can reach; see `link_bandwidth`."""
+        engine = self.handle.runtime.engine
+        return link_bandwidth(engine.link, engine.store)
+
+    def prepare(self, system: System, checkpoint: Path, folder: Path) -> None:
+        """Write a peer's files, unless they are there. This system is the unmodified model."""
+        with _silent():
+            prepare(system.kind, self.model, checkpoint, folder)
+
+    def contention(
+        self, checkpoint: Path, dtype: str, reader: Reader, ids: Sequence[int], seconds: float
+    ) -> Contention:
+        """Measure how much computing and reading slow each other. This system is the unmodified model."""
+        with closing(open_without_experts(checkpoint, dtype=getattr(torch, dtype)).store) as store:
+            return measure_contention(self.model, ids, store, reader.mode, reader.workers, seconds)
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        if self.handle is not None:
+            self.handle.reset_stats()
+
+    def facts(self) -> Facts:
+        """Return what was counted."""
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        if self.handle is None:
+            return Facts(None, None, None, peak_bytes)
+        engine = self.handle.runtime.engine
+        reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
+        packed = frozenset(name for matrices in formats_in(engine.store.layouts).values() for name in matrices)
+        return Facts(self.handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
+
+    def close(self) -> None:
+        """Stop the engine. Safe to repeat."""
+        if self.handle is not None:
+            self.handle.close()
+
+    def _in_place(self, packed: frozenset[str]) -> AbstractContextManager[None]:
+        layers = self.layers()
+        if packed not in self._rows:
+            self._rows[packed] = rows_of(layers, packed)
+        return in_place(layers, self._rows[packed])
+
+
+def _open(opening: Opening) -> Any:
+    dtype, kind = getattr(torch, opening.dtype), opening.system.kind
+    if kind == "promoe":
+        return _open_ours(opening, dtype)
+    if kind == "resident":
+        return load_stock(opening.checkpoint, dtype)
+    assert opening.folder is not None, f"{opening.system.name} reads files of its own"
+    with _silent() if kind == "airllm" else nullcontext():
+        return open_peer(kind, opening.checkpoint, dtype, opening.folder)
+
+
+def _open_ours(opening: Opening, dtype: torch.dtype) -> Any:
+    predictor: Any = opening.system.predictor
+    if predictor == ORACLE:
+        count = len(opening.num_experts)
+        context = PredictorContext(gates=(), num_experts=opening.num_experts, top_k=[1] * count)
+        predictor = OraclePredictor(context, ORACLE_LOOKAHEAD, opening.decode_visits)
+    return from_pretrained(
+        opening.checkpoint,
+        cache=opening.cache,
+        predictor=predictor,
+        dtype=dtype,
+        link="auto" if opening.link is None else opening.link,
+        config=replace(opening.system.config, read_mode=opening.read_mode),
+    )
+
+
+class _TimeIsUp(StoppingCriteria):  # type: ignore[misc]
+    """Stops an answer that takes too long, after a few tokens."""
+
+    def __init__(self, seconds: float, prompt_tokens: int) -> None:
+        self._end_s = time.monotonic() + seconds
+        self._fewest = prompt_tokens + FEWEST_TOKENS
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        stop = input_ids.shape[1] >= self._fewest and time.monotonic() > self._end_s
+        return torch.full((len(input_ids),), stop, dtype=torch.bool)
+
+
+def _silent() -> AbstractContextManager[Any]:
+    """Hide what AirLLM prints: what it does, and a bar per layer."""
+    return redirect_stdout(io.StringIO())
