@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,10 +61,13 @@ def open_slots(checkpoint: Path, cache: str, predictor: str | None = None, **fie
         checkpoint: folder of the model.
         cache: see `promoe.from_pretrained`.
         predictor: name or folder; None switches prefetch off.
-        fields: of `PromoeConfig`, in place of these.
+        fields: of `PromoeConfig` or `Ablation`, in place of these.
     """
     settings = {"governor": False, "bypass": False, "read_mode": "direct", **fields}
-    return promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor, config=promoe.PromoeConfig(**settings))
+    names = [field.name for field in dataclasses.fields(promoe.Ablation)]
+    ablation = promoe.Ablation(**{name: settings.pop(name) for name in names if name in settings})
+    config = promoe.PromoeConfig(**settings, ablation=ablation)
+    return promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor, config=config)
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -83,7 +83,9 @@ model.promoe.close()
 # %%
 decode = {}
 for cache in ("12.5%", "25%", "50%", "75%"):
-    model = promoe.from_pretrained(MODEL, cache=cache, config=promoe.PromoeConfig(governor=False))
+    model = promoe.from_pretrained(
+        MODEL, cache=cache, config=promoe.PromoeConfig(ablation=promoe.Ablation(governor=False))
+    )
     assert torch.equal(model.generate(**inputs, **options), answer)
     decode[cache] = model.promoe.stats().decode
     model.promoe.close()

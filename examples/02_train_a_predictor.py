@@ -140,7 +140,9 @@ tokenizer = AutoTokenizer.from_pretrained(MODEL)
 question = tokenizer("The best way to learn", return_tensors="pt")
 answers = []
 for predictor in (None, "gate", str(work / "predictor")):
-    model = promoe.from_pretrained(MODEL, cache="25%", predictor=predictor, config=promoe.PromoeConfig(governor=False))
+    model = promoe.from_pretrained(
+        MODEL, cache="25%", predictor=predictor, config=promoe.PromoeConfig(ablation=promoe.Ablation(governor=False))
+    )
     answers.append(model.generate(**question, max_new_tokens=40, min_new_tokens=40, do_sample=False))
     decode = model.promoe.stats().decode
     print(

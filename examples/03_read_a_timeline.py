@@ -84,7 +84,7 @@ models = {
         cache="25%",
         predictor=predictor,
         link=link,
-        config=promoe.PromoeConfig(governor=False),
+        config=promoe.PromoeConfig(ablation=promoe.Ablation(governor=False)),
     )
     for name, predictor in PREDICTORS.items()
 }
@@ -175,7 +175,7 @@ models = {
         cache="25%",
         predictor=None,
         link=prompt_link,
-        config=promoe.PromoeConfig(stream=stream),
+        config=promoe.PromoeConfig(ablation=promoe.Ablation(stream=stream)),
     )
     for name, stream in {"each layer fetches what it needs": False, "streamed": True}.items()
 }

@@ -109,7 +109,7 @@ for share in REAL:
             cache=f"{share:.2%}",
             predictor=predictor,
             link=link,
-            config=promoe.PromoeConfig(governor=False),
+            config=promoe.PromoeConfig(ablation=promoe.Ablation(governor=False)),
         )
 times_s = {key: [] for key in models}
 for text in texts:

@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from promoe.config import PromoeConfig
+    from promoe.config import Ablation, PromoeConfig
     from promoe.errors import (
         CheckpointError,
         ConfigError,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Ablation",
     "CheckpointError",
     "ConfigError",
     "EmulatedLink",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Ablation": "config",
     "EmulatedLink": "transfer.links",
     "MoELayer": "experts.moe_layers",
     "PromoeConfig": "config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError, shown
@@ -22,23 +22,45 @@ Verify = Literal["first", "always"]
 
 
 @dataclass(frozen=True, slots=True)
+class Ablation:
+    """Parts of promoe that can be switched off, to measure what each one gains. Nobody else needs to.
+
+    Args:
+        early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
+        reorder: run resident experts first, then those in flight, then the rest.
+        begin_early: compute an expert's first product while the tensors of its last one are still on their way, if the layer
+            would wait for them. This is for few tokens in `grouped_mm` on the processor, and for first tensors that take at
+            least `PromoeConfig.min_group_bytes`.
+        stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
+        governor: measure whether prefetch pays, and switch it off while it does not.
+    """
+
+    early_preemption: bool = True
+    reorder: bool = True
+    begin_early: bool = True
+    stream: bool = True
+    governor: bool = True
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, bool):
+                raise ConfigError(
+                    f"The {field.name!r} field of Ablation must be True or False. Got {shown(value)} instead."
+                )
+
+
+@dataclass(frozen=True, slots=True)
 class PromoeConfig:
     """How a patched model fetches and keeps experts. Every value has a sensible default.
 
     Args:
         eviction: which resident expert makes room: "next_use" (expected steps until next use), "lru", "lfru" or
             "static" (by popularity).
-        early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
-        reorder: run resident experts first, then those in flight, then the rest.
-        begin_early: compute an expert's first product while the tensors of its last one are still on their way, where the layer
-            would wait for it. For few tokens in `grouped_mm` on the processor, and where the first product's tensors take at
-            least `min_group_bytes`.
-        stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
         lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
         min_probability: a prediction below this calibrated probability is not fetched.
         waste_share: how much of all that is moved may be predictions that do not come true. The nearer it comes to that, the
             surer a prediction has to be; 1 sets no limit.
-        governor: measure whether prefetch pays, and switch it off while it does not.
         bypass: when the cache holds every expert, simply load them and run the stock forward.
         chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096. None: 4 MiB;
             32 MiB from RAM to a GPU, which a copy engine moves in the time that it takes to order three such copies.
@@ -58,17 +80,13 @@ class PromoeConfig:
         verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
             first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.
         strict: check invariants that production only counts, and fill a slot in RAM with NaN as its expert goes.
+        ablation: parts to switch off, for measurements; see `Ablation`.
     """
 
     eviction: EvictionName = "next_use"
-    early_preemption: bool = True
-    reorder: bool = True
-    begin_early: bool = True
-    stream: bool = True
     lookahead: int = 1
     min_probability: float = 0.5
     waste_share: float = 0.025
-    governor: bool = True
     bypass: bool = True
     chunk_bytes: int | None = None
     min_group_bytes: int = 4 * 1024 * 1024
@@ -79,14 +97,16 @@ class PromoeConfig:
     stall_timeout_s: float = 60.0
     verify: Verify | None = None
     strict: bool = False
+    ablation: Ablation = Ablation()
 
     def __post_init__(self) -> None:
-        for name in ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict"):
+        for name in ("bypass", "strict"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         for name in ("lookahead", "min_group_bytes", "workers"):
             self._require(_is_int(getattr(self, name)), name, "a whole number")
         for name in ("min_probability", "waste_share", "stall_timeout_s"):
             self._require(isinstance(getattr(self, name), float) or _is_int(getattr(self, name)), name, "a number")
+        self._require(isinstance(self.ablation, Ablation), "ablation", "a promoe.Ablation")
         self._require(self.eviction in get_args(EvictionName), "eviction", f"one of {get_args(EvictionName)}")
         self._require(self.read_mode in get_args(ReadMode), "read_mode", f"one of {get_args(ReadMode)}")
         self._require(

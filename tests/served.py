@@ -6,6 +6,7 @@ until its expert has arrived, and again from the moment that its expert is evict
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -73,10 +74,15 @@ def delayed(seed: int, max_delay_s: float = 5e-4, workers: int = 2) -> LinkOver:
     return LinkOver(lambda store: FaultyLink(plain_link(store, workers), plan))
 
 
+ABLATION = [field.name for field in dataclasses.fields(promoe.Ablation)]
+
+
 def config(**fields: Any) -> promoe.PromoeConfig:
     """Settings under which the engine really serves, its invariants are checked, and prefetch stays on."""
     defaults = {"bypass": False, "strict": True, "governor": False, "min_probability": 0.3, "min_group_bytes": 0}
-    return promoe.PromoeConfig(**(defaults | fields))
+    given = defaults | fields
+    switches = {name: given.pop(name) for name in ABLATION if name in given}
+    return promoe.PromoeConfig(**given, ablation=promoe.Ablation(**switches))
 
 
 def stock(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from promoe import ConfigError, PromoeConfig, PromoeError
+from promoe import Ablation, ConfigError, PromoeConfig, PromoeError
 
-BOOLEANS = ("early_preemption", "reorder", "begin_early", "stream", "governor", "bypass", "strict")
+BOOLEANS = ("bypass", "strict")
+SWITCHES = ("early_preemption", "reorder", "begin_early", "stream", "governor")
 WHOLE_NUMBERS = ("lookahead", "min_group_bytes", "workers")
 NUMBERS = ("min_probability", "waste_share", "stall_timeout_s")
 
@@ -22,14 +23,9 @@ def test_defaults() -> None:
     """What the documentation promises; a change is a change of behaviour for everybody."""
     assert dataclasses.asdict(PromoeConfig()) == {
         "eviction": "next_use",
-        "early_preemption": True,
-        "stream": True,
-        "reorder": True,
-        "begin_early": True,
         "lookahead": 1,
         "min_probability": 0.5,
         "waste_share": 0.025,
-        "governor": True,
         "bypass": True,
         "chunk_bytes": None,
         "min_group_bytes": 4 * 2**20,
@@ -40,6 +36,7 @@ def test_defaults() -> None:
         "stall_timeout_s": 60.0,
         "verify": None,
         "strict": False,
+        "ablation": dict.fromkeys(SWITCHES, True),
     }
 
 
@@ -50,15 +47,16 @@ def test_chunks_are_as_long_as_it_says_or_else_as_its_copies_are_worth() -> None
         assert PromoeConfig(chunk_bytes=8192).longest_chunk(onto_device) == 8192
 
 
-def test_every_field_is_explained() -> None:
-    assert PromoeConfig.__doc__ is not None
-    for field in dataclasses.fields(PromoeConfig):
-        assert f"\n        {field.name}: " in PromoeConfig.__doc__, field.name
+@pytest.mark.parametrize("record", [PromoeConfig, Ablation])
+def test_every_field_is_explained(record: type[Any]) -> None:
+    assert record.__doc__ is not None
+    for field in dataclasses.fields(record):
+        assert f"\n        {field.name}: " in record.__doc__, field.name
 
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    others = {"chunk_bytes", "eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
+    others = {"ablation", "chunk_bytes", "eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
     assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, *others}
 
 
@@ -124,6 +122,8 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
         ("spool_folder", b"bytes", "None or a folder"),
         ("verify", "sometimes", r"None or one of \('first', 'always'\)"),
         ("verify", True, "None or one of"),
+        ("ablation", None, "a promoe.Ablation"),
+        ("ablation", {"reorder": False}, "a promoe.Ablation"),
         ("lookahead", 0, "at least 1 layer"),
         ("lookahead", -2, "at least 1 layer"),
         ("min_probability", 0.0, r"in \(0, 1\]"),
@@ -186,3 +186,11 @@ def test_the_error_says_field_allowed_and_found() -> None:
 def test_an_unknown_field_is_an_error() -> None:
     with pytest.raises(TypeError, match="look_ahead"):
         config(look_ahead=3)
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "yes"])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_part_is_on_or_off(name: str, value: object) -> None:
+    assert getattr(Ablation(**{name: False}), name) is False
+    with pytest.raises(ConfigError, match=f"The '{name}' field of Ablation must be True or False. Got {value} instead"):
+        Ablation(**{name: value})  # type: ignore[arg-type]

@@ -30,7 +30,9 @@ from promoe.transfer.devices import open_device
 from promoe.transfer.links import EmulatedLink
 
 NEW_TOKENS = 4
-CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
+CONFIG = promoe.PromoeConfig(
+    strict=True, ablation=promoe.Ablation(governor=False), min_probability=0.3, bypass=False, chunk_bytes=4096
+)
 
 
 @pytest.fixture

@@ -128,8 +128,8 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
         chunk_bytes=[parts.store.chunk_bytes(layer.layer_idx) for layer in layers],
         pools=[plan.spec for plan in parts.plans],
         eviction=config.eviction,
-        reorder=config.reorder,
-        hints=config.early_preemption,
+        reorder=config.ablation.reorder,
+        hints=config.ablation.early_preemption,
         prefetch=parts.predictor is not None,
         min_probability=config.min_probability,
         waste_share=config.waste_share,
@@ -140,7 +140,9 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
 
 def _first_chunks(parts: Parts, layer_idx: int) -> int:
     """How many chunks of an expert are enough to begin it, where that is worth a group of its own."""
-    if not parts.config.begin_early or parts.device is not None:  # kernels there begin when a whole expert has come
+    if (
+        not parts.config.ablation.begin_early or parts.device is not None
+    ):  # kernels there begin when a whole expert has come
         return 0
     count = first_chunks(parts.store, layer_idx, SECOND)
     return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
@@ -187,7 +189,7 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
             forecaster,
             passes,
             config.min_group_bytes,
-            config.stream,
+            config.ablation.stream,
             parts.device,
             live=bool(parts.store.tensors),
         )

@@ -58,7 +58,7 @@ class SlotHandle(Handle):
         self._renewing = threading.RLock()
         self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
         self._busy_cores = None if runtime.on_device else BusyCores(torch.get_num_threads)
-        self._governor = Governor() if predictor is not None and config.governor else None
+        self._governor = Governor() if predictor is not None and config.ablation.governor else None
         with runtime.engine.lock:
             runtime.engine.recorder.prefetch_switched(predictor is not None)
 

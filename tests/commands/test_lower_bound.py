@@ -89,7 +89,7 @@ def test_recorded_routing_is_what_a_patched_model_fetches() -> None:
     assert all(len(tokens) == 6 for _, tokens in passes[0].visits)
     assert not any(module._forward_hooks for module in model.modules()), "hooks are taken away"
 
-    settings = promoe.PromoeConfig(eviction="lru", early_preemption=False)
+    settings = promoe.PromoeConfig(eviction="lru", ablation=promoe.Ablation(early_preemption=False))
     promoe.patch(model, cache="40%", predictor=None, link=promoe.EmulatedLink(1e12), config=settings)
     try:
         assert generate(model, inputs, 8).tokens == answer.tokens

@@ -30,7 +30,9 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-CONFIG = promoe.PromoeConfig(strict=True, governor=False, min_probability=0.3, bypass=False, chunk_bytes=4096)
+CONFIG = promoe.PromoeConfig(
+    strict=True, ablation=promoe.Ablation(governor=False), min_probability=0.3, bypass=False, chunk_bytes=4096
+)
 NEW_TOKENS = 8
 
 

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from promoe.config import PromoeConfig
+from promoe.config import Ablation, PromoeConfig
 from promoe.errors import ConfigError
 
 Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm"]
@@ -54,38 +54,43 @@ def _ours(name: str, meaning: str, predictor: str | None = None, **settings: Any
     return System(name, "promoe", meaning, replace(_BASE, **settings), predictor)
 
 
-_ON_DEMAND: dict[str, Any] = {
-    "eviction": "lru",
-    "early_preemption": False,
-    "reorder": False,
-    "begin_early": False,
-    "stream": False,
-}
-_PAPER: dict[str, Any] = {**_ON_DEMAND, "stream": True, "governor": False, "waste_share": 1.0}
+_IN_TURN = Ablation(early_preemption=False, reorder=False, begin_early=False, stream=False)
+_UNSTREAMED = Ablation(stream=False)
+_PAPER = replace(_IN_TURN, stream=True, governor=False)
+
+
+def _paper(name: str, meaning: str, ablation: Ablation) -> System:
+    return _ours(name, meaning, "gate", eviction="lru", waste_share=1.0, ablation=ablation)
+
+
 _ALL = (
     System(RESIDENT, "resident", "the unmodified model with everything in RAM, memory not limited"),
-    _ours("on-demand", "LRU; missing experts one after the other by id, fetched in turn", **_ON_DEMAND),
     _ours(
-        "lru", "LRU; all missing experts requested at the gate, those at hand run first", eviction="lru", stream=False
+        "on-demand",
+        "LRU; missing experts one after the other by id, fetched in turn",
+        eviction="lru",
+        ablation=_IN_TURN,
     ),
-    _ours("lfru", "as lru, evicting by frequency over age", eviction="lfru", stream=False),
-    _ours("static", "as lru, with the most popular experts kept", eviction="static", stream=False),
+    _ours(
+        "lru",
+        "LRU; all missing experts requested at the gate, those at hand run first",
+        eviction="lru",
+        ablation=_UNSTREAMED,
+    ),
+    _ours("lfru", "as lru, evicting by frequency over age", eviction="lfru", ablation=_UNSTREAMED),
+    _ours("static", "as lru, with the most popular experts kept", eviction="static", ablation=_UNSTREAMED),
     _ours("next-use", "evicting by expected next use, prompts streamed layer by layer; no predictor"),
     _ours("gate", "the default: next-use, and later layers' gates asked early say what to prefetch", "gate"),
-    _ours(
-        "paper-prefetch", "on-demand, and the gates' predictions prefetched, LRU, never switched off", "gate", **_PAPER
-    ),
-    _ours(
+    _paper("paper-prefetch", "on-demand, and the gates' predictions prefetched, LRU, never switched off", _PAPER),
+    _paper(
         "paper-preempt",
         "as paper-prefetch, and missing experts requested at the gate, before what is speculative",
-        "gate",
-        **_PAPER | {"early_preemption": True},
+        replace(_PAPER, early_preemption=True),
     ),
-    _ours(
+    _paper(
         "paper",
         "as paper-preempt, and experts at hand run first: ProMoE as published",
-        "gate",
-        **_PAPER | {"early_preemption": True, "reorder": True},
+        replace(_PAPER, early_preemption=True, reorder=True),
     ),
     _ours("random", "the default with useless predictions", "random"),
     _ours(

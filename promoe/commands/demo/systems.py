@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from promoe.commands.bench.systems import KNOWN, System
+from promoe.config import Ablation
 
 
 def _told(known: str, name: str, meaning: str) -> System:
@@ -22,7 +23,7 @@ SYSTEMS = (
         "+ preempt/reorder",
         "all missing experts requested when the gate has chosen; those at hand run first",
     ),
-    replace(_NEXT_USE, config=replace(_NEXT_USE.config, stream=False)),
+    replace(_NEXT_USE, config=replace(_NEXT_USE.config, ablation=Ablation(stream=False))),
     _told(
         "gate",
         "+ gate prefetch",

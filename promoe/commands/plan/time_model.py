@@ -205,7 +205,7 @@ class TimeModel:
             chunk_bytes=[layer.chunk_bytes for layer in layers],
             pools=[plan.spec for plan in self.sizes.pools(cache_argument(rate))],
             eviction=settings.eviction,
-            reorder=settings.reorder,
-            hints=settings.early_preemption,
+            reorder=settings.ablation.reorder,
+            hints=settings.ablation.early_preemption,
             prefetch=False,
         )

@@ -53,7 +53,7 @@ def simulate_answers(
         work: what computing takes.
         slowdown: see `Simulator`.
         group_s: see `Simulator`.
-        stream: whether long prompts fetch the next layer's experts ahead, as `PromoeConfig.stream` says.
+        stream: whether long prompts fetch the next layer's experts ahead, as `Ablation.stream` says.
     """
     simulator = Simulator(config, wire, slowdown=slowdown, group_s=group_s)
     prompts_s: list[float] = []

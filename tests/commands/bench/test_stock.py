@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from promoe.training.collect_command import open_model
 from tiny_checkpoint import write_checkpoint
 from zoo import families
 
 from promoe.commands.bench.stock import load_stock
+from promoe.training.collect import open_model
 
 
 def test_models_without_a_causal_class_are_opened_by_their_own(tmp_path: Path) -> None:
