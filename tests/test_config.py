@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from promoe import Ablation, ConfigError, PromoeConfig, PromoeError
+from promoe.errors import shown
 
 BOOLEANS = ("bypass", "strict")
 SWITCHES = ("early_preemption", "reorder", "begin_early", "stream", "governor")
@@ -192,5 +193,7 @@ def test_an_unknown_field_is_an_error() -> None:
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_part_is_on_or_off(name: str, value: object) -> None:
     assert getattr(Ablation(**{name: False}), name) is False
-    with pytest.raises(ConfigError, match=f"The '{name}' field of Ablation must be True or False. Got {value} instead"):
+    with pytest.raises(
+        ConfigError, match=f"The '{name}' field of Ablation must be True or False. Got {shown(value)} instead"
+    ):
         Ablation(**{name: value})  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from promoe.stats.tracing import Tracer
 
 
 class Handle(ABC):
-    """The handle of a patched model: counters, reports, timelines, and its end. The same whether or not there are slots.
+    """The handle of a patched model: counters, reports, timelines, cache size. It is the same with and without slots.
 
     Attributes:
         config: the settings it was patched with.

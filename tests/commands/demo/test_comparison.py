@@ -80,7 +80,7 @@ def test_settings_differ_as_the_rows_say(measured: tuple[Table, Reference, Path]
     assert [s.policy for s in stats] == ["lru", "lru", "next_use", "next_use"]
     assert [s.predictor for s in stats] == [None, None, None, "gate"]
     configs = [system.config for system in SYSTEMS]
-    assert [(c.early_preemption, c.reorder) for c in configs] == [
+    assert [(c.ablation.early_preemption, c.ablation.reorder) for c in configs] == [
         (False, False),
         (True, True),
         (True, True),
