@@ -51,8 +51,8 @@ class PromoeConfig:
             run in one call.
         workers: number of transfer threads.
         pinned_bytes: for experts on disk with slots on a GPU: how much pinned RAM keeps the experts that were read.
-            None: all free RAM except 2 GiB, and at most the size of all experts. 0: the least possible, two experts per worker. Unpatching needs RAM for all
-            experts in addition.
+            None: all free RAM except 2 GiB, and at most the size of all experts. 0: the least possible, two experts per
+                worker. Unpatching needs RAM for all experts in addition.
         read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (the page cache if all experts fit
             into free RAM and leave 2 GiB; otherwise direct).
         spool_folder: for `patch(store="disk")`: the folder to write experts to that are in no checkpoint. None: the
