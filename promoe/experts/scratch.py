@@ -1,4 +1,10 @@
-"""Memory in which a thread computes the pairs of a long prompt, reused for each part and each layer."""
+"""Memory in which a thread computes the pairs of a long prompt, reused for each part and each layer.
+
+A long prompt is computed in parts also where all experts are there. The intermediates of all its pairs are more than
+the allocator keeps: their pages would come from the system and go back in every layer. Parts of 8 MiB, in memory that
+the thread keeps, take less time and memory than the unmodified layer (docs/benchmarks.md, Long prompts from the disk).
+A part has whole experts, because the bits of a row depend on how many others it is multiplied with.
+"""
 
 from __future__ import annotations
 

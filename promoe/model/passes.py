@@ -3,6 +3,10 @@
 Threads that are in a forward are found by walking their stacks, only when a model is patched, unpatched or resized. A
 counter of running forwards would not do: Ctrl-C ends a forward without calling its hooks, and the counter would be
 wrong from then on.
+
+torch.compile goes around promoe: its graphs break at each gate and each experts module. The bits are those of torch's
+own kernels as long as the backend keeps to these (`eager`, `aot_eager`). Inductor's fused kernels give bits that depend
+on where its graphs end, with promoe as without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Move everything of a model except its routed experts to the device that has the slots."""
+"""Move everything of a model except its routed experts to the device that has the slots.
+
+If the device has room for all experts, they are moved there, too, and the stock forward runs without a hook.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Run a predictor for a model: in a thread of its own, or in the forward if it is quick and no core is free."""
+"""Run a predictor for a model: in a thread of its own, or in the forward if it is quick and no core is free.
+
+Who predicts depends on the cores. Beside a model, one prediction takes 0.15 to 0.32 ms (docs/benchmarks.md, Predictors),
+about twice as long as alone: the model's products leave nothing of it in the processor's caches. If a core is free, a
+thread makes the prediction. It begins when the forward multiplies or waits, and so does not need the interpreter. If no
+core is free, handing the prediction over would cost as much as making it.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,10 @@ and number of experts. When it reads an expert's weights, it gets the slot's ten
 expert has no row, an error is raised, so that wrong weights are never used silently.
 
 Everything here runs for every MoE layer of every pass, so constructors do as little as possible.
+
+Kernels on the processor never see the pool itself. So a layer whose experts are all resident is one stock call,
+including its combine. In eager, the order of that combine depends on the ids, which renumbered slots would change. On a
+GPU, Python between kernels costs most, so there kernels may read the pool's slots themselves (`choosing`).
 """
 
 from __future__ import annotations
