@@ -73,7 +73,11 @@ SECTIONS = {
         Entry("promoe.MoELayer", "implementation", made=False),
     ],
     "The handle, `model.promoe`": [Entry("promoe.runtime.handle.Handle", HANDLE, made=False)],
-    "Settings": [Entry("promoe.PromoeConfig", ""), Entry("promoe.EmulatedLink", "")],
+    "Settings": [
+        Entry("promoe.PromoeConfig", ""),
+        Entry("promoe.Ablation", ""),
+        Entry("promoe.EmulatedLink", ""),
+    ],
     "What was counted": [
         Entry("promoe.Stats", STATS, made=False),
         Entry("promoe.stats.counts.PhaseStats", PHASE, made=False),

@@ -3,6 +3,14 @@
 The residual stream changes slowly from layer to layer, so a gate that is asked early sees nearly what it will see in its
 turn (Mixtral-offloading's speculative loading; ProMoE section 3 measures it at k = 1..8). Part of the change can be
 learned from some tokens (`linear_fit`). No training is needed, because the correction starts at zero.
+
+One layer ahead, some hundred tokens teach the correction as much as training does (docs/predictors.md, What the default
+learns). It learns from eight tokens at a time, which costs one system of eight equations and one product per layer.
+Layers take turns, so that no token waits for all of them.
+
+By default it looks one layer ahead. Farther forecasts fetch more experts that are not used, and cost more than they
+gain where computing a layer takes longer than a transfer. Raise `lookahead` where it does not: with a trained predictor,
+packed experts and small caches, 3 gains 4 to 7% (docs/benchmarks.md, Experts packed beforehand).
 """
 
 from __future__ import annotations

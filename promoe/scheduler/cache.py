@@ -5,6 +5,9 @@
 
 A slot goes to another expert only when nothing is in flight to it, and every chunk carries the generation under which
 its slot was assigned. So a late chunk cannot overwrite another expert's weights, which nobody would notice.
+
+All layers whose experts look alike share one pool, so its slots go to the layers whose experts are reused. If each
+layer had its own slots, no policy could keep anything in a cache of little more than top-k experts per layer.
 """
 
 from __future__ import annotations

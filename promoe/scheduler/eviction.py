@@ -2,6 +2,10 @@
 
 A policy is told of layer visits and loads, in order. It is asked at most once per layer event, so it returns the scores
 of all experts at once. It never sees slots or pins.
+
+`next_use` lets the layer that is being visited make room first: its experts that have run are a whole pass away from
+their next use, so they leave before those of the layers to come. A prompt that uses all experts does not thrash then.
+Experts of the layer that have not run yet are pinned or hinted, and stay.
 """
 
 from __future__ import annotations

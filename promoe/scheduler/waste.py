@@ -1,4 +1,9 @@
-"""Accounts for fetched bytes: which of them were used, which were wasted, and how much waste prefetch may still cause."""
+"""Accounts for fetched bytes: which of them were used, which were wasted, and how much waste prefetch may still cause.
+
+By default at most 2.5% of the moved bytes may be wasted (`PromoeConfig.waste_share`). Next-use eviction saves more than
+that over LRU, so with prefetch the default moves no more bytes than LRU does. docs/benchmarks.md (Experts packed
+beforehand) says what a larger budget gains.
+"""
 
 from __future__ import annotations
 

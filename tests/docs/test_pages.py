@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,14 @@ def test_what_stands_beside_the_packages_is_little_and_named() -> None:
     modules = {file.stem for file in (ROOT / "promoe").glob("*.py")} - {"__init__"}
     assert len(modules) < 8
     assert all(f"`{module}`" in page for module in modules)
+
+
+def test_the_files_that_the_structure_names_are_there() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    named = {name for name in re.findall(r"`([a-z_/.]+)`", page) if "/" in name or name.endswith(".py")}
+    files = [file.relative_to(ROOT / "promoe").as_posix() for file in ROOT.glob("promoe/*/**/*")]
+    files += [file.relative_to(ROOT).as_posix() for file in (*ROOT.glob("*/*.py"), ROOT / "pyproject.toml")]
+    # "links/" and "formats.py" stand for themselves wherever they are; "engine/visit" stands for a module.
+    ends = {file.removesuffix(".py") for file in files} | {Path(file).name for file in files} | set(files)
+    missing = {name for name in named if name.rstrip("/") not in ends | {file.partition("/")[0] for file in files}}
+    assert not missing

@@ -1,1 +1,1 @@
-"""Parts of the report: words, charts, page. Read-only: they know statistics, not models, engines or torch."""
+"""The HTML report: its charts, words and page. It knows statistics, not models, engines or torch, and changes nothing."""

@@ -1,5 +1,5 @@
 """`promoe simulate`: what a machine would do with a model, from recorded routing: the real scheduler under a virtual clock.
 
-All but `command` and `geometry` know only the scheduler, traces and numbers: no torch, no threads, no real clock. The same
-input gives the same output to the byte.
+All modules but `command` know only the scheduler, traces and numbers. They start no thread and read no real clock, so the
+same input gives the same output to the byte.
 """

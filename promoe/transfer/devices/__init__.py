@@ -1,4 +1,4 @@
-"""Devices beside the processor that slots can be on."""
+"""Devices beside the processor that slots can be on: what promoe needs of one (`base`), and GPUs (`cuda`)."""
 
 from promoe.transfer.devices.base import Device, Event, Pinned, Queue, open_device, send
 

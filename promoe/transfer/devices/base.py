@@ -3,6 +3,8 @@
 Work is put into queues (CUDA's streams) and done in their order, some time later. An event marks a place in a queue:
 another queue, or the host, can wait until everything before it is done. All that promoe's correctness on a device rests
 on is said in these terms, so that it can be tested without a device.
+
+The tests' device runs its queues as late and in as odd an order as these terms allow.
 """
 
 from __future__ import annotations

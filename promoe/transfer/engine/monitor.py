@@ -5,7 +5,8 @@ waits.
 
 Ctrl-C may end a forward anywhere. What the forward had been granted or had begun is then given back. Only if Ctrl-C
 comes while the scheduler's state is being changed, that state cannot be trusted any more. Then nothing is served until
-the engine is renewed with another scheduler and nothing in the slots.
+the engine is renewed with another scheduler and nothing in the slots, by the next forward that begins while no other one
+runs and no chunk is on its way. What was learned while running is learned anew. A visit of the old scheduler raises.
 
 A signal handler runs in the thread that it interrupts, which may hold the lock. So a thread can take the lock again
 that it holds, and a change that would begin during another change is refused.

@@ -1,4 +1,9 @@
-"""The link from disk to a device: experts that were read stay in pinned RAM until others need their place."""
+"""The link from disk to a device: experts that were read stay in pinned RAM until others need their place.
+
+With experts on disk and slots on a device there are three tiers. The middle one has a fixed size, one buffer per
+expert, and its own rule: the least recently used expert makes room, once no copy needs it. The scheduler knows nothing
+of this tier; to it, this is one link.
+"""
 
 from __future__ import annotations
 

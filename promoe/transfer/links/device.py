@@ -1,4 +1,11 @@
-"""Links from host memory to a device, whose copy engine copies chunks, two at a time."""
+"""Links from host memory to a device, whose copy engine copies chunks, two at a time.
+
+Kernels wait for the copies that they read, and copies for the kernels that read what was in the slot before; the host
+waits for neither. If all experts are pinned, a forward queues the copies that it needs itself, as soon as its gate has
+chosen, as one batch with one event. To wake a worker would take longer, and two threads that want the interpreter take
+it from each other. Workers bring what is speculative, and only while few copies are in flight, so that urgent copies
+never stand behind more.
+"""
 
 from __future__ import annotations
 
