@@ -68,7 +68,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a member when it is first asked for: `promoe --help` then need not wait for torch."""
+    """Import a public name when it is first used, so that `promoe --help` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module 'promoe' has no attribute {name!r}")
     member = getattr(importlib.import_module(f"promoe.{_HOMES.get(name, 'errors')}"), name)

@@ -12,10 +12,11 @@ from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 
 # A predictor is asked about passes of up to this many tokens.
 MAX_PREDICTED_TOKENS = 8
-# Longer ones use most experts: from this share of a layer's on, the next layer's absent experts are fetched in order.
+# Longer passes use most experts. If a layer uses at least this share of its experts, the next layer's absent experts
+# are fetched in order, without a prediction.
 STREAMED_SHARE = 0.7
 DEVICE_CHUNK_BYTES = 32 * 2**20  # from RAM to a device
-# Far more than any link gains from: each worker is a thread, with memory for a chunk of its own.
+# Far more than any link gains from. Each worker is a thread with memory for one chunk.
 MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30
 ReadMode = Literal["auto", "page_cache", "direct"]
 Verify = Literal["first", "always"]
@@ -23,16 +24,17 @@ Verify = Literal["first", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Parts of promoe that can be switched off, to measure what each one gains. Nobody else needs to.
+    """Switches for parts of promoe, to measure what each part gains. All are on by default.
 
     Args:
-        early_preemption: start fetching when the gate has chosen, before the experts' forward asks.
+        early_preemption: start fetching as soon as the gate has chosen, before the experts' forward is called.
         reorder: run resident experts first, then those in flight, then the rest.
-        begin_early: compute an expert's first product while the tensors of its last one are still on their way, if the layer
-            would wait for them. This is for few tokens in `grouped_mm` on the processor, and for first tensors that take at
-            least `PromoeConfig.min_group_bytes`.
-        stream: while a layer computes a long prompt, fetch the next layer's absent experts, nearly all of which it will use.
-        governor: measure whether prefetch pays, and switch it off while it does not.
+        begin_early: compute an expert's first product while the tensors of its second product are still in flight,
+            where the layer would otherwise wait for them. Applies to few tokens in `grouped_mm` on a CPU, if the
+            tensors of the first product take at least `PromoeConfig.min_group_bytes`.
+        stream: while a layer computes a long prompt, fetch the absent experts of the next layer. A long prompt uses
+            nearly all of them.
+        governor: measure whether prefetching pays, and switch it off while it does not.
     """
 
     early_preemption: bool = True
@@ -52,35 +54,40 @@ class Ablation:
 
 @dataclass(frozen=True, slots=True)
 class PromoeConfig:
-    """How a patched model fetches and keeps experts. Every value has a sensible default.
+    """How a patched model fetches and keeps experts. Every field has a sensible default.
 
     Args:
-        eviction: which resident expert makes room: "next_use" (expected steps until next use), "lru", "lfru" or
-            "static" (by popularity).
-        lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k, here 1..k).
-        min_probability: a prediction below this calibrated probability is not fetched.
-        waste_share: how much of all that is moved may be predictions that do not come true. The nearer it comes to that, the
-            surer a prediction has to be; 1 sets no limit.
-        bypass: when the cache holds every expert, simply load them and run the stock forward.
-        chunk_bytes: the most that one transfer moves, and so what a demand fetch waits for; a multiple of 4096. None: 4 MiB;
-            32 MiB from RAM to a GPU, which a copy engine moves in the time that it takes to order three such copies.
-        min_group_bytes: experts of a layer that take less memory together than this run in one call when the last has
-            come; larger ones run as they come. To run a group by itself costs about as much as to read this many bytes. On a
-            GPU, which waits for copies by itself, all that slots have room for run in one call.
-        workers: transfer threads.
-        pinned_bytes: for experts on disk and slots on a GPU: pinned RAM in which what was read stays; None: as much as is
-            free, less 2 GiB, and no more than all experts take; 0: the least, two experts per worker. Unpatching needs RAM for
-            all experts beside it.
-        read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (page cache if all fit into free RAM with
-            2 GiB to spare).
-        spool_folder: for `patch(store="disk")`: where experts are written that no checkpoint has; None: where the system has
-            temporary files. What is written there has no name any more once the model is patched, and goes with the process;
-            only a process that is killed while it writes leaves a folder promoe-spool-*.
-        stall_timeout_s: a forward that waits while nothing arrives for this long raises EngineStalledError.
-        verify: compare experts as they come with what is stored: None (not at all), "first" (when an expert comes for the
-            first time, it is read twice), or "always" (each time, with a checksum of then); see docs/reliability.md.
-        strict: check invariants that production only counts, and fill a slot in RAM with NaN as its expert goes.
-        ablation: parts to switch off, for measurements; see `Ablation`.
+        eviction: which resident expert leaves its slot to make room: "next_use" (the one whose next use is expected
+            last), "lru", "lfru" or "static" (the least popular one).
+        lookahead: how many MoE layers ahead a predictor looks (the paper's prefetch distance k; here, all of 1..k).
+        min_probability: a prediction with a lower calibrated probability than this is not fetched.
+        waste_share: the largest share of all moved bytes that may belong to predictions that do not come true. The
+            closer the measured share is to this limit, the more certain a prediction has to be. 1 sets no limit.
+        bypass: if the cache has room for every expert, load all of them and run the stock forward.
+        chunk_bytes: the largest transfer, in bytes; a multiple of 4096. A demand fetch may have to wait for one
+            transfer that has begun. None: 4 MiB; 32 MiB from RAM to a GPU, because its copy engine needs no more time
+            for that than the host needs to start three such copies.
+        min_group_bytes: if the experts that a layer needs take less memory than this, they run in one call when the
+            last one has arrived; otherwise they run as they arrive. Running a group in a call of its own costs about as
+            much as reading this many bytes. A GPU waits for copies by itself, so there all experts that fit into slots
+            run in one call.
+        workers: number of transfer threads.
+        pinned_bytes: for experts on disk with slots on a GPU: how much pinned RAM keeps the experts that were read.
+            None: all free RAM except 2 GiB, and at most the size of all experts. 0: the least possible, two experts per
+            worker. Unpatching needs RAM for all experts in addition.
+        read_mode: for experts on disk: "page_cache", "direct" (O_DIRECT), or "auto" (the page cache if all experts fit
+            into free RAM and leave 2 GiB; otherwise direct).
+        spool_folder: for `patch(store="disk")`: the folder to write experts to that are in no checkpoint. None: the
+            system's folder for temporary files. The files are unlinked as soon as the model is patched, so their space
+            is freed when the process ends. Only a process that is killed while it writes leaves a folder promoe-spool-*
+            behind.
+        stall_timeout_s: seconds. A forward that waits this long while nothing arrives raises EngineStalledError.
+        verify: compare arriving experts with what is stored: None (never), "first" (an expert that arrives for the
+            first time is read twice), or "always" (later arrivals are also compared with a checksum of the first one).
+            See docs/reliability.md.
+        strict: raise where an invariant is broken that production only counts, and fill a slot in RAM with NaN when its
+            expert is evicted.
+        ablation: parts to switch off for measurements, see `Ablation`.
     """
 
     eviction: EvictionName = "next_use"
@@ -137,7 +144,7 @@ class PromoeConfig:
         )
 
     def longest_chunk(self, onto_device: bool = False) -> int:
-        """`chunk_bytes`, or what stands for None: between files and RAM, or from RAM `onto_device`."""
+        """Return `chunk_bytes`, or the default that None stands for: for files and RAM, or for copies `onto_device`."""
         if self.chunk_bytes is not None:
             return self.chunk_bytes
         return DEVICE_CHUNK_BYTES if onto_device else DEFAULT_CHUNK_BYTES
@@ -150,10 +157,10 @@ class PromoeConfig:
 
 
 def checked_config(config: PromoeConfig | None) -> PromoeConfig:
-    """The settings, or the default ones.
+    """Return `config`, or the default settings for None.
 
     Raises:
-        ConfigError: they are something else.
+        ConfigError: `config` is not a PromoeConfig.
     """
     if config is None:
         return PromoeConfig()

@@ -1,10 +1,10 @@
-"""What a Transformers MoE layer looks like: finds the experts modules of a model, or says why the model is not supported.
+"""Find the MoE layers of a Transformers model, or say why the model is not supported.
 
-How experts are kept and called is an adapter's knowledge (`promoe.experts.adapters`); here it becomes the description of a
-layer: its experts, the gate beside them, the shapes of one expert. Whatever resembles experts and cannot be served is an
-error: an experts module that was skipped would be a model that silently does not fit.
+An adapter (`promoe.experts.adapters`) knows how a module keeps and calls its experts. This module uses it to describe a
+layer: its experts, the gate beside them, and the shapes of one expert. A module that resembles experts and cannot be
+served is an error: if it were skipped, its experts would silently stay in fast memory.
 
-Knows nothing of slots, caches or files.
+Nothing here knows of slots, caches or files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUPPORTED = (
 
 
 class ModelGoneError(PatchStateError):
-    """A layer was asked for a module of a model that nobody has any more."""
+    """A layer was asked for a module of a model that has been garbage collected."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class MoELayer:
     Attributes:
         name: path of the experts module in the model, for example "model.layers.3.mlp.experts".
         layer_idx: position among the model's MoE layers, 0..L-1 (not the index of the decoder layer).
-        adapter: how it keeps its tensors and is called.
-        tensors: one expert's, and where the module has them.
-        gate: the router beside it; its output tuple holds the chosen experts' ids (see `gate_indices`).
-        gate_name: path of the gate.
-        block_name: path of the block.
-        num_experts: E, the routed experts.
-        num_ids: ids that the gate may choose; those from E on need no weights.
-        top_k: experts per token K, or None where neither gate nor config says.
-        layout: one expert's tensors in a slot, in the order of `tensors`.
+        adapter: knows how the experts module keeps its tensors and is called.
+        tensors: the tensors of one expert, and where the module keeps them.
+        gate: the router beside the experts; its output holds the ids of the chosen experts (see `chosen`).
+        gate_name: path of the gate in the model.
+        block_name: path of the module that contains the experts and the gate.
+        num_experts: number of routed experts, E.
+        num_ids: number of ids that the gate may choose from; ids from E on need no weights.
+        top_k: experts per token, K; None if neither the gate nor the config has it.
+        layout: how one expert's tensors lie in a slot, in the order of `tensors`.
         eager_forward: the family's own undecorated loop over experts, `(self, hidden, index, weights)`.
     """
 
@@ -83,8 +83,8 @@ class MoELayer:
         return self._still_there(self._block)
 
     @property
-    def is_there(self) -> bool:
-        """Whether somebody still has its experts and its block."""
+    def is_alive(self) -> bool:
+        """Whether the experts module and the block still exist."""
         return self._experts() is not None and self._block() is not None
 
     def _still_there(self, ref: weakref.ref[nn.Module]) -> nn.Module:
@@ -96,9 +96,10 @@ class MoELayer:
         return module
 
     def released(self) -> MoELayer:
-        """The same layer, which does not keep its experts and its block alive.
+        """Return a copy of the layer that does not keep its experts and its block alive.
 
-        A patched experts module keeps the runtime, and the runtime the layers: so a model goes as soon as nobody has it.
+        A patched experts module refers to the runtime, and the runtime refers to the layers. Without this reference
+        cycle, a model is freed as soon as nobody refers to it.
         """
         return replace(self, _kept=())
 
@@ -109,60 +110,60 @@ class MoELayer:
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
-        """The parameters and buffers of the experts module that hold expert weights, in its own order."""
+        """Paths of the parameters and buffers of the experts module that hold expert weights, in the module's order."""
         return tuple(all_paths(self.tensors))
 
     def rows(self) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """Per tensor of an expert, by name: all experts' as the module holds them, without a copy."""
+        """Return each tensor of the experts by name: those of all experts as the module holds them, not copied."""
         return {tensor.name: tensor.rows(self.experts, self.num_experts) for tensor in self.tensors}
 
     def parameters(self) -> list[torch.Tensor]:
-        """What `paths` name."""
+        """Return the tensors at `paths`."""
         return [get_tensor(self.experts, path) for path in self.paths]
 
     def chosen(self, gate_output: Any) -> torch.Tensor | None:
-        """The ids `[T, K]` of the experts that an output of this layer's gate chooses; None if it does not tell."""
+        """Return the ids `[T, K]` of the experts that the gate's output chooses; None if they cannot be read from it."""
         return self.adapter.chosen(self.gate, self.block, gate_output)
 
     @cached_property
     def stacked_shapes(self) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
-        """Per tensor: name, shape of the whole stack `[num_experts, ...]`, dtype."""
+        """For each tensor: its name, the shape of the whole stack `[num_experts, ...]`, and its dtype."""
         return tuple((s.name, torch.Size((self.num_experts, *s.shape)), s.dtype) for s in self.layout.tensors)
 
     @cached_property
     def row_sizes(self) -> tuple[int, ...]:
-        """Sizes that rows of what the experts compute may have."""
+        """All sizes that a row may have in the experts' computation."""
         return tuple({size for _, shape, _ in self.stacked_shapes for size in shape[1:]})
 
     @cached_property
     def activation_width(self) -> int:
-        """Columns of the first product, of experts that `use_experts_implementation` of transformers made."""
+        """Columns of the first product. Only for experts made by Transformers' `use_experts_implementation`."""
         experts: Any = self.experts
         shapes = {name: shape for name, shape, _ in self.stacked_shapes}
         return shapes["gate_up_proj" if experts.has_gate else "up_proj"][2 if experts.is_transposed else 1]
 
     @cached_property
     def second_width(self) -> int:
-        """What goes into the second product, of such experts."""
+        """Columns of the second product's input. Only for experts made by Transformers' `use_experts_implementation`."""
         experts: Any = self.experts
         return {name: shape for name, shape, _ in self.stacked_shapes}["down_proj"][1 if experts.is_transposed else 2]
 
     @property
     def implementation(self) -> str:
-        """The experts implementation in force now: `generate` and the user may switch it between calls.
+        """The current experts implementation. `generate` and the user may switch it between calls.
 
         Raises:
-            UnsupportedModelError: it is not one of those that the adapter can run over slots.
+            UnsupportedModelError: the adapter cannot run this implementation over slots.
         """
         return _implementation(self.name, self.adapter, self.experts)
 
     @property
     def stock_forward(self) -> Callable[..., torch.Tensor]:
-        """The unmodified transformers function in force now: `(self, hidden[T, H], index[T, K], weights[T, K]) -> [T, H]`."""
+        """The current unmodified function of Transformers: `(self, hidden[T, H], index[T, K], weights[T, K]) -> [T, H]`."""
         return self.stock_forward_of(self.implementation)
 
     def stock_forward_of(self, implementation: str) -> Callable[..., torch.Tensor]:
-        """The unmodified transformers function of one of the supported implementations."""
+        """Return the unmodified function of Transformers for a supported implementation."""
         if implementation == "eager":
             return self.eager_forward
         forward: Callable[..., torch.Tensor] = ALL_EXPERTS_FUNCTIONS[implementation]
@@ -170,25 +171,25 @@ class MoELayer:
 
 
 def check_module(model: object) -> None:
-    """Raise ConfigError unless it is a module."""
+    """Raise ConfigError unless `model` is a module of torch."""
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"A model of Transformers is needed, a torch.nn.Module. Got {shown(model)} instead. A folder or hub id is opened "
-            "with promoe.from_pretrained; of a pipeline, give its model."
+            f"The model must be a torch.nn.Module, such as a model of Transformers. Got {shown(model)} instead. Open a folder "
+            "or hub id with promoe.from_pretrained; for a pipeline, pass its model."
         )
 
 
 def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELayer]:
-    """The MoE layers of `model`, in model order. Changes nothing.
+    """Return the MoE layers of `model`, in model order. Changes nothing.
 
     Args:
-        model: any module; usually a transformers model.
-        allow_meta: accept experts on the meta device (their weights are to be read from files).
+        model: any module; usually a model of Transformers.
+        allow_meta: accept experts on the meta device, whose weights are in files.
 
     Raises:
-        ConfigError: it is no module.
-        UnsupportedModelError: there are no MoE layers; or one of them is kept, sharded, quantised or run in a way that
-            is not supported. The message names the module, what was found and what to do.
+        ConfigError: `model` is not a torch module.
+        UnsupportedModelError: there are no MoE layers, or the experts of one are stored, sharded, quantised or run in a
+            way that is not supported. The message names the module, what was found and what to do.
     """
     check_module(model)
     layers: list[MoELayer] = []
@@ -214,16 +215,19 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
 
 
 def _problem(name: str, module: nn.Module) -> str | None:
-    """None: `module` can be served. "": it is nothing like experts. Else: why not."""
+    """Return why `module` cannot be served as experts; None: it can be; "": it does not resemble experts."""
     problem = adapter_for(module).problem(module)
-    # Also nn.ModuleList under the usual name: one module per expert, as remote code and Transformers 4 have it.
+    # An nn.ModuleList under the usual name has one module per expert, as in remote code and Transformers 4.
     if problem == "" and name.rpartition(".")[2] == "experts" and any(True for _ in module.parameters()):
         return f"it is a {type(module).__name__}, called in another way than the experts of Transformers 5"
     return problem
 
 
 def _always_active(module: nn.Module) -> bool:
-    """Shared experts: stacked like routed ones, but their forward takes no index, so every one runs for every token."""
+    """Return whether these are shared experts: stacked like routed ones, but run for every token.
+
+    Their forward takes no index.
+    """
     return len(inspect.signature(type(module).forward).parameters) == 3
 
 
@@ -283,36 +287,37 @@ def _require_local(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def runs_its_class_forward(module: nn.Module) -> bool:
-    """Whether calling it runs the forward of its class, whatever hooks there were."""
+    """Return whether calling `module` runs the forward of its class, not one that the instance got from a wrapper."""
     own = module.__dict__.get("forward")
     if own is None:
         return True
-    # What accelerate leaves behind when it removes a hook: what it found, also where the module was patched then.
+    # When accelerate removes a hook, it leaves the forward that it had found in the instance's dictionary. That may be
+    # the forward of the class that the module had while it was patched.
     if not isinstance(own, MethodType) or own.__self__ is not module:
         return False
     return own.__func__ is type(module).forward or getattr(own.__func__, "_promoe_base", None) is type(module)
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether PEFT put it into the model."""
+    """Return whether `module` is one that PEFT puts into a model."""
     return type(module).__module__.partition(".")[0] == "peft"
 
 
 def _require_no_adapter(model: nn.Module, name: str, module: nn.Module) -> None:
-    # A wrapper around the whole module has become its parent.
+    # PEFT's wrapper around the whole module is then its parent.
     for part in (model.get_submodule(name.rpartition(".")[0]), *module.modules()):
         if is_adapter(part):
             raise UnsupportedModelError(
-                f"{name!r} has an adapter on its experts ({type(part).__name__}): what that adds to their weights would not "
-                "reach the slots. Merge it (PeftModel.merge_and_unload()) and patch the model that this returns; "
+                f"{name!r} has an adapter on its experts ({type(part).__name__}). Slots would not contain what it adds to "
+                "the weights. Merge it (PeftModel.merge_and_unload()) and patch the model that this returns; "
                 "adapters on other modules can stay."
             )
 
 
 def _require_plain(name: str, tensor: torch.Tensor, dtypes: Container[torch.dtype], allow_meta: bool) -> None:
-    if is_guard(tensor):  # in files: the layer is described as it will run, and a guard computes nothing by itself
+    if is_guard(tensor):  # a placeholder for weights in files, which was checked when the model was opened
         return
-    # A subclass (DTensor, torchao, ...) keeps its bytes elsewhere; copying rows of it would not copy the weights.
+    # A subclass (DTensor, torchao, ...) keeps its bytes elsewhere, so copying its rows would not copy the weights.
     if type(tensor) not in (nn.Parameter, torch.Tensor):
         raise UnsupportedModelError(
             f"{name!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}, not a plain tensor: quantised or sharded "
@@ -320,7 +325,7 @@ def _require_plain(name: str, tensor: torch.Tensor, dtypes: Container[torch.dtyp
         )
     if tensor.is_meta and not allow_meta:
         raise UnsupportedModelError(
-            f"{name!r} is on the meta device: it has no weights to serve. Load the model's weights into memory (no "
+            f"{name!r} is on the meta device and has no weights. Load the model's weights into memory (no "
             "device_map offload), or open it with promoe.from_pretrained."
         )
     if tensor.dtype not in dtypes:
@@ -365,7 +370,7 @@ def _top_k_of(gate: nn.Module, block: nn.Module, experts: nn.Module) -> int | No
 
 
 def model_type_of(model: nn.Module) -> str | None:
-    """The model's family in Transformers, where it says."""
+    """Return the name of the model's family in Transformers; None if its config has none."""
     return getattr(getattr(model, "config", None), "model_type", None)
 
 

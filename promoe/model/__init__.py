@@ -1,1 +1,1 @@
-"""A whole model of Transformers: open, hook, observe, give back."""
+"""A whole model of Transformers: open it, hook it, observe its passes, and restore it."""

@@ -1,7 +1,7 @@
-"""Attaching to and detaching from the modules of a Transformers model. Every attach has its exact undo.
+"""Attach to the modules of a Transformers model, and detach from them. Every attach has an exact undo.
 
-The experts module's class is swapped, per instance, for a subclass whose forward goes to the runtime; its gate gets a
-forward hook. Names, parameters, state_dict and the module tree stay as they were.
+The class of an experts module is swapped, on the instance, for a subclass whose forward calls the runtime. The gate
+gets a forward hook. Names, parameters, state_dict and the module tree stay as they were.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _BANKS = "_promoe_banks"
 
 @functools.cache
 def patched_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of an experts class that runs its experts through promoe; same name, module and qualname."""
+    """Return a subclass of an experts class that runs the experts through promoe, with the name and module of `base`."""
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         run: RunExperts | None = self.__dict__.get(_RUN)
-        if run is None:  # unpatched, and called by a wrapper that was put around this forward in the meantime
+        if run is None:  # the module was unpatched, and a wrapper that somebody put around this forward still calls it
             unpatched: torch.Tensor = base.forward(self, *args, **kwargs)
             return unpatched
         if type(self) is not swapped:
@@ -75,23 +75,24 @@ def patched_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def is_patched(module: nn.Module) -> bool:
-    """Whether this module's class was swapped."""
+    """Return whether this module's class was swapped."""
     return hasattr(type(module), "_promoe_base")
 
 
 def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
-    """Swap the class of a layer's experts, so that they compute through `run`, and tap its gate. Returns the undo.
+    """Make a layer's experts compute through `run` by swapping their class, and hook `tap` to the gate.
 
-    The module keeps `run` alive. Neither `run` nor the undo may keep the module alive: only a garbage collection would free it.
+    Returns the undo. The module keeps `run` alive. Neither `run` nor the undo may keep the module alive. Otherwise the
+    two would refer to each other, and only a garbage collection would free the module.
     """
     experts = layer.experts
     base = type(experts)
     assert not is_patched(experts), layer.name
-    with ExitStack() as undo:  # an error or Ctrl-C in between takes back what was done
+    with ExitStack() as undo:  # an error or Ctrl-C during these steps undoes the ones that were done
         undo.callback(layer.gate.register_forward_hook(tap, with_kwargs=True).remove)
         undo.callback(if_alive(experts, lambda experts: setattr(experts, "__class__", base)))
         experts.__class__ = patched_class(base)  # type: ignore[arg-type]
-        undo.callback(_show_forward(experts))
+        undo.callback(_bind_leftover_forward(experts))
         undo.callback(if_alive(experts, lambda experts: experts.__dict__.pop(_RUN, None)))
         experts.__dict__[_RUN] = layer.adapter.call(experts, run)
         undo.callback(if_alive(experts, lambda experts: experts.__dict__.pop(_BANKS, None)))
@@ -99,37 +100,45 @@ def attach(layer: MoELayer, run: Run, tap: GateTap) -> Callable[[], None]:
         return undo.pop_all().close
 
 
-def _show_forward(experts: nn.Module) -> Callable[[], None]:
-    """What a removed hook left on the instance hides the class's forward: let it be the one of the class of now."""
+def _bind_leftover_forward(experts: nn.Module) -> Callable[[], None]:
+    """Bind a forward in the instance's dictionary to the present class. Return the undo.
+
+    When accelerate removes a hook it leaves a forward in the instance, which would hide the swapped class's forward.
+    """
     left = experts.__dict__.get("forward")
     if left is None:
         return lambda: None
     shown = experts.__dict__["forward"] = MethodType(type(experts).forward, experts)
 
     def undo(experts: nn.Module) -> None:
-        if experts.__dict__.get("forward") is shown:  # else somebody has wrapped it since
+        if experts.__dict__.get("forward") is shown:  # otherwise somebody has wrapped it since
             experts.__dict__["forward"] = left
 
     return if_alive(experts, undo)
 
 
 def was_replaced(model: nn.Module, layer: MoELayer, block_forward: Callable[..., Any]) -> bool:
-    """Whether the layer's experts or its block are not what they were when they were patched, so that a pass may go
-    around the experts; `block_forward` is what the block's class had then."""
+    """Return whether the experts or their block were replaced or wrapped, so that a pass may not call the experts.
+
+    Args:
+        model: the patched model.
+        layer: one of its layers.
+        block_forward: the forward of the block's class at the time of patching.
+    """
     block, experts = layer.block, layer.experts
     try:
-        there = model.get_submodule(layer.block_name) is block and model.get_submodule(layer.name) is experts
+        in_place = model.get_submodule(layer.block_name) is block and model.get_submodule(layer.name) is experts
     except AttributeError:
-        there = False
-    wrapped = "_hf_hook" in block.__dict__  # by accelerate, which goes on to the block's own forward
+        in_place = False
+    wrapped = "_hf_hook" in block.__dict__  # accelerate's wrapper calls the block's own forward
     unchanged = type(block).forward is block_forward and (wrapped or runs_its_class_forward(block))
-    return not (there and unchanged and runs_its_class_forward(experts))
+    return not (in_place and unchanged and runs_its_class_forward(experts))
 
 
 def _apply_without_banks(
     base: type[nn.Module], module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool
 ) -> nn.Module:
-    """`module.to(...)` and its like leave the experts' weights where they are."""
+    """Apply `fn`, as `module.to(...)` and similar methods do, to all tensors except the experts' weights."""
     owners = [owner_of(module, path) for path in module.__dict__[_BANKS]]
     refuse_conversion(fn, {registry[name].dtype for registry, name in owners})
     before = [(registry, dict(registry)) for registry in {id(registry): registry for registry, _ in owners}.values()]
@@ -139,7 +148,7 @@ def _apply_without_banks(
         result: nn.Module = base._apply(module, fn, recurse)
         return result
     finally:
-        # In the old order: state_dict() and parameters() list them so.
+        # Restore the old order, in which state_dict() and parameters() list them.
         for registry, names in before:
             moved = dict(registry)
             registry.clear()

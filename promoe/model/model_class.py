@@ -1,4 +1,4 @@
-"""Which class of Transformers a checkpoint is to be opened as."""
+"""Choose the class of Transformers that a checkpoint is opened with."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from promoe.model.hub import OF_THE_HUB
 def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
     """Return the model class that the checkpoint's configuration names in `architectures`.
 
-    Where that is the family's causal language model, or a name that this Transformers does not have: `AutoModelForCausalLM`.
+    If that is the family's causal language model, or a class that this version of Transformers does not have, return
+    `AutoModelForCausalLM`.
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
         options: as for `from_pretrained`.
 
     Raises:
-        OSError: there is no configuration to read.
-        ValueError: it is of no model that Transformers has.
+        OSError: the configuration cannot be read.
+        ValueError: Transformers does not know the model's family.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,14 +33,15 @@ def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]
     mapping = AutoModelForCausalLM._model_mapping
     causal = mapping.get(type(config), None)
     named = _class_named(config)
-    # Through the Auto class where that gives the same: it takes the text model's part of a configuration of several.
+    # Prefer the Auto class if it gives the same class, because it uses the text part's configuration of a model with
+    # several parts.
     if named is None or named in (causal if isinstance(causal, (list, tuple)) else [causal]):
         return AutoModelForCausalLM
     return named
 
 
 def _class_named(config: Any) -> Any:
-    """Return the first class of `architectures` that the family has; None: it has none of them."""
+    """Return the first class in `architectures` that the family's module has; None: it has none of them."""
     from transformers import PreTrainedModel
 
     module_name = type(config).__module__.replace(".configuration_", ".modeling_")

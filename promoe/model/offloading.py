@@ -1,8 +1,8 @@
-"""The experts of a model in RAM, left on disk: `promoe.patch(model, store="disk")`.
+"""Move the experts of a model in RAM to disk, for `promoe.patch(model, store="disk")`.
 
-They are read from the checkpoint that the model came from, if every byte that it would give is what the model has: weights
-may have been trained, merged or converted since. Otherwise they are written to files of their own (`spool`). Their RAM is given
-back when the model is patched, and not before; until then everything can be taken back.
+They are read from the checkpoint that the model was loaded from, if every byte there is what the model has now: the
+weights may have been trained, merged or converted since. Otherwise they are written to new files (`spool`). Their RAM
+is freed only when the model has been patched. Until then everything can be undone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from promoe.errors import CheckpointError, PatchStateError, UnsupportedModelErro
 from promoe.experts.adapters.base import get_tensor, owner_of, set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
 from promoe.experts.moe_layers import MoELayer
-from promoe.model.opening import bank_specs
+from promoe.model.meta_model import bank_specs
 from promoe.model.passes import check_idle
 from promoe.model.restoring import LOADING_THREADS, read_all_experts
 from promoe.model.spool import spool
@@ -37,41 +37,44 @@ from promoe.stores.safetensors_files import remedy
 logger = logging.getLogger(__name__)
 
 
-class _Expert(NamedTuple):
-    """A parameter or buffer of an experts module, and what it was when it was looked at."""
+class _ExpertParameter(NamedTuple):
+    """A parameter or buffer of an experts module, and its state when this was made."""
 
     layer: MoELayer
     path: str
     tensor: torch.Tensor
     version: int | None
-    """Counts changes in place; None: an inference tensor, which does not count them."""
+    """Torch's counter of changes in place; None: an inference tensor has none."""
     address: int
     is_inference: bool
 
     @classmethod
-    def of(cls, layer: MoELayer, path: str) -> _Expert:
+    def of(cls, layer: MoELayer, path: str) -> _ExpertParameter:
         tensor = get_tensor(layer.experts, path)
         is_inference = tensor.is_inference()
         return cls(layer, path, tensor, None if is_inference else tensor._version, tensor.data_ptr(), is_inference)
 
     @property
     def name(self) -> str:
-        """In the model."""
+        """Path of the tensor in the model."""
         return f"{self.layer.name}.{self.path}"
 
     def hold(self, values: torch.Tensor) -> None:
-        """Let the model's own parameter, wherever else it is held, have these values."""
-        with torch.inference_mode(self.is_inference):  # or they could not be used where it was used before
+        """Give the model's own parameter object these values. Others who refer to the object see them, too."""
+        with torch.inference_mode(self.is_inference):  # values of the other kind could not be used in the same places
             self.tensor.data = values.clone() if self.is_inference else values
 
     def guard(self) -> None:
-        """A guard in its place."""
+        """Put a guard in place of the parameter."""
         with torch.inference_mode(False):
             guard = guard_parameter(self.name, self.tensor.shape, self.tensor.dtype)
             set_tensor(self.layer.experts, self.path, guard.requires_grad_(self.tensor.requires_grad))
 
     def put_back(self) -> None:
-        """In place of the guard, and as trainable as that is by now. What somebody put there meanwhile stays."""
+        """Put the parameter back in place of its guard, with the guard's present `requires_grad`.
+
+        If somebody has put another parameter there, that one stays.
+        """
         if is_guard(guard := get_tensor(self.layer.experts, self.path)):
             with torch.inference_mode(self.is_inference):
                 self.tensor.requires_grad_(guard.requires_grad)
@@ -79,21 +82,21 @@ class _Expert(NamedTuple):
 
 
 class Offloaded:
-    """A model's experts on disk, beside those that it has.
+    """A model's experts on disk, and its parameters in RAM until they are freed.
 
     Args:
-        model: in RAM; nothing of it is changed before `guarded`.
+        model: a model in RAM. It is not changed before `guarded`.
         layers: its MoE layers.
-        config: its settings.
+        config: the settings.
 
     Raises:
-        ConfigError: they have to be written, and cannot be.
-        UnsupportedModelError: they are no plain tensors in RAM, or also another module's.
+        ConfigError: the experts have to be written to files, and cannot be.
+        UnsupportedModelError: they are not plain tensors in RAM, or another module shares them.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig) -> None:
         self._layers = layers
-        self._experts = [_Expert.of(layer, path) for layer in layers for path in layer.paths]
+        self._experts = [_ExpertParameter.of(layer, path) for layer in layers for path in layer.paths]
         _check_nobody_else_computes_with(self._experts, model)
         self._spooled: TemporaryDirectory[str] | None = None
         live = HostStore([layer.rows() for layer in layers], config.longest_chunk())
@@ -108,12 +111,14 @@ class Offloaded:
 
     @contextmanager
     def guarded(self, model: nn.Module) -> Iterator[None]:
-        """Guards in place of the experts. If what happens inside succeeds, that stays, and their RAM is given back; else the
-        model gets them back, whatever was done to it inside is undone, and the store is closed.
+        """Put guards in place of the experts while the context patches the model, then free the experts' RAM.
+
+        If the context raises, the model gets its experts back, everything that was done to it inside is undone, and the
+        store is closed.
 
         Raises:
-            PatchStateError: a forward of the model began meanwhile, or its experts were changed.
-            CheckpointError: a file was replaced meanwhile.
+            PatchStateError: a forward of the model has begun, or its experts were changed, since this object was made.
+            CheckpointError: a file was replaced since then.
         """
         held = [expert.tensor.detach() for expert in self._experts]
         try:
@@ -135,11 +140,12 @@ class Offloaded:
                 ) from error
             raise
         finally:
-            if self._spooled is not None:  # who reads the files has them open; what nobody finds, nobody changes
+            # The readers have the files open already. Without names, nobody else can change the files.
+            if self._spooled is not None:
                 self._spooled.cleanup()
 
     def restore(self) -> None:
-        """Read everything back into the model's own parameters; all or nothing.
+        """Read all experts back into the model's own parameters, or change nothing.
 
         Raises:
             CheckpointError: the files cannot be read.
@@ -158,7 +164,7 @@ class Offloaded:
         handle: Any = getattr(model, "promoe", None)
         if handle is None:
             self.store.close()
-        else:  # Ctrl-C came when all was done
+        else:  # Ctrl-C came after the model had been patched
             handle.abandon()
 
     def _put_back(self) -> None:
@@ -167,7 +173,7 @@ class Offloaded:
 
 
 def _rests(layer: MoELayer) -> dict[str, torch.Tensor]:
-    """What stacks have besides experts, which is in no store: it stays in RAM."""
+    """Return the elements of the stacks that belong to no expert. They are in no store, so they stay in RAM."""
     return {
         tensor.paths[0]: tensor.rest(
             [get_tensor(layer.experts, path) for path in tensor.paths], layer.num_experts
@@ -176,8 +182,8 @@ def _rests(layer: MoELayer) -> dict[str, torch.Tensor]:
     }
 
 
-def _check_nobody_else_computes_with(experts: Sequence[_Expert], model: nn.Module) -> None:
-    """A parameter that another module of the model holds, too, would be empty there."""
+def _check_nobody_else_computes_with(experts: Sequence[_ExpertParameter], model: nn.Module) -> None:
+    """Raise UnsupportedModelError if another module shares an expert's parameter, which would be empty there."""
     tensors = {id(expert.tensor): expert.name for expert in experts}
     places = {(id(registry), name) for registry, name in (owner_of(one.layer.experts, one.path) for one in experts)}
     for name, module in model.named_modules():
@@ -185,28 +191,28 @@ def _check_nobody_else_computes_with(experts: Sequence[_Expert], model: nn.Modul
             for own, tensor in registry.items():
                 if id(tensor) in tensors and (id(registry), own) not in places:
                     raise UnsupportedModelError(
-                        f"{tensors[id(tensor)]} is also {name}.{own}, which would be empty. Nothing was changed. Leave out "
-                        'store="disk", or give that module a copy.'
+                        f"{tensors[id(tensor)]} is also {name}.{own}, which would become empty. Nothing was changed. Leave "
+                        'out store="disk", or give that module a copy.'
                     )
 
 
-def _check_unchanged(experts: Sequence[_Expert]) -> None:
+def _check_unchanged(experts: Sequence[_ExpertParameter]) -> None:
     for expert in experts:
-        now = _Expert.of(expert.layer, expert.path)
+        now = _ExpertParameter.of(expert.layer, expert.path)
         if now.tensor is not expert.tensor or (now.version, now.address) != (expert.version, expert.address):
             raise PatchStateError(
-                f"{expert.name} was changed while the model's experts were compared and written. Nothing else was changed: "
-                "patch the model again."
+                f"{expert.name} was changed while the model's experts were compared or written. The model was not patched: "
+                "patch it again."
             )
 
 
 def _checkpoint(
     model: nn.Module, layers: Sequence[MoELayer], live: HostStore, chunk_bytes: int
 ) -> SafetensorsStore | None:
-    """The checkpoint that the model was loaded from, if it is there and has the same experts."""
+    """Return a store over the checkpoint that the model was loaded from; None: there is none, or its experts differ."""
     folder = checkpoint_folder(model)
     if folder is None or not isinstance(model, PreTrainedModel):
-        logger.info("No checkpoint is known that has this model's experts: they are written to files.")
+        logger.info("No checkpoint of this model is known, so its experts are written to files.")
         return None
     try:
         store = SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in layers], chunk_bytes)
@@ -224,18 +230,18 @@ def _checkpoint(
     if different is not None:
         store.close()
         logger.info(
-            "The experts are not read from %s: expert %d of MoE layer %d is another there.",
+            "The experts are not read from %s: expert %d of MoE layer %d differs there.",
             folder,
             different.expert_idx,
             different.layer_idx,
         )
         return None
-    logger.info("The experts are read from %s, where all are as in the model.", folder)
+    logger.info("The experts are read from %s, where all of them are the same as in the model.", folder)
     return store
 
 
 def checkpoint_folder(model: nn.Module) -> Path | None:
-    """The folder on this machine that Transformers loaded the model from; None: it was made, or is from elsewhere."""
+    """Return the folder on this machine that Transformers loaded the model from; None: there is none."""
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", None)
     if not isinstance(name, str) or not name:
@@ -244,16 +250,16 @@ def checkpoint_folder(model: nn.Module) -> Path | None:
         if Path(name).is_dir():
             return Path(name)
         found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
-    except (ValueError, OSError):  # no name of a repository, or a path that cannot be looked at
+    except (ValueError, OSError):  # not a valid repository name, or a path that cannot be read
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def first_difference(live: Store, other: Store) -> ExpertKey | None:
-    """An expert whose bytes in a slot are not the same from both stores, which have the same layouts; None: there is none.
+    """Return the first expert whose bytes differ between two stores with the same layouts; None: all are equal.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: an expert cannot be read.
     """
     assert list(live.layouts) == list(other.layouts), "stores of two models"
 

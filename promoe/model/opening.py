@@ -1,10 +1,9 @@
-"""Opening a Transformers model without its experts: everything else is loaded, the experts stay in the checkpoint's
-files.
+"""Open a Transformers model without its experts: all other weights are loaded, the experts stay in the checkpoint's files.
 
-The model is loaded by Transformers' own `from_pretrained`, as an instance of a temporary subclass of its class that
-steps in where the files have been found and the model stands on the meta device: it plans where each expert lies, hides
-the experts from the rest of the load, and hands over the other tensors one by one. Afterwards the class is the original
-one. Nothing global is patched.
+Transformers' own `from_pretrained` loads the model, as an instance of a temporary subclass of its class. The subclass
+steps in when the files have been found and the model is on the meta device. It plans where each expert lies in the
+files, hides the experts from the rest of the load, and hands over the other tensors one by one. Afterwards the model
+gets its original class back. Nothing global is patched.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
+from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, is_adapter
 from promoe.model.file_tensors import Counted, Progress, TensorInFile
+from promoe.model.meta_model import as_loaded, bank_specs, find_layers
 from promoe.model.model_class import class_to_open
 from promoe.model.opening_checks import (
     check_adapter,
@@ -34,26 +33,26 @@ from promoe.model.opening_checks import (
     check_checkpoint,
     check_missing,
     check_shapes,
+    opening_error,
     prepare_config,
 )
-from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import plan_experts
 from promoe.stores.layout import CACHE_LINE_BYTES, DEFAULT_CHUNK_BYTES
-from promoe.stores.safetensors_files import SafetensorsFiles, check_inside, remedy
+from promoe.stores.safetensors_files import SafetensorsFiles, check_inside
 from promoe.stores.safetensors_store import SafetensorsStore
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Transformers replaces functions of its own while it loads (those that tie and initialise weights). Two loads at once can
-# put each other's replacements back for good, and later models would come out untied.
+# While Transformers loads, it replaces some of its own functions (those that tie and initialise weights), and restores
+# them afterwards. Two loads at once could restore each other's replacements, and models loaded later would not be tied.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A model whose experts are in files: on the CPU, in eval mode, its experts guarded (`promoe.experts.guard`)."""
+    """A model on the CPU, in eval mode, with guards (`promoe.experts.guard`) in place of its experts."""
 
     model: PreTrainedModel
     layers: list[MoELayer]
@@ -69,26 +68,26 @@ def open_without_experts(
     auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
 ) -> OpenedModel:
-    """Open a checkpoint; its experts' bytes are planned, but not read.
+    """Open a checkpoint, and plan where its experts lie in the files, without reading them.
 
-    All other weights are read into private, 64-byte aligned memory (a product's bits can depend on its operands'
-    alignment). Time and memory do not depend on the experts' bytes, only on their number.
+    All other weights are read into memory that is private and aligned to 64 bytes, because the bits of a product can
+    depend on the alignment of its operands. Time and memory depend on the number of experts, but not on their size.
 
     Args:
-        path_or_id: folder of a safetensors checkpoint, or a hub id (all its files are downloaded, as Transformers
-            does). Of an adapter alone, the base model that it names is opened with it.
-        dtype: as in `from_pretrained`; experts of another dtype in the files are converted when they are read.
-        progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads,
-            one at a time; in the end with both the same.
+        path_or_id: folder of a safetensors checkpoint, or a hub id (Transformers downloads all its files). If it has
+            only an adapter, its base model is opened with it.
+        dtype: as in `from_pretrained`. Experts stored in another dtype are converted when they are read.
+        progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads
+            but never from two at a time. In the last call both numbers are equal.
         chunk_bytes: longest transfer, a multiple of 4096.
-        auto_class: a Transformers Auto class or model class. None: the class that config.json names (`architectures`), or
-            `AutoModelForCausalLM` where it names none.
-        **from_pretrained_kwargs: passed on: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
+        auto_class: a Transformers Auto class or model class. None: the class that config.json names (`architectures`),
+            or `AutoModelForCausalLM` if it names none.
+        **from_pretrained_kwargs: passed to Transformers: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
 
     Raises:
-        ConfigError: an argument that does not work with experts in files (`device_map`, `quantization_config`, ...).
+        ConfigError: an argument does not work with experts in files (`device_map`, `quantization_config`, ...).
         UnsupportedModelError: the model has no MoE layers, or quantised or otherwise unsupported ones.
-        CheckpointError: files are missing, truncated, in another format, or do not match the model.
+        CheckpointError: files are missing, truncated or in another format, or do not match the model.
     """
     return _open(_Opening(progress or _no_progress, chunk_bytes), path_or_id, dtype, auto_class, from_pretrained_kwargs)
 
@@ -101,40 +100,17 @@ def open_headers(
     auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
 ) -> OpenedModel:
-    """The same from the headers of the files alone: no weight is read, and the model stays on the meta device.
+    """Open a checkpoint by reading only the headers of its files. The model stays on the meta device.
 
-    Its parameters have the shapes and dtypes that `open_without_experts` would give them. Arguments and errors are as
-    there; weights that the files lack are not noticed, other than experts.
+    Its parameters have the shapes and dtypes that `open_without_experts` would give them. Arguments and errors are the
+    same, except that missing weights other than experts are not noticed.
     """
     opening = _Opening(_no_progress, chunk_bytes, headers_only=True)
     return _open(opening, path_or_id, dtype, auto_class, from_pretrained_kwargs)
 
 
-def _of_arguments(
-    error: Exception, path_or_id: str | os.PathLike[str], kwargs: Mapping[str, Any]
-) -> ConfigError | None:
-    """What to raise where it was an argument that Transformers did not take; None: it was not, as far as can be told."""
-    text = str(error)[:2000].rstrip(". ")
-    unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
-    if isinstance(error, TypeError) and unknown and unknown[1] in kwargs:
-        return ConfigError(
-            f"Cannot open {path_or_id}: {text}. It is an argument of neither promoe.from_pretrained nor Transformers' own: "
-            "check its spelling."
-        )
-    given = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
-    if isinstance(error, ImportError) and given:
-        return ConfigError(
-            f"Cannot open {path_or_id} with {given}: {text}. Install what it names, or ask for something else."
-        )
-    named = [name for name in kwargs if any(form in text for form in (f"{name}=", f"`{name}`", f"'{name}'"))]
-    if isinstance(error, (TypeError, ValueError)) and named:
-        arguments = ", ".join(f"{name}={shown(kwargs[name])}" for name in named)
-        return ConfigError(f"Cannot open {path_or_id} with {arguments}: {text}. Change it, or leave it out.")
-    return None
-
-
 class _HeadersReadError(BaseException):
-    """Ends a load where nothing but headers was wanted. No Exception: nobody is to take it for a failure."""
+    """Ends a load that needed only the headers. It is not an Exception, so that nobody handles it as a failure."""
 
 
 def _open(
@@ -160,52 +136,33 @@ def _open(
         is_callers_own = any(error is one for one in opening.progress.raised)
         if is_callers_own or isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
             raise
-        if isinstance(error, OSError):
-            said = str(error)[:2000].rstrip(". ")
-            raise CheckpointError(
-                f"Cannot open {path_or_id}: {said}. {remedy(error) if error.errno else ''}".rstrip()
-            ) from error
-        if (ours := _of_arguments(error, path_or_id, kwargs)) is not None:
-            raise ours from error
-        if isinstance(error, ValueError) and opening.model_class is None:
-            name = auto_class.__name__ if auto_class else "a model"
-            raise UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}") from error
-        if opening.is_loaded:
-            raise CheckpointError(
-                f"Cannot open {path_or_id}: its weights were loaded, but not what Transformers loads after them (an adapter, "
-                f"generation_config.json): {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. Mend it, or take it out "
-                "of the folder."
-            ) from error
-        # Transformers computes with what config.json says before it is compared with anything, and so do models.
-        named = getattr(opening.model_class or auto_class, "__name__", "a model")
-        raise CheckpointError(
-            f"Cannot open {path_or_id} as {named}: {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. If "
-            f"{named}.from_pretrained of Transformers says the same, something is wrong with config.json or the arguments; "
-            "else please report it as a fault of promoe."
-        ) from error
+        raise opening_error(error, path_or_id, kwargs, auto_class, opening.model_class, opening.is_loaded) from error
 
 
 class _Opening:
-    """One load in progress: steps into it when the model stands on meta and its files are known."""
+    """One load in progress. It steps in when the model is on the meta device and its files are known."""
 
     def __init__(self, progress: Progress, chunk_bytes: int, headers_only: bool = False) -> None:
         self.progress = Counted(progress)
         self.chunk_bytes = chunk_bytes
         self.headers_only = headers_only
-        self.model: Any = None  # on meta, once nothing more than headers is to be read
+        self.model: Any = None  # the model on the meta device, if only headers are read
         self.store: SafetensorsStore | None = None
         self.layers: list[MoELayer] = []
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
         self.is_loaded = False
 
     def auto_class(self, base: Any) -> Any:
-        """An Auto class, or a model class, like `base` that loads through this object."""
+        """Return a class like `base`, an Auto class or a model class, that loads through this object."""
         if not hasattr(base, "_model_mapping"):
             return self.subclass(base)
         return type(base.__name__, (base,), {"_model_mapping": _SubclassedMapping(base._model_mapping, self)})
 
     def subclass(self, base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-        """A class that loads like `base`, but through this object; conversions go by its name and module."""
+        """Return a class that loads like `base`, but through this object.
+
+        It has the name and module of `base`, because Transformers finds the conversions of a checkpoint by these.
+        """
         opening = self
 
         class Opening(base):  # type: ignore[misc]
@@ -219,10 +176,11 @@ class _Opening:
                 prepare_config(pretrained_model_name_or_path, config)
                 return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
-            # Whatever Transformers passes, by position or by name, goes on to the class's own.
+            # All arguments are passed on to the original method, whether Transformers passes them by position or by
+            # name.
             @staticmethod
             def _load_pretrained_model(*args: Any, **kwargs: Any) -> Any:
-                if opening.store is not None:  # an adapter's weights, which go into the model that was loaded
+                if opening.store is not None:  # the second call loads an adapter's weights into the loaded model
                     loading, offloaded = base._load_pretrained_model(*args, **kwargs)
                     check_adapter(loading, kwargs["model"] if "model" in kwargs else args[0])
                     return loading, offloaded
@@ -253,7 +211,7 @@ class _Opening:
     def plan(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None, load_config: Any
     ) -> dict[str, TensorInFile]:
-        """Find layers and experts' bytes; what is left for Transformers to load is returned, by name in the files."""
+        """Find the layers and plan where their experts lie; return the tensors that Transformers is to load, by name."""
         paths = [Path(path) for path in checkpoint_files or ()]
         if not paths or any(path.suffix != ".safetensors" for path in paths):
             raise CheckpointError(
@@ -261,7 +219,7 @@ class _Opening:
                 f"{', '.join(path.name for path in paths) or 'no files'}: convert the checkpoint with "
                 "model.save_pretrained(...) first."
             )
-        self.layers = _find_layers(model, load_config)
+        self.layers = find_layers(model, load_config)
         banks = [bank_specs(layer) for layer in self.layers]
         names = set(model.state_dict()) | {name for layer in banks for bank in layer for name in bank.full_names}
         check_inside((load_config.sharded_metadata or {}).get("weight_map", {}).values(), "index")
@@ -282,11 +240,11 @@ class _Opening:
         return {tensor.name: TensorInFile(files, tensor, self.progress.count, num_elements) for tensor in rest}
 
     def finish(self, model: PreTrainedModel) -> OpenedModel:
-        """Give the model its class back, guard the experts."""
+        """Give the model its original class back, and put guards in place of the experts."""
         if self.store is None or self.model_class is None:
             raise UnsupportedModelError(
                 f"{type(model).__name__} was not loaded from safetensors files in the usual way, so its experts could "
-                "not be left there. Only checkpoints in Transformers' own safetensors layout are supported."
+                "not be left in them. Only checkpoints in Transformers' own safetensors layout are supported."
             )
         self.store.close_others()
         model.__class__ = self.model_class
@@ -296,21 +254,22 @@ class _Opening:
                     guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
                     set_tensor(layer.experts, path, guard)
         if any(map(is_adapter, model.modules())):
-            find_moe_layers(model)  # raises where it is on experts
+            find_moe_layers(model)  # raises if an adapter is on experts
             _align(model)
         opened = OpenedModel(model, self.layers, self.store)
-        # A class is only freed by a garbage collection, and those made here hold this object: let it hold nothing.
+        # The classes made here refer to this object, and only a garbage collection frees a class. Until then this
+        # object must not keep the model alive.
         self.model, self.layers, self.store = None, [], None
         return opened
 
     def close(self) -> None:
-        """After a failure: close the files."""
+        """Close the files, after a failure."""
         if self.store is not None:
             self.store.close()
 
 
 class _SubclassedMapping:
-    """An Auto class's mapping from configuration to model class, each class replaced by its opening subclass."""
+    """An Auto class's mapping from configuration to model class, with subclasses that load through an `_Opening`."""
 
     def __init__(self, mapping: Any, opening: _Opening) -> None:
         self._mapping = mapping
@@ -331,11 +290,13 @@ class _SubclassedMapping:
 
 @contextmanager
 def _hidden_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Keep the experts out of `state_dict()`, so that they are neither expected, nor missing, nor initialised."""
+    """Keep the experts out of `state_dict()`, so that Transformers does not expect, miss or initialise them."""
     handles = []
     for layer in layers:
         for module in layer.experts.modules():
-            module.__dict__["_is_hf_initialized"] = True  # as any loaded module has it; skips _init_weights
+            module.__dict__["_is_hf_initialized"] = (
+                True  # Transformers sets it on loaded modules, to skip _init_weights
+            )
         handles.append(layer.experts.register_state_dict_post_hook(_dropping(layer.paths)))
     try:
         yield
@@ -352,55 +313,8 @@ def _dropping(names: tuple[str, ...]) -> Callable[..., None]:
     return drop
 
 
-def _find_layers(model: PreTrainedModel, load_config: Any) -> list[MoELayer]:
-    """The MoE layers of a model on meta, their experts in the dtype that loading would give them."""
-    layers = find_moe_layers(model, allow_meta=True)
-    kept = _patterns(load_config.dtype_plan)
-    changed = False
-    for layer in layers:
-        for bank in layer.tensors:
-            for path in bank.paths:
-                full_name = f"{layer.name}.{path}"
-                dtype = next((dtype for pattern, dtype in kept.items() if pattern.search(full_name)), bank.dtype)
-                if dtype != bank.dtype:
-                    empty = torch.empty(bank.stack_shape, dtype=dtype, device="meta")
-                    set_tensor(layer.experts, path, torch.nn.Parameter(empty, requires_grad=False))
-                    changed = True
-    return find_moe_layers(model, allow_meta=True) if changed else layers
-
-
-def as_loaded(model: PreTrainedModel, dtype_plan: Mapping[str, torch.dtype] | None) -> None:
-    """Make a model on meta what loading would: tied weights, and the dtypes of what stays in another than the model's."""
-    model.tie_weights()
-    patterns, kept = _patterns(dtype_plan), set(model.state_dict())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        dtype = next((dtype for pattern, dtype in patterns.items() if pattern.search(name)), tensor.dtype)
-        if dtype != tensor.dtype and tensor.is_floating_point() and name in kept:
-            tensor.data = tensor.data.to(dtype)
-
-
-def _patterns(dtype_plan: Mapping[str, torch.dtype] | None) -> dict[re.Pattern[str], torch.dtype]:
-    """What Transformers' `dtype_plan` means by its names."""
-    return {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (dtype_plan or {}).items()}
-
-
-def bank_specs(layer: MoELayer) -> list[BankSpec]:
-    """The tensors of a layer's experts, as the stores' plan wants them."""
-    return [
-        BankSpec(
-            tensor.name,
-            tuple(f"{layer.name}.{path}" for path in tensor.paths),
-            layer.num_experts,
-            tensor.shape,
-            tensor.dtype,
-            tensor.stack_shape,
-        )
-        for tensor in layer.tensors
-    ]
-
-
 def _align(model: PreTrainedModel) -> None:
-    """Have an adapter's tensors, which Transformers maps from its file, where all others are: at multiples of 64 bytes."""
+    """Move tensors that do not begin at a multiple of 64 bytes. Transformers maps an adapter's tensors from its file."""
     for parameter in model.parameters():
         if not is_guard(parameter) and parameter.data_ptr() % CACHE_LINE_BYTES:
             parameter.data = parameter.data.clone()

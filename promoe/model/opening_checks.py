@@ -1,30 +1,34 @@
-"""What is refused when a model is opened without its experts, each with what to do instead."""
+"""What can go wrong when a model is opened without its experts: checks before, during and after the load, and its errors.
+
+Each message says what to do instead.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from promoe.errors import CheckpointError, ConfigError, shown
+from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
-from promoe.stores.safetensors_files import check_files, locate_files
+from promoe.stores.safetensors_files import check_files, locate_files, remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Quantised formats (quant_method) that are dequantised on arrival.
+# Quantised formats (quant_method) whose weights are dequantised when they arrive.
 DEQUANTISED = ("fp8", "mxfp4")
-# In the names of what PEFT puts into a model.
+# Parts of the names of the parameters that PEFT adds to a model.
 _OF_ADAPTERS = ("lora_", "ia3_", "vera_", "modules_to_save", "trainable_tokens")
-# Of a configuration. Models are built layer by layer before anything is compared with the files.
+# A config.json with more layers is damaged. Models are built layer by layer before anything is compared with the files.
 MAX_LAYERS = 4096
-# Arguments of from_pretrained that go around this way of loading; what to do instead.
+# Arguments of from_pretrained that do not work with experts in files, and what to do instead.
 _REFUSED: dict[str, str] = {
     "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
     "quantization_config": "Experts are served as the checkpoint has them, dequantised on arrival; leave it out.",
@@ -47,16 +51,16 @@ _REFUSED: dict[str, str] = {
 
 
 def check_arguments(chunk_bytes: int, dtype: Any, auto_class: Any, kwargs: Mapping[str, Any]) -> None:
-    """Before anything is read.
+    """Check the arguments, before anything is read.
 
     Raises:
         ConfigError: an argument does not work with experts in files.
     """
     check_chunk_bytes(chunk_bytes)
-    for name, remedy in _REFUSED.items():
+    for name, instead in _REFUSED.items():
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ConfigError(
-                f"The {name!r} argument cannot be used when experts are left in files. Got {kwargs[name]!r}. {remedy}"
+                f"The {name!r} argument cannot be used when experts are left in files. Got {kwargs[name]!r}. {instead}"
             )
     if kwargs.get("use_safetensors") is False:
         raise ConfigError(
@@ -72,7 +76,7 @@ def check_arguments(chunk_bytes: int, dtype: Any, auto_class: Any, kwargs: Mappi
         )
     try:
         where = torch.get_default_device()
-    except RuntimeError as error:  # one that this torch does not have
+    except RuntimeError as error:  # this build of torch does not have it
         raise ConfigError(
             f"The default device of torch cannot be used: {error}. Call torch.set_default_device('cpu')."
         ) from error
@@ -85,13 +89,13 @@ def check_arguments(chunk_bytes: int, dtype: Any, auto_class: Any, kwargs: Mappi
 
 
 def check_checkpoint(path_or_id: str | os.PathLike[str], kwargs: Mapping[str, Any]) -> str:
-    """Before Transformers looks at the files, whose errors for damaged ones do not say what is wrong.
+    """Check the checkpoint's files before Transformers reads them, because its errors do not say which file is damaged.
 
     Returns:
-        Where the weights are: `path_or_id`, or, of an adapter alone, the base model that it names.
+        Where the weights are: `path_or_id`, or the base model if there is only an adapter.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is a folder without sound safetensors files.
+        CheckpointError: there is no such checkpoint, or its folder has missing or damaged safetensors files.
     """
     name, config = os.fspath(path_or_id), kwargs.get("config")
     if config is None or os.path.isfile(name) or not name.strip():
@@ -104,29 +108,27 @@ def check_checkpoint(path_or_id: str | os.PathLike[str], kwargs: Mapping[str, An
 
 
 def _check_dtype(dtype: Any) -> None:
-    for one in dtype.values() if isinstance(dtype, dict) else (dtype,):  # by part of the configuration
+    for one in dtype.values() if isinstance(dtype, dict) else (dtype,):  # a dict has one for each part of the model
         known = getattr(torch, one, None) if isinstance(one, str) else one
-        if not (one is None or one == "auto" or known in CONVERTIBLE_DTYPES):
-            break
-    else:
-        return
-    raise ConfigError(
-        f"The 'dtype' argument must be a dtype of torch that models compute in, its name, \"auto\" or None: "
-        f"{', '.join(str(one).removeprefix('torch.') for one in CONVERTIBLE_DTYPES)}. Got {dtype!r} instead. "
-        'Pass torch.bfloat16, or "bfloat16", for example.'
-    )
+        if one is None or one == "auto" or known in CONVERTIBLE_DTYPES:
+            continue
+        raise ConfigError(
+            f"The 'dtype' argument must be a dtype of torch that models compute in, its name, \"auto\" or None: "
+            f"{', '.join(str(each).removeprefix('torch.') for each in CONVERTIBLE_DTYPES)}. Got {dtype!r} instead. "
+            'Pass torch.bfloat16, or "bfloat16", for example.'
+        )
 
 
 def prepare_config(path_or_id: Any, config: Any) -> None:
-    """Before the weights are looked for: a quantised checkpoint is to be dequantised as Transformers would do it.
+    """Check the configuration, and have Transformers dequantise the weights of a quantised checkpoint.
 
-    Experts stay quantised in the files and are dequantised one by one when they arrive; the other weights when loaded.
+    Experts stay quantised in the files, and are dequantised one by one when they arrive. The other weights are
+    dequantised when they are loaded.
 
     Raises:
-        CheckpointError: it is quantised in another format, or has more layers than any model.
+        CheckpointError: the checkpoint is quantised in an unsupported format, or has more layers than any model.
     """
-    owners = [config, *(getattr(config, name, None) for name in ("text_config",))]
-    for owner in owners:
+    for owner in (config, getattr(config, "text_config", None)):
         for field, value in getattr(owner, "__dict__", {}).items():
             if "layers" in field and isinstance(value, int) and value > MAX_LAYERS:
                 raise CheckpointError(
@@ -139,14 +141,14 @@ def prepare_config(path_or_id: Any, config: Any) -> None:
         method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
         if method not in DEQUANTISED:
             raise CheckpointError(
-                f"The checkpoint {path_or_id} is quantised (quant_method {method}). Of quantised experts, those in "
-                f"{' and '.join(DEQUANTISED)} can be served: open such a checkpoint, or an unquantised (BF16, F16 or F32) one."
+                f"The checkpoint {path_or_id} is quantised (quant_method {method}). Supported quantised formats: "
+                f"{', '.join(DEQUANTISED)}. Open a checkpoint in one of these, or an unquantised one (BF16, F16 or F32)."
             )
         fields["dequantize"] = True
 
 
 def check_shapes(loading: Any, ignored: bool) -> None:
-    """After the other weights were read. Raises CheckpointError where one has another shape than the model's."""
+    """Raise CheckpointError if a weight that was read has another shape than the model's parameter."""
     if loading.mismatched_keys and not ignored:
         name, found, expected = min(loading.mismatched_keys)
         raise CheckpointError(
@@ -157,7 +159,7 @@ def check_shapes(loading: Any, ignored: bool) -> None:
 
 
 def check_adapter(loading: Any, model: PreTrainedModel) -> None:
-    """After an adapter's weights were read. Raises CheckpointError where some are missing, which Transformers makes up."""
+    """Raise CheckpointError if an adapter's file lacks weights, for which Transformers would use random numbers."""
     own = {name for name, _ in model.named_parameters() if any(mark in name for mark in _OF_ADAPTERS)}
     missing, unexpected = sorted(own & set(loading.missing_keys)), sorted(loading.unexpected_keys)
     if missing or unexpected:
@@ -165,26 +167,87 @@ def check_adapter(loading: Any, model: PreTrainedModel) -> None:
             f"has no tensor for {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not take"
         )
         raise CheckpointError(
-            f"The adapter {what} ({len(missing)} missing, {len(unexpected)} that nothing takes): Transformers would make up "
-            "what is missing. It is not whole, of another model, or of a kind that Transformers does not load (DoRA, for "
-            "example). Open the base model alone, or merge the adapter with PEFT (merge_and_unload) and open what that saves."
+            f"The adapter {what} ({len(missing)} missing, {len(unexpected)} unknown). Transformers would use random numbers "
+            "for missing weights. The adapter is incomplete, belongs to another model, or is of a kind that Transformers does "
+            "not load (DoRA, for example). Open the base model alone, or merge the adapter with PEFT (merge_and_unload) and "
+            "open the merged model."
         )
 
 
 def check_missing(loading: Any, opened_as: type, config: Any) -> None:
-    """When weights are tied. Raises CheckpointError for missing ones, which Transformers fills with random numbers.
+    """Raise CheckpointError if weights are missing. Transformers would fill them with random numbers.
 
     Args:
-        loading: what Transformers says of the load.
+        loading: Transformers' record of the load, after it has tied the weights.
         opened_as: the model's class.
-        config: its configuration.
+        config: the model's configuration.
     """
     if not loading.missing_keys:
         return
     named = ", ".join(map(str, getattr(config, "architectures", None) or ())) or "no class"
     raise CheckpointError(
         f"The checkpoint has no tensor for {min(loading.missing_keys)!r} ({len(loading.missing_keys)} tensors missing besides "
-        f"experts). It was opened as {opened_as.__name__}, and its config.json names {named}. If it is of another class, pass "
-        "that one, auto_class=transformers.AutoModelForSequenceClassification for example; else it is not complete, or "
-        "config.json was changed."
+        f"experts). It was opened as {opened_as.__name__}, and its config.json names {named}. If it is a checkpoint of another "
+        "class, pass that class, for example auto_class=transformers.AutoModelForSequenceClassification. Otherwise it is "
+        "incomplete, or config.json was changed."
     )
+
+
+def opening_error(
+    error: Exception,
+    path_or_id: str | os.PathLike[str],
+    kwargs: Mapping[str, Any],
+    asked_class: type | None,
+    model_class: type | None,
+    is_loaded: bool,
+) -> PromoeError:
+    """Return the error to raise in place of one that Transformers raised while it opened a checkpoint.
+
+    Args:
+        error: what Transformers raised.
+        path_or_id: what was to be opened.
+        kwargs: arguments that were passed on to Transformers.
+        asked_class: the class whose `from_pretrained` was called; None: it was not known yet.
+        model_class: the class of the model; None: Transformers had not chosen it yet.
+        is_loaded: whether the model's own weights had been loaded.
+    """
+    text = str(error)[:2000].rstrip(". ")
+    if isinstance(error, OSError):
+        return CheckpointError(f"Cannot open {path_or_id}: {text}. {remedy(error) if error.errno else ''}".rstrip())
+    if (argument_error := _argument_error(error, text, path_or_id, kwargs)) is not None:
+        return argument_error
+    name = getattr(model_class or asked_class, "__name__", "a model")
+    if isinstance(error, ValueError) and model_class is None:
+        return UnsupportedModelError(f"Cannot open {path_or_id} as {name}: {error}")
+    if is_loaded:
+        return CheckpointError(
+            f"Cannot open {path_or_id}: its weights were loaded, but not what Transformers loads after them (an adapter, "
+            f"generation_config.json): {type(error).__name__}: {text}. Repair it, or remove it from the folder."
+        )
+    # Transformers and the models compute with the values of config.json before anything compares them with the files.
+    return CheckpointError(
+        f"Cannot open {path_or_id} as {name}: {type(error).__name__}: {text}. If {name}.from_pretrained of Transformers "
+        "raises the same error, config.json or the arguments are wrong. Otherwise please report it as a fault of promoe."
+    )
+
+
+def _argument_error(
+    error: Exception, text: str, path_or_id: str | os.PathLike[str], kwargs: Mapping[str, Any]
+) -> ConfigError | None:
+    """Return the error to raise if an argument was the cause; None: the message does not name an argument."""
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", text)
+    if isinstance(error, TypeError) and unknown and unknown[1] in kwargs:
+        return ConfigError(
+            f"Cannot open {path_or_id}: {text}. Neither promoe.from_pretrained nor Transformers has this argument: "
+            "check its spelling."
+        )
+    given = ", ".join(f"{name}={shown(value)}" for name, value in kwargs.items())
+    if isinstance(error, ImportError) and given:
+        return ConfigError(
+            f"Cannot open {path_or_id} with {given}: {text}. Install what it names, or change these arguments."
+        )
+    named = [name for name in kwargs if any(form in text for form in (f"{name}=", f"`{name}`", f"'{name}'"))]
+    if isinstance(error, (TypeError, ValueError)) and named:
+        arguments = ", ".join(f"{name}={shown(kwargs[name])}" for name in named)
+        return ConfigError(f"Cannot open {path_or_id} with {arguments}: {text}. Change it, or leave it out.")
+    return None

@@ -1,8 +1,8 @@
-"""Experts in files of their own, in a slot format: written once from a checkpoint (`promoe pack`), opened beside it.
+"""Files of experts in a slot format: written once from a checkpoint (`promoe pack`), and opened together with it.
 
-A folder has one safetensors file per MoE layer, whose only tensor `slots[E, slot_bytes]` holds each expert as it lies
-in a slot, and `packed.json`, which says what files they were made from, in which format, and how each matrix lies. It
-is written last: without it nothing counts as packed.
+A folder has one safetensors file for each MoE layer. Its only tensor, `slots[E, slot_bytes]`, holds each expert as it
+lies in a slot. The folder's `packed.json` names the files that the experts came from, their format, and the layout of
+each matrix. It is written last: a folder without it does not count as packed.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ logger = logging.getLogger(__name__)
 FOLDER, INDEX, FORMAT = "promoe-packed", "packed.json", 2
 PackedChoice = str | os.PathLike[str] | Literal["auto"] | None
 DEFAULT_FORMAT = "packed"  # also that of an index that names none
-# A smaller gain is within what times differ by.
+# A smaller gain could be noise in the measured times.
 LEAST_GAIN = 1.05
 
 
 def packed_folder(store: SafetensorsStore) -> Path:
-    """Where packed experts are, if nothing else was said: beside the checkpoint's files."""
+    """Return the default folder of packed experts, which is beside the checkpoint's files."""
     return store.files[0].path.parent / FOLDER
 
 
 def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Formats:
-    """Return what `write_packed` would pack of a checkpoint; nothing where it would refuse to, and where that is done."""
+    """Return what `write_packed` would pack; nothing if it would raise, or if the experts are packed already."""
     if formats_in(store.layouts):
         return {}
     try:
@@ -65,21 +65,21 @@ def write_packed(
     progress: Progress | None = None,
     slot_format: str = DEFAULT_FORMAT,
 ) -> int:
-    """Pack the experts of a checkpoint into `folder`, in place of what was packed there.
+    """Pack the experts of a checkpoint into `folder`, and replace what was packed there before.
 
     Args:
-        layers: of the model.
-        store: its experts.
-        folder: made if it is not there.
+        layers: the model's MoE layers.
+        store: the checkpoint's experts.
+        folder: created if it does not exist.
         progress: called as `progress(done_bytes, total_bytes)`.
-        slot_format: one of `FORMATS`.
+        slot_format: a key of `FORMATS`.
 
     Returns:
-        Bytes written.
+        The number of bytes written.
 
     Raises:
-        UnsupportedModelError: no matrix of this model can be packed on this machine, or none is multiplied faster then.
-        ConfigError: there is too little room, or the folder cannot be written.
+        UnsupportedModelError: no matrix of this model can be packed on this machine, or packing makes none faster.
+        ConfigError: there is too little disk space, or the folder cannot be written.
         CheckpointError: an expert cannot be read.
     """
     try:
@@ -87,7 +87,7 @@ def write_packed(
     except UnsupportedModelError as error:
         if (folder / INDEX).is_file():
             raise UnsupportedModelError(
-                f"{error} What was packed into {folder} before is still used: delete it."
+                f"{error} The experts that were packed into {folder} before are still used: delete that folder."
             ) from error
         raise
     layouts = _layouts(layers, formats)
@@ -119,10 +119,10 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_for
     possible = formats_of(layers, slot_format)
     if not any(possible.values()):
         raise UnsupportedModelError(
-            "No expert of this model can be packed on this machine: that takes matrices in bfloat16 of at most 64 MiB, their "
-            "sizes multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and a build of "
-            f"torch for whose oneDNN matrices have a layout of their own, in which one token's row has the same bits. Found "
-            f"{_found(layers)}. Run the model as it is."
+            "No expert of this model can be packed on this machine. Packing needs matrices in bfloat16 of at most 64 MiB whose "
+            "sizes are multiples of 64, experts that run with experts_implementation='grouped_mm', and a processor and build "
+            "of torch whose oneDNN has its own layout for matrices and computes one token's row with the same bits. Found "
+            f"{_properties(layers)}. Run the model without packing."
         )
     _check_stored(layers, _layouts(layers, possible), store)
     found = {
@@ -131,15 +131,15 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_for
     }
     if not any(found.values()):
         raise UnsupportedModelError(
-            "Nothing is gained by packing this model's experts on this machine. One token's row is multiplied so many times as "
-            f"fast by packed matrices (measured): {gains_in_words(possible)}; it takes at least {LEAST_GAIN} times to be "
-            f"worth it. Found {_found(layers)}. Run the model as it is."
+            "Packing this model's experts gains nothing on this machine. Measured speedup of one token's product by packed "
+            f"matrices: {gains_in_words(possible)}; packing is worth it from {LEAST_GAIN} on. "
+            f"Found {_properties(layers)}. Run the model without packing."
         )
     return {layout: matrices for layout, matrices in found.items() if matrices}
 
 
 def gains_in_words(formats: Formats, slot_format: str = DEFAULT_FORMAT) -> str:
-    """Return how many times as fast each tensor is multiplied, in words."""
+    """Return the speedup of the products by each packed tensor, as text."""
     gain = FORMATS[slot_format].gain
     gains = {(name, gain(matrix)) for matrices in formats.values() for name, matrix in matrices.items()}
     return ", ".join(f"{name} {times:.2f}" for name, times in sorted(gains))
@@ -148,17 +148,17 @@ def gains_in_words(formats: Formats, slot_format: str = DEFAULT_FORMAT) -> str:
 def open_packed(
     layers: Sequence[MoELayer], store: SafetensorsStore, choice: PackedChoice, chunk_bytes: int
 ) -> SafetensorsStore:
-    """The packed experts of `store`, which they take over; or `store` itself.
+    """Return a store of the packed experts of `store`, which then owns `store`; or `store` itself if none are used.
 
     Args:
-        layers: of the model.
+        layers: the model's MoE layers.
         store: the checkpoint.
-        choice: the folder of packed experts; "auto": that beside the checkpoint, if there is one and it fits; None:
-        none.
+        choice: the folder of packed experts. "auto": the one beside the checkpoint, if there is one and it fits. None:
+            use no packed experts.
         chunk_bytes: longest chunk.
 
     Raises:
-        ConfigError: the folder that was named has none that fit this checkpoint, machine and dtype.
+        ConfigError: the folder given as `choice` has no packed experts that fit this checkpoint, machine and dtype.
     """
     if choice is None:
         return store
@@ -167,19 +167,20 @@ def open_packed(
         if choice == "auto":
             return store
         raise ConfigError(
-            f"packed={shown(str(choice))} is no folder of packed experts: it has no {INDEX}. Write one with `promoe pack MODEL "
-            "--out FOLDER`, or open the model with packed=None (--packed none), which reads the checkpoint's own files."
+            f"packed={shown(str(choice))} is not a folder of packed experts: it has no {INDEX}. Write one with `promoe pack "
+            "MODEL --out FOLDER`, or open the model with packed=None (--packed none), which reads the checkpoint's own files."
         )
     try:
         return _open(layers, store, folder, chunk_bytes)
-    except (OSError, ValueError, RuntimeError, CheckpointError) as error:  # torch says so that there is no memory
+    # Torch raises RuntimeError if there is too little memory.
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
         message = (
             f"The packed experts in {folder} cannot be used: {str(error).removesuffix('.')}. Pack them again (promoe pack), or "
             "open the model with packed=None."
         )
         if choice != "auto":
             raise ConfigError(message) from error
-        logger.warning("%s The checkpoint's own files are read.", message)
+        logger.warning("%s The checkpoint's own files are read instead.", message)
         return store
 
 
@@ -189,10 +190,10 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
         raise ValueError(f"{INDEX} is not in format {FORMAT}.")
     slot_format = index.get("slot_format", DEFAULT_FORMAT)
     if slot_format not in FORMATS:
-        raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not have.")
+        raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not know.")
     layouts = _layouts(layers, _named(formats_of(layers, FORMATS[slot_format]), layers, index))
     expected = _index(layers, layouts, store, slot_format)
-    for key, what in _WHAT.items():
+    for key, what in _DIFFERENCES.items():
         if index.get(key) != expected[key]:
             raise ValueError(f"They are of {what}.")
     digest = _digest(expected)
@@ -200,7 +201,7 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
     try:
         for layer, layout, file in zip(layers, layouts, files.files, strict=True):
             if file.fingerprint.header_crc != zlib.crc32(_header(layer, layout, digest)):
-                raise ValueError(f"{file.path.name} is not of the packing that {INDEX} describes.")
+                raise ValueError(f"{file.path.name} does not belong to the packing that {INDEX} describes.")
         return SlotFilesStore(files, layouts, store.num_experts, chunk_bytes, source=store)
     except BaseException:
         files.close()
@@ -208,7 +209,7 @@ def _open(layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chu
 
 
 def _named(possible: Formats, layers: Sequence[MoELayer], index: Mapping[str, Any]) -> Formats:
-    """Return, of what can be packed here, what the index names."""
+    """Return the part of `possible` that the index names."""
     entries = index.get("packings")
     if not isinstance(entries, list) or len(entries) != len(layers) or not all(isinstance(e, dict) for e in entries):
         return possible
@@ -224,8 +225,8 @@ def _layouts(layers: Sequence[MoELayer], formats: Formats) -> list[ExpertLayout]
     return [layer.layout.in_formats(formats.get(layer.layout, {})) for layer in layers]
 
 
-# What differs if an entry of the index does.
-_WHAT = {
+# For each entry of the index: what is different if the entry is.
+_DIFFERENCES = {
     "checkpoint": "other files, or the checkpoint was written since",
     "layers": "another model, or another dtype",
     "packings": "another processor, number of threads, version of torch or experts implementation: other matrices can be "
@@ -266,18 +267,18 @@ def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
 
 
 def _digest(index: Mapping[str, Any]) -> str:
-    """Of what was packed."""
-    what = json.dumps({key: index[key] for key in _WHAT}, sort_keys=True)
+    """Return a checksum of what was packed."""
+    what = json.dumps({key: index[key] for key in _DIFFERENCES}, sort_keys=True)
     return hashlib.sha256(what.encode()).hexdigest()
 
 
 def _header(layer: MoELayer, layout: ExpertLayout, digest: str) -> bytes:
-    """Return how a layer's file begins. It names what was packed: files of two packings in one folder are told apart."""
+    """Return the header of a layer's file. Its checksum tells the files of two packings in one folder apart."""
     return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layout)
 
 
-def _found(layers: Sequence[MoELayer]) -> str:
-    """What packing goes by, in words."""
+def _properties(layers: Sequence[MoELayer]) -> str:
+    """Return the properties of the model and of torch that packing depends on, as text."""
     matrices = {
         f"{spec.name} {' x '.join(map(str, spec.shape))} in {str(spec.dtype).removeprefix('torch.')}": None
         for layer in layers
@@ -289,14 +290,14 @@ def _found(layers: Sequence[MoELayer]) -> str:
 
 
 def _check_stored(layers: Sequence[MoELayer], layouts: Sequence[ExpertLayout], store: SafetensorsStore) -> None:
-    """Refuse what would have to be read in more bytes than now."""
+    """Raise UnsupportedModelError if packed experts would be larger than they are in the checkpoint."""
     for layer, layout in zip(layers, layouts, strict=True):
         stored_bytes = sum(chunk.source_nbytes for chunk in store.chunks(ExpertKey(layer.layer_idx, 0)))
         if stored_bytes < layout.payload_bytes:
             raise UnsupportedModelError(
-                f"The experts of {layer.name!r} are stored in {format_memory(stored_bytes)} each (in fewer bits), and would "
-                f"take {format_memory(layout.payload_bytes)} packed: reading them would take longer than packing "
-                "saves. Run the model as it is."
+                f"The experts of {layer.name!r} take {format_memory(stored_bytes)} each in the checkpoint (in fewer bits), and "
+                f"would take {format_memory(layout.payload_bytes)} packed. Reading them would take longer than packing "
+                "saves. Run the model without packing."
             )
 
 
@@ -305,8 +306,8 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
     free_bytes += sum(path.stat().st_size for path in replaced if path.is_file())
     if nbytes > free_bytes:
         raise ConfigError(
-            f"Packed experts take {format_memory(nbytes)}; {format_memory(free_bytes)} are free in {folder}. Free some, or "
-            "choose another folder with --out."
+            f"Packed experts take {format_memory(nbytes)}, but {folder} has only {format_memory(free_bytes)} free. Free some "
+            "space, or choose another folder with --out."
         )
 
 
@@ -330,7 +331,7 @@ def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
         read_expert(store, key, memoryview(slot))
     except OSError as error:
         raise CheckpointError(
-            f"Expert {key.expert_idx} of MoE layer {key.layer_idx} could not be read: {error}. Nothing is packed now; mend the "
+            f"Expert {key.expert_idx} of MoE layer {key.layer_idx} could not be read: {error}. Nothing was packed. Remove the "
             "cause and try again."
         ) from error
 
@@ -339,8 +340,8 @@ def _pack(name: str, matrix: torch.Tensor, matrix_format: MatrixFormat) -> memor
     packed = matrix_format.pack(matrix)
     if not torch.equal(matrix_format.view(packed).dense().view(torch.int16), matrix.view(torch.int16)):
         raise UnsupportedModelError(
-            f"{name} {list(matrix.shape)}, packed and unpacked, is another matrix on this machine: a fault of this version "
-            f"of torch ({torch.__version__}). Run the model as it is."
+            f"{name} {list(matrix.shape)} changes on this machine when it is packed and unpacked. This is a fault of this "
+            f"version of torch ({torch.__version__}). Run the model without packing."
         )
     return packed.numpy().data
 

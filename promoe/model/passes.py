@@ -1,7 +1,8 @@
 """Forward passes of the whole model: their phase, which of their tokens are padding, and which threads are in one.
 
-Threads are found by their stacks, and only when a model is patched, unpatched or resized. Forwards keep no count for
-that: Ctrl-C ends one without calling its hooks, and a count would be wrong from then on; a stack never is.
+Threads that are in a forward are found by walking their stacks, only when a model is patched, unpatched or resized. A
+counter of running forwards would not do: Ctrl-C ends a forward without calling its hooks, and the counter would be
+wrong from then on.
 """
 
 from __future__ import annotations
@@ -46,24 +47,28 @@ class PassState:
     """`[num_tokens]` bool in host memory, False for padding; None: no padding."""
     start_s: float = 0.0
     num_tokens: int = 0
-    """Without padding."""
+    """Tokens without padding."""
     gated: set[int] = field(default_factory=set)
     """Layers whose gate has chosen."""
     entered: set[int] = field(default_factory=set)
     """Layers whose experts have been called."""
     hint: tuple[int, list[int], int] | None = None
-    """What the latest gate announced: its layer, the experts, and how many of these were resident by then."""
+    """The latest gate's choice: its layer, the experts, and how many of them were resident at that time."""
     to_predict: tuple[int, LayerVisit] | None = None
-    """What the predictor's thread is to predict from: the scheduler's step of a layer visit, and the visit."""
+    """Input for the predictor's thread: the scheduler's step of a layer visit, and the visit."""
 
     def hits_at_gate(self, layer_idx: int, ids: list[int]) -> int | None:
-        """Return how many of the experts were resident when the layer's gate chose them; None: it chose others."""
+        """Return how many of the experts were resident when the layer's gate chose them; None: it chose other experts."""
         hint, self.hint = self.hint, None
         return hint[2] if hint is not None and hint[0] == layer_idx and hint[1] == ids else None
 
     def real_tokens(self, index: torch.Tensor, tokens: list[list[int]] | None) -> list[list[int]]:
-        """The experts `[T][K]` of the last tokens that are not padding, oldest first, from `top_k_index` `[T, K]` in host
-        memory."""
+        """Return the experts `[T][K]` of the last tokens that are not padding, oldest token first.
+
+        Args:
+            index: `[T, K]` in host memory, the ids of each token's experts.
+            tokens: `index` as a list, if the caller has it.
+        """
         real = self.real if self.real is not None and len(self.real) == len(index) else None
         if len(index) > self.num_sequences > 1 and len(index) % self.num_sequences == 0:
             # All sequences' tokens of one position are equally old.
@@ -81,12 +86,13 @@ class PassObserver:
     """Watches a model's forward passes through hooks, per thread.
 
     Args:
-        recorder: told of each pass, under `lock`.
+        recorder: counts the passes. It is called with `lock` held.
         lock: guards the recorder.
+        on_end: see the attribute.
 
     Attributes:
         on_begin: called before each pass.
-        on_end: called with each pass that ended without an error, and its seconds.
+        on_end: called after each pass that ended without an error, with the pass and its duration in seconds.
     """
 
     def __init__(
@@ -108,7 +114,7 @@ class PassObserver:
         return state
 
     def current(self) -> PassState:
-        """This thread's pass; outside of any (a block called alone) a nameless one."""
+        """Return this thread's pass. Outside of a pass (if a block is called directly), make one without a number."""
         state = self._open
         if state is None:
             state = self._local.state = PassState()
@@ -118,18 +124,18 @@ class PassObserver:
 
     @contextmanager
     def ending(self, check: Callable[[], None]) -> Iterator[None]:
-        """No pass begins from here on, unless the context ends with an error.
+        """Refuse new passes from here on. If the context ends with an error, they are allowed again.
 
         Args:
-            check: raises if a pass is running; called while none can begin or end.
+            check: raises if a pass is running. It is called while no pass can begin or end.
 
         Raises:
-            PatchStateError: somebody else has said so before.
+            PatchStateError: another thread has called this before.
         """
         with self._lock:
             if self._ending:
                 raise PatchStateError(
-                    "The model is being unpatched by another thread, or was; there is nothing to undo."
+                    "Another thread is unpatching the model, or has unpatched it. There is nothing to undo."
                 )
             check()
             self._ending = True
@@ -140,19 +146,20 @@ class PassObserver:
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused, and with it to copy or pickle the model, whose hooks are ours."""
+        """Refuse, so that the model cannot be copied or pickled: its hooks are methods of this object."""
         raise PatchStateError("A patched model cannot be copied or pickled. Unpatch it first (promoe.unpatch).")
 
     def attach(self, model: nn.Module) -> Callable[[], None]:
-        """Hook a model. Returns the undo."""
+        """Attach the hooks to a model, and return the undo."""
         self._begin_live, self._end_live = _begin_pass(), _end_pass()
         with ExitStack() as undo:
             undo.callback(model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
-            # Also after an exception, or the next pass would inherit this one's state.
+            # Called after an exception as well, because the next pass would inherit this one's state otherwise.
             undo.callback(model.register_forward_hook(self._end, always_call=True).remove)
             return undo.pop_all().close
 
-    # The hooks stay methods of ours: a function would be copied with the model without a question.
+    # The hooks must be methods of this object, which refuses to be copied. Plain functions would be copied with the
+    # model.
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begin_live(self, args, kwargs)
 
@@ -167,12 +174,13 @@ class PassObserver:
         num_tokens = batch * length if real is None else int(real.sum())
         phase: Phase = "decode" if length == 1 or _checks_proposals(kwargs, length) else "prefill"
         left = self._open
-        interrupted = 0 if left is None else left.pass_idx  # Ctrl-C runs no hooks: the pass that it ended is still open
-        self._local.state = None  # it is closed once, also if Ctrl-C comes again
+        # After Ctrl-C no hook ran, so the interrupted pass is still open here.
+        interrupted = 0 if left is None else left.pass_idx
+        self._local.state = None  # reset first, so that a second Ctrl-C cannot make us close that pass twice
         with self._lock:
             if self._ending:
                 raise PatchStateError(
-                    "The model was being unpatched by another thread when this forward began. Call it again when "
+                    "Another thread was unpatching the model when this forward began. Call it again after "
                     "promoe.unpatch has returned."
                 )
             if interrupted:
@@ -194,9 +202,9 @@ class PassObserver:
 
 
 def uncompiled(function: Function) -> Function:
-    """`function` as torch.compile has to take it: called as it is, with all that it calls, between two graphs.
+    """Return `function` marked so that torch.compile does not trace it or what it calls, but breaks the graph there.
 
-    Locks, threads and experts that come and go fit into no graph; the compiler would trace into the scheduler.
+    Locks, threads and experts that come and go cannot be part of a graph. The compiler would trace into the scheduler.
     """
     marked: Function = torch.compiler.disable(
         function,
@@ -206,7 +214,10 @@ def uncompiled(function: Function) -> Function:
 
 
 def at_run_time(function: Function) -> Function:
-    """An `uncompiled` function that refuses to be recorded: a traced forward would keep what was in the slots."""
+    """Return `function` marked as `uncompiled`, with an error if it is traced or exported.
+
+    A traced forward would keep the experts that were in the slots at that time.
+    """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -220,7 +231,7 @@ def at_run_time(function: Function) -> Function:
     return uncompiled(run)  # type: ignore[return-value]
 
 
-@functools.cache  # not when this is imported: torch's compiler takes long to import
+@functools.cache  # not done at import time, because importing torch's compiler takes long
 def _begin_pass() -> Callable[..., None]:
     return at_run_time(PassObserver._begin_pass)
 
@@ -231,17 +242,18 @@ def _end_pass() -> Callable[..., None]:
 
 
 def _by_position(tokens: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """`[sequences * length, ...]`, one sequence after the other, to one position after the other."""
+    """Reorder `[sequences * length, ...]` from sequence by sequence to position by position."""
     by_sequence = tokens.reshape(num_sequences, -1, *tokens.shape[1:])
     return by_sequence.transpose(0, 1).flatten(0, 1)
 
 
 def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """(sequences, tokens per sequence) of a forward's inputs."""
+    """Return the number of sequences, and of tokens per sequence, of a forward's inputs."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), kwargs.get("decoder_input_ids"), *args):
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
             batch, length = value.shape[:2]
-            # Continuous batching lays its sequences end to end, and says where each begins and the last one ends.
+            # Continuous batching joins its sequences end to end. `bounds` has the start of each and the end of the
+            # last.
             bounds = kwargs.get("cu_seq_lens_q")
             one_token_each = isinstance(bounds, torch.Tensor) and len(bounds) - 1 == batch * length
             return (batch * length, 1) if one_token_each else (batch, length)
@@ -249,9 +261,9 @@ def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
 
 
 def _checks_proposals(kwargs: dict[str, Any], length: int) -> bool:
-    """Whether a pass goes on with what was generated, by several tokens that were proposed (draft models, prompt lookup).
+    """Return whether a pass checks several proposed tokens (of a draft model or prompt lookup) during decoding.
 
-    `generate` then wants the logits of each of them, and of none that it has seen before.
+    `generate` then asks for the logits of exactly these tokens, and the KV cache is not empty.
     """
     wanted = kwargs.get("logits_to_keep")
     if not isinstance(wanted, int) or wanted != length:
@@ -261,7 +273,7 @@ def _checks_proposals(kwargs: dict[str, Any], length: int) -> bool:
 
 
 def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:
-    """`[batch * length]` bool in host memory from a 2-d attention mask; None where nothing is padding (or nothing is known)."""
+    """Return `[batch * length]` bool in host memory from a 2-d attention mask; None: no padding, or no usable mask."""
     if length == 1 or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != batch:
         return None
     if mask.shape[1] < length:
@@ -270,45 +282,50 @@ def _real_tokens(mask: Any, batch: int, length: int) -> torch.Tensor | None:
     return None if bool(real.all()) else real
 
 
-class _Walking:
-    """Of stacks; one at a time. Nobody forks meanwhile: the new process would have no collector."""
+class _StackLock:
+    """The lock under which one thread at a time walks stacks.
+
+    No thread forks while it is held, because the new process would have its garbage collector switched off.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler, or what is let go, may walk them, too
+        self.lock = threading.RLock()  # reentrant, because a signal handler or a finaliser may walk stacks as well
         hold_in_forks(self, self.lock, lambda _: None)
 
 
-_WALKING = _Walking()
+_STACK_LOCK = _StackLock()
 
 
 def threads_in_forward(model: nn.Module, layers: Sequence[MoELayer], but: int | None = None) -> list[str]:
-    """Names of the threads that are in a forward of `model`, or of a part of it that holds experts.
+    """Return the names of the threads that are in a forward of `model`, or of a part of it that contains experts.
 
-    A gate alone is none: predictors ask gates.
+    The forward of a gate alone does not count, because predictors call gates.
 
     Args:
         model: the model.
         layers: its MoE layers.
-        but: the number (`threading.get_ident`) of a thread that is not looked at.
+        but: the number (`threading.get_ident`) of a thread to leave out.
     """
     inside = _modules_around_experts(model, layers)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    with _WALKING.lock, _nothing_collected():
+    with _STACK_LOCK.lock, _nothing_collected():
         frames: dict[int, FrameType] = {}
         try:
             frames.update(sys._current_frames())
             found = [ident for ident, frame in frames.items() if ident != but and _calls_one_of(frame, inside)]
         finally:
-            frames.clear()  # one of them is this call's own, which holds them all, and with them other threads' models
+            # This call's own frame is among them and refers to them all. Without this, the cycle would keep the frames
+            # and models of other threads alive.
+            frames.clear()
     return [names.get(ident, f"thread {ident}") for ident in found]
 
 
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """While other threads' stacks are walked.
+    """Switch the garbage collector off while the stacks of other threads are walked.
 
-    Python 3.11 makes a frame's object when it is asked for, which may begin a collection, and what that frees may let
-    other threads run: the frames that are being walked then end, and the process with them.
+    Python 3.11 creates a frame's object when it is first asked for. That may start a garbage collection, whose
+    finalisers may let other threads run. The frames that are being walked could then end, and the process would crash.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -320,30 +337,30 @@ def _nothing_collected() -> Iterator[None]:
 
 
 def stack(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame, and those that called it."""
+    """Yield a frame, and then each frame that called the one before."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def check_idle(model: nn.Module, layers: Sequence[MoELayer]) -> None:
-    """Raise PatchStateError if a forward of a model runs that is to be patched."""
+    """Raise PatchStateError if a forward of `model` is running, so that it cannot be patched now."""
     if names := threads_in_forward(model, layers):
         raise PatchStateError(
-            f"This {type(model).__name__} cannot be patched while {in_words(names)}. Nothing was changed. Wait until the "
-            "model has returned, also in its hooks."
+            f"This {type(model).__name__} cannot be patched while {describe_forwards(names)}. Nothing was changed. Wait until "
+            "the model has returned, also in its hooks."
         )
 
 
-def in_words(names: Sequence[str]) -> str:
-    """`1 forward of it is running (in thread MainThread)`, and the same for several."""
+def describe_forwards(names: Sequence[str]) -> str:
+    """Return, for example, `1 forward of it is running (in thread MainThread)`."""
     many = len(names) > 1
     noun, verb, threads = ("forwards", "are", "threads") if many else ("forward", "is", "thread")
     return f"{len(names)} {noun} of it {verb} running (in {threads} {', '.join(names)})"
 
 
 def _modules_around_experts(model: nn.Module, layers: Sequence[MoELayer]) -> set[int]:
-    """Ids of the experts modules and of all that contain one."""
+    """Return the Python ids of the experts modules and of all modules that contain one."""
     parts = [layer.name.split(".") for layer in layers]
     names = {".".join(path[:depth]) for path in parts for depth in range(len(path))}
     return {id(model.get_submodule(name)) for name in names} | {id(layer.experts) for layer in layers}
@@ -351,7 +368,7 @@ def _modules_around_experts(model: nn.Module, layers: Sequence[MoELayer]) -> set
 
 def _calls_one_of(latest: FrameType, modules: set[int]) -> bool:
     for frame in stack(latest):
-        code = frame.f_code  # that of torch.compile is another one, of the same name and file
+        code = frame.f_code  # torch.compile makes another code object with the same name and file
         is_call = code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename
         if is_call and id(frame.f_locals.get("self")) in modules:
             return True

@@ -1,4 +1,4 @@
-"""Everything of a model but its routed experts, moved to the device that has the slots."""
+"""Move everything of a model except its routed experts to the device that has the slots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from promoe.units import format_memory
 
 
 def other_tensors(model: nn.Module, layers: Sequence[MoELayer]) -> Iterator[torch.Tensor]:
-    """Parameters and buffers that are no routed expert's, each once."""
+    """Yield the parameters and buffers that do not belong to routed experts, each once."""
     seen = {id(tensor) for layer in layers for tensor in layer.parameters()}
     for module in model.modules():
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -25,45 +25,48 @@ def other_tensors(model: nn.Module, layers: Sequence[MoELayer]) -> Iterator[torc
 
 
 def other_bytes(model: nn.Module, layers: Sequence[MoELayer]) -> int:
-    """What they take."""
+    """Return the size of `other_tensors`, in bytes."""
     return sum(tensor.nbytes for tensor in other_tensors(model, layers))
 
 
 def free_bytes(model: nn.Module, layers: Sequence[MoELayer], device: Device | None) -> int | None:
-    """Memory that slots may take: RAM, or what `device` has left beside all that will be placed there. None: unknown."""
+    """Return the bytes that slots may take in RAM, or on `device` beside all other tensors of the model; None: unknown."""
     return free_ram_bytes() if device is None else device.free_bytes() - other_bytes(model, layers)
 
 
 class Placed:
-    """Tensors that were moved, and where from. Copied or pickled along with its model, it is of the copy's tensors."""
+    """The tensors that were moved, and where they were before.
+
+    If it is copied or pickled together with its model, the copy refers to the copied model's tensors.
+    """
 
     def __init__(self) -> None:
         self._moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
 
     def move(self, tensor: torch.Tensor, device: torch.device, keep: bool) -> None:
-        """Move one; `keep` the memory that it was in, and have it back."""
+        """Move a tensor. With `keep`, `undo` gives it its present memory back; otherwise `undo` copies its values back."""
         before = tensor.data
-        self._moved.append((tensor, before if keep else before.device))  # first: Ctrl-C may come between
+        self._moved.append((tensor, before if keep else before.device))  # noted first, because Ctrl-C may come between
         tensor.data = before.to(device)
 
     def undo(self) -> None:
-        """All are where they were. Safe to repeat."""
+        """Move all tensors back. Calling it again does nothing."""
         while self._moved:
             tensor, before = self._moved.pop()
             tensor.data = tensor.data.to(before) if isinstance(before, torch.device) else before
 
 
 def place(model: nn.Module, layers: Sequence[MoELayer], device: Device, with_experts: bool = False) -> Placed:
-    """Move them to a device. The tensor objects stay, so that ties between them do.
+    """Move the tensors of `other_tensors` to a device. The tensor objects stay the same, so tied weights stay tied.
 
     Args:
-        model: whose.
+        model: the model.
         layers: its MoE layers.
-        device: where to.
-        with_experts: experts as well, which stay in RAM beside.
+        device: the device to move to.
+        with_experts: copy the experts to the device as well. Their memory in RAM is kept for the undo.
 
     Raises:
-        ConfigError: the device has no room for them; nothing was moved then.
+        ConfigError: the device has too little memory. Nothing was moved.
     """
     placed = Placed()
     try:
@@ -78,8 +81,8 @@ def place(model: nn.Module, layers: Sequence[MoELayer], device: Device, with_exp
         if not isinstance(error, torch.OutOfMemoryError):
             raise
         raise ConfigError(
-            f"The model without its routed experts takes {format_memory(other_bytes(model, layers))}, and {device.name} has "
-            f"{format_memory(device.free_bytes())} free beside {'the experts' if with_experts else 'the slots'}. Choose a "
+            f"The model without its routed experts takes {format_memory(other_bytes(model, layers))}, but {device.name} has "
+            f"only {format_memory(device.free_bytes())} free beside {'the experts' if with_experts else 'the slots'}. Choose a "
             "smaller cache, or load the model with a smaller dtype."
         ) from error
     return placed

@@ -1,6 +1,7 @@
-"""What a patched model refuses: another dtype or device, new weights for its experts, saving what it does not have.
+"""Operations that a patched model refuses.
 
-Each before anything of the model was changed, or anything written; other parts of the model may change as ever.
+These are a change of its dtype or device, new weights for its experts, and saving weights that are not in memory. Each
+is refused before anything is changed or written. Other parts of the model may be changed as usual.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ from promoe.transfer.lifetimes import if_alive
 
 _NO_LOADING = (
     "A patched model cannot load a state_dict: slots hold copies of its experts' weights. "
-    "Unpatch it, load, and patch it again."
+    "Unpatch it, load the state_dict, and patch it again."
 )
 _NO_SAVING = (
     "This model's weights cannot be saved or copied: its experts are in files, not in memory. Nothing was written. Call "
-    "promoe.unpatch(model) first, which reads all experts into memory; of a model that promoe.from_pretrained opened, the "
-    "checkpoint's folder can be copied instead."
+    "promoe.unpatch(model) first, which reads all experts into memory. If promoe.from_pretrained opened the model, you can "
+    "copy the checkpoint's folder instead."
 )
 
 
 def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[], None]:
-    """Refuse another dtype or device and new weights for experts, on whatever contains some, before anything of it was
-    changed; and to save a model whose experts are in files, before anything was written.
+    """Make every module that contains experts refuse the operations named above, and return the undo.
 
-    Returns the undo.
+    Saving is refused only if the experts are in files.
     """
     dtypes = {spec.dtype for layer in layers for spec in layer.layout.tensors}
     in_files = any(is_guard(parameter) for layer in layers for parameter in layer.parameters())
     with ExitStack() as undo:
         for module, paths in _containers(model, layers):
-            undo.callback(_replace_method(module, "_apply", partial(_same_form_only, dtypes)))
+            undo.callback(_replace_method(module, "_apply", partial(_apply_unless_converting, dtypes)))
             undo.callback(module.register_load_state_dict_pre_hook(_NoNewWeights(paths)).remove)
             if in_files:
                 undo.callback(_refuse_saving(module))
@@ -51,8 +51,11 @@ def refuse_changes(model: nn.Module, layers: Sequence[MoELayer]) -> Callable[[],
 
 
 def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[tuple[nn.Module, list[str]]]:
-    """Every module with experts' weights somewhere in it, and where: the model, its stack of layers, the blocks, ...; also
-    parts of an experts module, but not that itself, whose class takes care."""
+    """Return every module that contains experts' weights, with the weights' paths inside it.
+
+    These are the model, its list of layers, the blocks and so on, and the parts of an experts module. The experts
+    module itself is left out, because its swapped class refuses the same operations.
+    """
     found: dict[str, list[str]] = {}
     for layer in layers:
         for path in layer.paths:
@@ -65,9 +68,10 @@ def _containers(model: nn.Module, layers: Sequence[MoELayer]) -> list[tuple[nn.M
 
 
 def _replace_method(module: nn.Module, name: str, wrapped: Callable[..., Any]) -> Callable[[], None]:
-    """Have `wrapped(module, method, ...)` called in place of a module's method, on this instance. Returns the undo.
+    """Replace a method of this module instance by a call of `wrapped(module, method, ...)`, and return the undo.
 
-    A bound method in the instance's own dictionary would keep the module alive.
+    The replacement refers to the module weakly. A bound method in the instance's dictionary would keep the module
+    alive.
     """
     own, found = module.__dict__.get(name), weakref.ref(module)
 
@@ -76,7 +80,7 @@ def _replace_method(module: nn.Module, name: str, wrapped: Callable[..., Any]) -
         alive = found()
         if alive is None:
             raise PatchStateError(
-                f"This is a shallow copy of a patched model that is gone: {name} needs the model itself. Keep the model."
+                f"This is a shallow copy of a patched model that was deleted: {name} needs the model itself. Keep the model."
             )
         return wrapped(alive, own or getattr(type(alive), name).__get__(alive), *args, **kwargs)
 
@@ -90,7 +94,7 @@ def _replace_method(module: nn.Module, name: str, wrapped: Callable[..., Any]) -
     return if_alive(module, undo)
 
 
-def _same_form_only(
+def _apply_unless_converting(
     dtypes: Iterable[torch.dtype],
     module: nn.Module,
     apply: Callable[..., nn.Module],
@@ -102,14 +106,14 @@ def _same_form_only(
 
 
 def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterable[torch.dtype]) -> None:
-    """Raise UnsupportedModelError if `fn`, which is about to be applied to all tensors, gives another dtype or device."""
+    """Raise UnsupportedModelError if `fn`, which will be applied to all tensors, changes a dtype or the device."""
     for dtype in sorted(dtypes, key=str):
         probe = torch.empty(0, dtype=dtype, device="cpu")
         converted = fn(probe)
         if converted.dtype != dtype:
             raise UnsupportedModelError(
-                f"A patched model cannot change its dtype ({dtype} to {converted.dtype}): its slots and its store have "
-                "it. Nothing was changed. Unpatch it first, or open it with the dtype you want."
+                f"A patched model cannot change its dtype ({dtype} to {converted.dtype}), because its slots and its store have "
+                "the old one. Nothing was changed. Unpatch it first, or open it with the dtype you want."
             )
         if converted.device != probe.device:
             raise UnsupportedModelError(
@@ -119,7 +123,7 @@ def refuse_conversion(fn: Callable[[torch.Tensor], torch.Tensor], dtypes: Iterab
 
 
 class _NoNewWeights:
-    """A hook of `load_state_dict`. It also is what refuses to copy the module, whose hooks are ours."""
+    """A hook of `load_state_dict` that refuses new weights for experts. As it cannot be copied, neither can the module."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -129,33 +133,37 @@ class _NoNewWeights:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PatchStateError(
-            "No part of a patched model that holds experts can be copied or pickled. Unpatch it first (promoe.unpatch)."
+            "A part of a patched model that contains experts cannot be copied or pickled. Unpatch it first (promoe.unpatch)."
         )
 
 
 def refuse_loading(paths: Iterable[str], state_dict: Mapping[str, Any], prefix: str) -> None:
-    """Weights of other modules may be loaded, as those of an adapter are."""
+    """Raise PatchStateError if a state_dict has weights for experts.
+
+    Weights of other modules may be loaded, for example those of an adapter.
+    """
     if any(prefix + path in state_dict for path in paths):
         raise PatchStateError(_NO_LOADING)
 
 
 def _refuse_saving(module: nn.Module) -> Callable[[], None]:
-    """Before a folder is made or a file begun. An adapter's weights may be saved. Returns the undo."""
+    """Refuse to save a module before a folder or a file is made, except an adapter's weights. Return the undo."""
     with ExitStack() as undo:
         undo.callback(module.register_state_dict_pre_hook(_refuse_state_dict).remove)
         for name in ("save_pretrained", "push_to_hub"):
             if hasattr(module, name):
-                undo.callback(_replace_method(module, name, _unless_in_files))
+                undo.callback(_replace_method(module, name, _save_unless_in_files))
         return undo.pop_all().close
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    # With `keep_vars`, and by what loads or saves an adapter (mostly through a wrapper), it is asked for names only.
+    # With `keep_vars` the caller needs names only. So do the functions that load or save an adapter, mostly through a
+    # wrapper.
     if not keep_vars and not prefix and not any(map(is_adapter, module.modules())):
         raise PatchStateError(_NO_SAVING)
 
 
-def _unless_in_files(module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _save_unless_in_files(module: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("state_dict") is None and not getattr(module, "_hf_peft_config_loaded", False):
         raise PatchStateError(_NO_SAVING)
     return save(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Experts read from a store into ordinary tensors, as the model had them, or would have."""
+"""Read experts from a store into ordinary tensors, as Transformers would have loaded them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from promoe.scheduler import ExpertKey
 from promoe.stores import Store
 from promoe.stores.base import read_expert
 
-# Readers that fill a model's memory when all its experts are loaded: enough to keep one disk busy.
+# Threads that read when all experts are loaded: enough to keep one disk busy.
 LOADING_THREADS = 2
 
 
 def load_all_experts(layers: Sequence[MoELayer], store: Store, progress: Progress | None = None) -> None:
-    """Replace every guarded expert parameter by a real one, read from the store; all of them or none.
+    """Replace every guarded expert parameter by a real one that is read from the store, or change nothing.
 
     Raises:
-        CheckpointError: bytes cannot be read.
+        CheckpointError: an expert cannot be read.
     """
     for layer, bank in zip(layers, read_all_experts(layers, store, progress), strict=True):
-        # Guards do not say whether the weights would be trained; the gate beside them does.
+        # Guards do not know whether the weights would be trained, so this is taken from the gate beside them.
         requires_grad = any(parameter.requires_grad for parameter in layer.gate.parameters())
         for path, loaded in bank.items():
             keep = is_buffer(layer.experts, path)
@@ -37,10 +37,10 @@ def load_all_experts(layers: Sequence[MoELayer], store: Store, progress: Progres
 def read_all_experts(
     layers: Sequence[MoELayer], store: Store, progress: Progress | None = None
 ) -> list[dict[str, torch.Tensor]]:
-    """Per layer, what belongs at each of its paths. Nothing is changed.
+    """Return, for each layer, a tensor for each of its paths. Changes nothing.
 
     Raises:
-        CheckpointError: bytes cannot be read.
+        CheckpointError: an expert cannot be read.
     """
     banks, done_bytes = [], 0
     for layer in layers:
@@ -48,7 +48,8 @@ def read_all_experts(
             banks.append(_read_layer(layer, store))
         except OSError as error:
             raise CheckpointError(
-                f"The experts of {layer.name!r} could not be read: {error}. Nothing was changed: mend the cause and try again."
+                f"The experts of {layer.name!r} could not be read: {error}. Nothing was changed. Remove the cause and try "
+                "again."
             ) from error
         done_bytes += layer.num_experts * layer.layout.payload_bytes
         if progress is not None:
@@ -57,12 +58,12 @@ def read_all_experts(
 
 
 def _read_layer(layer: MoELayer, store: Store) -> dict[str, torch.Tensor]:
-    """What is to be registered at each of the layer's paths."""
+    """Return a tensor for each of the layer's paths, by path."""
     loaded: dict[str, torch.Tensor] = {}
     rows: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-    with torch.inference_mode(False):  # ordinary tensors, wherever we are called
+    with torch.inference_mode(False):  # the caller may be in inference mode, and ordinary tensors are needed
         for tensor in layer.tensors:
-            # Zeros, as a stack may have rows that belong to no expert.
+            # Zeros, because a stack may have rows that belong to no expert.
             parts = [torch.zeros(tensor.stack_shape, dtype=tensor.dtype) for _ in tensor.paths]
             loaded |= zip(tensor.paths, parts, strict=True)
             rows[tensor.name] = tensor.split(parts, layer.num_experts)

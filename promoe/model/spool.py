@@ -1,4 +1,4 @@
-"""Experts of a model in RAM, written to files that nobody else sees: `promoe.patch(model, store="disk")`."""
+"""Write the experts of a model in RAM to temporary files, for `promoe.patch(model, store="disk")`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IN_RAM = ("tmpfs", "ramfs")
 
 
 class SpooledStore(SlotFilesStore):
-    """Store over files that `spool` wrote."""
+    """A store over files that `spool` wrote."""
 
 
 def spool(
@@ -33,17 +33,17 @@ def spool(
     """Write all experts to a new folder.
 
     Args:
-        layers: of the model.
-        live: their experts.
-        parent: where the folder is made; None: where the system has temporary files.
+        layers: the model's MoE layers.
+        live: a store of their experts in RAM.
+        parent: the folder to make the new one in. None: the system's folder for temporary files.
         chunk_bytes: longest chunk of the store.
 
     Returns:
-        A store over the files, and their folder, which is removed at the latest when nobody holds it any more. Who has the
-        files open reads on.
+        A store over the files, and the new folder. The folder is removed when that object is deleted, at the latest;
+        the store has the files open and can still read them.
 
     Raises:
-        ConfigError: there is too little room, the place is in RAM, or it cannot be written. Nothing is left of it then.
+        ConfigError: there is too little space, the folder is in RAM, or it cannot be written. No files are left behind.
     """
     place = Path(tempfile.gettempdir() if parent is None else parent)
     nbytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
@@ -54,7 +54,7 @@ def spool(
         paths = [layer_path(Path(folder.name), layer.layer_idx) for layer in layers]
         for layer, path in zip(layers, paths, strict=True):
             write_layer(path, header_of({"layer": layer.name}, layer.num_experts, layer.layout), _slots(layer, live))
-        drop_files(paths)  # what was just written would take as much RAM as the experts do
+        drop_files(paths)  # otherwise the page cache keeps what was written, as much as all experts
         files = SafetensorsFiles.open(paths)
         return SpooledStore(files, live.layouts, live.num_experts, chunk_bytes), folder
     except BaseException as error:
@@ -63,7 +63,7 @@ def spool(
         if isinstance(error, OSError):
             raise ConfigError(
                 f"The model's experts ({format_memory(nbytes)}) could not be written to '{place}': {error.strerror or error}. "
-                "Nothing was changed. Name another folder: config=PromoeConfig(spool_folder=...)."
+                "Nothing was changed. Choose another folder: config=PromoeConfig(spool_folder=...)."
             ) from error
         raise
 
@@ -79,19 +79,19 @@ def _check_place(place: Path, nbytes: int) -> None:
     kind = file_system(place)
     if kind in IN_RAM:
         raise ConfigError(
-            f"The model's experts ({format_memory(nbytes)}) would be written to '{place}', which is in RAM ({kind}): nothing "
-            "would be gained. Nothing was changed. Name a folder on a disk: config=PromoeConfig(spool_folder=...)."
+            f"The model's experts ({format_memory(nbytes)}) would be written to '{place}', which is in RAM ({kind}), so that "
+            "no RAM would be freed. Nothing was changed. Choose a folder on a disk: config=PromoeConfig(spool_folder=...)."
         )
     free_bytes = shutil.disk_usage(place).free
     if nbytes > free_bytes:
         raise ConfigError(
-            f"The model's experts take {format_memory(nbytes)}; {format_memory(free_bytes)} are free in '{place}'. Nothing was "
-            "changed. Free some, or name another folder: config=PromoeConfig(spool_folder=...)."
+            f"The model's experts take {format_memory(nbytes)}, but '{place}' has only {format_memory(free_bytes)} free. "
+            "Nothing was changed. Free some space, or choose another folder: config=PromoeConfig(spool_folder=...)."
         )
 
 
 def file_system(folder: Path, proc: Path = PROC) -> str | None:
-    """The kind of file system that a folder is on, such as "ext4"; None where the system does not tell.
+    """Return the kind of file system that a folder is on, such as "ext4"; None if the system has no /proc.
 
     Raises:
         OSError: there is no such folder.

@@ -1,4 +1,4 @@
-"""The tokenizer beside a checkpoint, and prompts as it encodes them."""
+"""Load the tokenizer of a checkpoint, and encode prompts with it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from promoe.model.hub import base_of
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a checkpoint.
+    """Return the tokenizer of a checkpoint.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
     base = base_of(model)
     if base != model and _has_tokenizer(model):
-        base = model  # an adapter's own, which may know more tokens
+        base = model  # an adapter may have a tokenizer of its own, with more tokens
     try:
         # Never ask on the terminal whether a checkpoint's own code may run.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises that class itself
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise CheckpointError(
             f"Cannot open the tokenizer of '{base[:500]}': {type(error).__name__}: {str(error)[:2000].rstrip('. ')}. Its files "
             "(tokenizer.json, tokenizer_config.json) are missing, damaged, or Git LFS pointers that were not pulled."
@@ -33,7 +33,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
 
 
 def _has_tokenizer(adapter: str) -> bool:
-    """Return whether a folder, or a hub id, has a tokenizer's files."""
+    """Return whether a folder or a repository of the hub has a tokenizer's files."""
     names = ("tokenizer_config.json", "tokenizer.json")
     if os.path.isdir(adapter):
         return any(os.path.isfile(os.path.join(adapter, name)) for name in names)
@@ -44,20 +44,20 @@ def _has_tokenizer(adapter: str) -> bool:
 
 
 def check_known(model: Any, ids: torch.Tensor) -> None:
-    """Raise CheckpointError where a tokenizer gave ids that the model has no embedding for."""
+    """Raise CheckpointError if a tokenizer returned ids for which the model has no embedding."""
     num_known = model.get_input_embeddings().num_embeddings
     if int(ids.max()) >= num_known:
         raise CheckpointError(
-            f"The tokenizer gives token {int(ids.max())}, and the model knows {num_known}: they do not belong together. Put "
-            "the model's own tokenizer beside it."
+            f"The tokenizer returned token {int(ids.max())}, but the model has only {num_known} tokens: they do not belong "
+            "together. Put the model's own tokenizer into its folder."
         )
 
 
 def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask`, both `[1, n]`, through the chat template where there is one.
+    """Return `input_ids` and `attention_mask`, both `[1, n]`, of a prompt. The chat template is applied if there is one.
 
     Raises:
-        CheckpointError: the tokenizer, or its chat template, cannot encode it.
+        CheckpointError: the tokenizer or its chat template cannot encode the prompt.
     """
     try:
         if tokenizer.chat_template is not None:
@@ -68,14 +68,14 @@ def prompt_inputs(tokenizer: PreTrainedTokenizerBase, prompt: str) -> dict[str, 
         else:
             encoded = tokenizer(prompt, return_tensors="pt")
         found = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    except Exception as error:  # a template computes, and may divide by zero
+    except Exception as error:  # a template is a program, and may raise anything
         raise CheckpointError(
             f"The model's tokenizer or chat template cannot encode the prompt: {type(error).__name__}: {str(error)[:2000]}. "
-            "Mend tokenizer_config.json or chat_template.jinja."
+            "Repair tokenizer_config.json or chat_template.jinja."
         ) from error
     if not found["input_ids"].numel():
         raise CheckpointError(
-            "The model's tokenizer makes no tokens of the prompt: its own files are missing or empty, and Transformers made up "
-            "one that knows nothing. Put tokenizer.json and tokenizer_config.json beside the checkpoint."
+            "The model's tokenizer turns the prompt into no tokens. Its own files are missing or empty, so Transformers made "
+            "one without a vocabulary. Put tokenizer.json and tokenizer_config.json into the checkpoint's folder."
         )
     return found

@@ -1,4 +1,4 @@
-"""Puts a runtime under a model: pools, scheduler, engine and predictor first, then hooks and classes, or nothing at all."""
+"""Build the runtime of a model (pools, scheduler, engine, predictor), then attach it to the model; or change nothing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a patched model is made of, before any of the model was touched."""
+    """Everything that `assemble` needs to build a runtime. It is made before the model is changed."""
 
     layers: Sequence[MoELayer]
     store: Store
@@ -55,15 +55,15 @@ class Parts:
     predictor: Predictor | None
     predictor_name: str | None
     device: Device | None = None
-    """Where slots and all but the experts are to be; None: where the experts are."""
+    """The device for the slots and everything except the experts; None: the CPU."""
     freed_bytes: int = 0
-    """RAM that the model gives back once it is patched."""
+    """RAM in bytes that the model frees once it is patched."""
 
 
 def resolve_predictor(
     choice: PredictorChoice, layers: Sequence[MoELayer], config: PromoeConfig, model_type: str | None = None
 ) -> tuple[Predictor | None, str | None]:
-    """The predictor that a user asked for, and its name.
+    """Return the predictor that the user chose, and its name.
 
     Raises:
         ConfigError: there is none of that name; or it was trained for another model.
@@ -76,7 +76,7 @@ def resolve_predictor(
 
 
 def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None) -> PredictorContext:
-    """What predictors know of a model."""
+    """Return what predictors may know of a model."""
     return PredictorContext(
         gates=[layer.gate for layer in layers],
         num_experts=[layer.num_experts for layer in layers],
@@ -88,7 +88,7 @@ def predictor_context(layers: Sequence[MoELayer], model_type: str | None = None)
 
 
 def open_link(choice: LinkChoice, parts: Parts) -> Link:
-    """The link that a user asked for, which `check_choices` let pass."""
+    """Return the link that the user chose, which `check_choices` has checked."""
     if (device := parts.device) is None:
         planned_bytes = sum(plan.nbytes for plan in parts.plans) - parts.freed_bytes
         return _link_into_ram(choice, parts.store, parts.config, planned_bytes)
@@ -121,7 +121,7 @@ def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, plann
 
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:
-    """Sizes and switches for the scheduler."""
+    """Return the scheduler's settings for these parts."""
     config, layers = parts.config, parts.layers
     return SchedulerConfig(
         num_experts=[layer.num_experts for layer in layers],
@@ -139,23 +139,22 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
 
 
 def _first_chunks(parts: Parts, layer_idx: int) -> int:
-    """How many chunks of an expert are enough to begin it, where that is worth a group of its own."""
-    if (
-        not parts.config.ablation.begin_early or parts.device is not None
-    ):  # kernels there begin when a whole expert has come
+    """Return how many chunks of an expert are enough to compute its first product; 0: it is not begun early."""
+    # Kernels on a device wait for a whole expert.
+    if not parts.config.ablation.begin_early or parts.device is not None:
         return 0
     count = first_chunks(parts.store, layer_idx, SECOND)
     return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
 
 
 def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> SlotHandle:
-    """Build the runtime and hook it into the model; on any error everything is taken back and the model is as before.
+    """Build the runtime and attach it to the model. On any error everything is undone, and the model is as before.
 
     Args:
-        model: whose layers `parts` describes.
-        parts: validated.
+        model: the model whose layers `parts` describes.
+        parts: everything that the runtime is made of.
         link_choice: see `open_link`.
-        restore: called when the model is unpatched, before anything is detached; may fail.
+        restore: called when the model is unpatched, before anything is detached. It may raise.
     """
     layers, config = parts.layers, parts.config
     with ExitStack() as undo:
@@ -168,7 +167,7 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
         if parts.device is None:
             warn_of_threads()
         else:
-            _say_what_is_exact(layers, parts.device)
+            _warn_if_inexact(layers, parts.device)
             undo.callback(place(model, layers, parts.device).undo)
         link = open_link(link_choice, parts)
         undo.callback(link.close)
@@ -198,7 +197,8 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
         passes.on_end = if_alive(handle, lambda handle, *ended: handle.pass_ended(*ended))
         undo.callback(when_gone(runtime, partial(_close, engine, parts.store)))
         called = _called_model(model, layers)
-        undo.callback(passes.attach(called))  # undone when no layer is patched any more: it refuses passes until then
+        # Attached before the layers, so that it is undone after them: it refuses passes until they are unpatched.
+        undo.callback(passes.attach(called))
         for layer in layers:
             undo.callback(attach.attach(layer, at_run_time(runtime.run(layer)), at_run_time(runtime.tap(layer))))
         undo.callback(refuse_changes(model, layers))
@@ -219,15 +219,18 @@ def _pool(plan: PoolPlan, parts: Parts) -> Pool:
 
 
 def _called_model(model: nn.Module, layers: Sequence[MoELayer]) -> nn.Module:
-    """The model of Transformers in `model`: with an adapter it has a wrapper, but generates without it."""
+    """Return the model of Transformers inside `model`. PEFT's wrapper generates by calling the model inside it."""
     names = [name for name, module in model.named_modules() if isinstance(module, PreTrainedModel)]
     around = (name for name in names if all(layer.name.startswith(f"{name}." if name else "") for layer in layers))
     return model.get_submodule(next(around, ""))
 
 
-def _say_what_is_exact(layers: Sequence[MoELayer], device: Device) -> None:
-    """An expert's product by itself has the same bits whatever runs beside it; kernels over several may not. On an H200 those
-    of grouped_mm had them in every dtype (docs/benchmarks.md), those of batched_mm in all but one case."""
+def _warn_if_inexact(layers: Sequence[MoELayer], device: Device) -> None:
+    """Warn if the output on `device` may differ from the unmodified model's in the last bits.
+
+    A product with one expert has the same bits whatever runs beside it. A kernel over several experts may not. On an
+    H200, grouped_mm had the same bits in every dtype (docs/benchmarks.md), and batched_mm in all cases but one.
+    """
     exact = {"eager", "grouped_mm"} if is_hopper(device.torch_device) else {"eager"}
     if others := sorted({layer.implementation for layer in layers} - exact):
         logger.warning(
@@ -240,7 +243,7 @@ def _say_what_is_exact(layers: Sequence[MoELayer], device: Device) -> None:
 
 
 def _generate_without_graphs(model: nn.Module) -> Callable[[], None]:
-    """With a static cache, `generate` would compile the forward and capture it as a CUDA graph. Returns the undo."""
+    """Keep `generate` from compiling the forward into a CUDA graph, as it does with a static cache. Return the undo."""
     settings: Any = getattr(model, "generation_config", None)
     if settings is None:
         return lambda: None
@@ -250,6 +253,6 @@ def _generate_without_graphs(model: nn.Module) -> Callable[[], None]:
 
 
 def _close(engine: Engine, store: Store) -> None:
-    """What is left of a model that was let go while it was patched: its threads, the slots and open files."""
+    """Release what a patched model leaves behind when it is freed: threads, slots and open files."""
     engine.close()
     store.close()

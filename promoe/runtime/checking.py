@@ -1,4 +1,4 @@
-"""The first step of both front doors: check the arguments, before anything slow begins."""
+"""The first step of `patch` and `from_pretrained`: check the arguments, before anything slow begins."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINK_NAMES = ("auto", "file", "host")
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments that `patch` and `from_pretrained` both take; see there."""
+    """The arguments that `patch` and `from_pretrained` have in common."""
 
     cache: CacheSize
     predictor: PredictorChoice
@@ -33,23 +33,23 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Arguments that were checked as far as they can be without a model."""
+    """Arguments that were checked as far as that is possible without a model."""
 
     asked: Arguments
     device: Device | None
-    """Where slots and all but the experts are to be; None: the processor's memory."""
+    """The device for the slots and everything except the experts; None: the CPU."""
     config: PromoeConfig
 
 
 def check(arguments: Arguments, on_disk: bool) -> Checked:
-    """Check the arguments of a front door.
+    """Check the arguments of `patch` or `from_pretrained`.
 
     Args:
-        arguments: as they were given.
+        arguments: the arguments as the caller gave them.
         on_disk: whether the experts are read from files.
 
     Raises:
-        ConfigError: one of them cannot work, alone or together.
+        ConfigError: one of them is invalid, alone or together with others.
     """
     config = checked_config(arguments.config)
     check_interpreter()
@@ -58,8 +58,8 @@ def check(arguments: Arguments, on_disk: bool) -> Checked:
     check_choices(arguments.predictor, arguments.link, on_disk, on_device=device is not None)
     if device is not None and config.verify and not on_disk:
         raise ConfigError(
-            f"verify={config.verify!r} compares experts in RAM, but a device copies them from where they lie. Leave it out, "
-            "or open the model with promoe.from_pretrained."
+            f"verify={config.verify!r} compares experts that the CPU copies, but here the device copies them from RAM by "
+            "itself. Leave it out, or open the model with promoe.from_pretrained."
         )
     return Checked(arguments, device, config)
 

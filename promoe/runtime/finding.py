@@ -1,6 +1,6 @@
-"""The second step of both front doors: the experts, found, and how they come to be served.
+"""The second step of `patch` and `from_pretrained`: find the experts, and know how to serve them.
 
-They are in a model's own tensors, are to leave those for files, or are in the files of a checkpoint.
+The experts are in a model's own tensors and stay there, are to be moved to files, or are in the files of a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from promoe.transfer.links.free_ram import own_ram_bytes
 
 
 class Served(NamedTuple):
-    """Experts that can be served."""
+    """Experts that are ready to be served from a store."""
 
     store: Store
     restore: Callable[[], None]
-    """Gives them back to the model. Holds its layers and files, and never the model, which will own it."""
+    """Gives the experts back to the model. The model will own this, so it must not keep the model alive."""
 
 
 class Found:
     """A model whose experts are in its own tensors, and stay there.
 
     Args:
-        model: whose.
-        layers: its MoE layers, released.
+        model: the model.
+        layers: its MoE layers, released (`MoELayer.released`).
     """
 
     home = "host"
-    """Where a model's report says that its experts are when they need no slots."""
+    """Where the report says that the experts are, if they need no slots."""
 
     def __init__(self, model: nn.Module, layers: Sequence[MoELayer]) -> None:
         self.model, self.layers = model, layers
@@ -54,43 +54,43 @@ class Found:
 
     @cached_property
     def freed_bytes(self) -> int:
-        """RAM that the model gives back once its experts are served."""
+        """RAM in bytes that the model frees once its experts are served."""
         return 0
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
-        """Return whether the experts are used where they are, or will be: then nothing is fetched.
+        """Return whether all experts are used in place, so that nothing is fetched.
 
         Args:
             checked: the arguments.
-            all_fit: there would be slots for all of them.
+            all_fit: whether the cache has slots for all experts.
         """
         return (all_fit and checked.config.bypass) or (checked.device is None and checked.asked.link == "auto")
 
     def keep_all(self) -> None:
-        """Have all experts in the model's own tensors."""
+        """Put all experts into the model's own tensors. Does nothing here, because they are in them already."""
 
     def serving(self, config: PromoeConfig, on_device: bool) -> AbstractContextManager[Served]:
-        """Return the experts, to be served by what happens inside; if that fails, the model has them as before."""
+        """Return a context in which the experts can be served. If it raises, the model has its experts as before."""
         store = HostStore([layer.rows() for layer in self.layers], config.longest_chunk(onto_device=on_device))
         return nullcontext(Served(store, _nothing))
 
 
 class FoundForDisk(Found):
-    """A model whose experts are to leave its tensors for files."""
+    """A model whose experts are to be moved from its tensors to files."""
 
     @cached_property
     def freed_bytes(self) -> int:
-        """As long as the experts are there: none of a checkpoint that is mapped, which is free already."""
+        """RAM in bytes that the experts take. Experts in a memory-mapped checkpoint take none."""
         total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in self.layers)
         return min(total_bytes, own_ram_bytes() or 0)
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
-        """With room for all of them in RAM they stay in it."""
+        """Return whether the experts stay in RAM, because the cache has room for all of them."""
         return all_fit and checked.config.bypass and checked.device is None
 
     @contextmanager
     def serving(self, config: PromoeConfig, on_device: bool) -> Iterator[Served]:
-        """Compare them with the checkpoint, or write them; see `Offloaded`."""
+        """Compare the experts with the checkpoint, or write them to files, and free their RAM (see `Offloaded`)."""
         offloaded = Offloaded(self.model, self.layers, config)
         with offloaded.guarded(self.model):
             yield Served(offloaded.store, offloaded.restore)
@@ -100,9 +100,9 @@ class FoundInFiles(Found):
     """A model that was opened without its experts.
 
     Args:
-        opened: it.
-        packed: see `from_pretrained`; None also where a device multiplies.
-        progress: told of what is read.
+        opened: the model.
+        packed: see `from_pretrained`; None if the model computes on a device.
+        progress: called while experts are read.
         config: the settings.
     """
 
@@ -119,20 +119,23 @@ class FoundInFiles(Found):
         self.layouts, self.num_experts = self._store.layouts, self._store.num_experts
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
-        """With room for all of them they are loaded; packed ones are served, as the model has no place for them."""
+        """Return whether all experts are loaded, because the cache has room for them.
+
+        Packed experts are always served from slots: the model has no place for them.
+        """
         return all_fit and checked.config.bypass and checked.device is None and self._store is self._plain
 
     def keep_all(self) -> None:
-        """Load them."""
+        """Load all experts into the model."""
         load_all_experts(self.layers, self._plain, self._progress)
         self._plain.close()
 
     def serving(self, config: PromoeConfig, on_device: bool) -> AbstractContextManager[Served]:
-        """From the files that are open."""
+        """Return a context in which the experts are served from the open files."""
         return nullcontext(Served(self._store, partial(load_all_experts, self.layers, self._plain)))
 
     def close(self) -> None:
-        """Close the files, where the model was not served."""
+        """Close the files, if serving the model failed."""
         self._store.close()
 
 
@@ -140,12 +143,12 @@ def find_in_ram(model: nn.Module, on_disk: bool) -> Found:
     """Find the experts of a model in RAM. Changes nothing.
 
     Args:
-        model: in eval mode, on the CPU.
-        on_disk: whether they are to leave RAM.
+        model: a model in eval mode, on the CPU.
+        on_disk: whether its experts are to be moved to files.
 
     Raises:
-        ConfigError: it is no module.
-        UnsupportedModelError: it has no MoE layers that can be served, or is not in a state to.
+        ConfigError: `model` is not a torch module.
+        UnsupportedModelError: it has no MoE layers that can be served, is in training mode or is not on the CPU.
         PatchStateError: it is patched already, or a forward of it is running.
     """
     check_module(model)
@@ -168,7 +171,7 @@ def check_state(model: nn.Module, layers: Sequence[MoELayer]) -> None:
     """Raise UnsupportedModelError unless the model is on the CPU and in eval mode."""
     if model.training:
         raise UnsupportedModelError(
-            "The model is in training mode; promoe serves inference only, because slots are overwritten while a "
+            "The model is in training mode, but promoe supports inference only: slots are overwritten while a "
             "backward pass would still need them. Call model.eval() first."
         )
     devices = sorted({str(tensor.device) for layer in layers for tensor in layer.parameters()})
@@ -179,4 +182,4 @@ def check_state(model: nn.Module, layers: Sequence[MoELayer]) -> None:
 
 
 def _nothing() -> None:
-    """Give nothing back: the experts never left."""
+    """Do nothing: the experts are still in the model's tensors."""

@@ -1,4 +1,4 @@
-"""`model.promoe`: what a user asks a patched model."""
+"""`model.promoe`: the interface of a patched model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from promoe.stats.tracing import Tracer
 
 
 class Handle(ABC):
-    """The handle of a patched model: counters, reports, timelines, and its end. The same whether or not there are slots.
+    """The handle of a patched model: counters, reports, timelines, resizing and closing.
+
+    A model whose experts need no slots has a handle with the same methods.
 
     Attributes:
-        config: the settings it was patched with.
+        config: the settings that the model was patched with.
     """
 
     config: PromoeConfig
@@ -33,44 +35,45 @@ class Handle(ABC):
 
     @abstractmethod
     def reset_stats(self) -> None:
-        """Set all counters to zero. Slots and what was learned stay."""
+        """Set all counters to zero. The cache keeps its contents, and what was learned from earlier passes stays."""
 
     @abstractmethod
     def warm(self, popularity: Popularity) -> int:
-        """Fetch the most used experts into free slots, and wait until they are there. Nothing is evicted.
+        """Fetch the most used experts into the free slots, the most popular ones first, and wait until they have arrived.
 
-        Until a layer has counted uses itself, eviction goes by the same numbers (with `eviction="static"`, always).
+        The first prompt of a new model then finds them there. No expert is evicted. Eviction uses the same numbers
+        until a layer has measured its own (with `eviction="static"`, from now on).
 
         Args:
-            popularity: the JSON file that `promoe run` writes with `--report`, the `stats()` of an earlier run, or how often
-                each expert is used, `[num_layers][num_experts]`, in any unit.
+            popularity: the JSON file that `promoe run` writes beside its page (`--report`); the `stats()` of an earlier
+                run; or how often each expert is used, `[num_layers][num_experts]`, in any unit.
 
         Returns:
-            The number of used experts that are in slots now.
+            How many of the experts with a popularity above zero are in fast memory now.
 
         Raises:
-            ConfigError: the file cannot be read, or the numbers belong to another model.
-            EngineClosedError, EngineStalledError, EngineError: nothing can be fetched any more.
+            ConfigError: the file cannot be read, or its numbers belong to another model.
+            EngineClosedError, EngineStalledError, EngineError: the engine cannot fetch any more.
         """
 
     @abstractmethod
     def resize(self, cache: CacheSize) -> None:
         """Resize the cache between two forwards, for example when the KV cache grows.
 
-        If slots go, the experts whose next use is expected last leave. On a GPU, the old and the new slots exist together for a
-        moment.
+        If there are fewer slots than before, the experts whose next use is expected last are evicted. On a device, the
+        old and the new slots take memory at the same time for a moment.
 
         Args:
-            cache: "6GiB", "50%" of the routed experts, or bytes.
+            cache: "6GiB", "50%" of the routed experts, or a number of bytes.
 
         Raises:
-            ConfigError: this is not a size, or it is too small, or more than the free memory.
-            PatchStateError: a forward of the model is running, or it has no slots. Nothing has changed.
-            EngineClosedError, EngineStalledError, EngineError: the model cannot run any more.
+            ConfigError: `cache` is not a size, is too small, or is more than the free memory.
+            PatchStateError: a forward of the model is running, or the model has no slots. Nothing was changed.
+            EngineClosedError, EngineStalledError, EngineError: the engine has stopped.
         """
 
     def report(self) -> str:
-        """Return the counters, what they mean and what to do about it, as text."""
+        """Return the counters as text, with what they mean and advice on what to change."""
         return text_report(self.stats())
 
     @abstractmethod
@@ -78,33 +81,37 @@ class Handle(ABC):
         """Record a timeline while the context lasts and write it to `path` (Chrome-trace JSON, for ui.perfetto.dev).
 
         Args:
-            path: file to write; None: write nothing, and keep only the latest events, for `lanes_of(tracer.spans())`.
+            path: the file to write. None: write nothing and keep only the latest events, for
+                `lanes_of(tracer.spans())`.
 
         Raises:
             ConfigError: the path cannot be written. This is raised before anything runs.
-            PatchStateError: another timeline is being recorded.
+            PatchStateError: a timeline is being recorded already.
         """
 
     @abstractmethod
     def close(self) -> None:
         """Stop all threads and free the slots. Later forwards raise EngineClosedError; `promoe.unpatch` still works.
 
-        While other threads run forwards, the slots stay until the model is unpatched or deleted.
+        If forwards are running in other threads, the slots are freed when the model is unpatched or garbage collected.
         """
 
     @abstractmethod
     def detach(self, model: nn.Module) -> None:
-        """Undo everything: hooks, classes, threads, memory. `model`, which has this handle, is as before it was patched.
+        """Undo everything (hooks, classes, threads, memory), so that `model` is as it was before it was patched.
+
+        Args:
+            model: the model that has this handle.
 
         Raises:
-            PatchStateError: a forward of it is running; then nothing was changed.
-            CheckpointError: its experts could not be read from their files; then it stays patched and usable.
+            PatchStateError: a forward of the model is running. Nothing was changed.
+            CheckpointError: the experts could not be read from their files. The model stays patched and usable.
         """
 
 
 @contextmanager
 def written(tracer: Tracer, path: str | PathLike[str] | None) -> Iterator[Tracer]:
-    """Write what `tracer` has recorded to `path`, if there is one, when the context ends."""
+    """Write the events of `tracer` to `path` when the context ends, unless `path` is None."""
     if path is not None:
         check_writable(path)
     try:

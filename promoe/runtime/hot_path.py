@@ -1,6 +1,7 @@
-"""One patched model at work: from gate output to hint, from the experts' forward to a visit, and what is predicted.
+"""The hot path of a patched model: what runs once or twice per MoE layer and token.
 
-The hot path of the library: everything here runs once or twice per MoE layer and token.
+A gate's output becomes a hint to the engine and an input for the predictor. The experts' forward becomes a visit of the
+engine.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 
 _NO_CAPTURE = (
-    "A CUDA graph was being captured while the experts ran. Which experts a token needs is not known then, so that their "
-    "weights could not be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
+    "A CUDA graph was being captured while the experts ran. During capture it is not known which experts a token needs, so "
+    "their weights cannot be fetched. Generate without graphs: no static cache, no torch.compile(mode='reduce-overhead')."
 )
 # Up to this many rows, a matmul is limited by reading the weights.
-ROWS_FOR_THE_PRICE_OF_ONE = 6
+MEMORY_BOUND_ROWS = 6
 
 
 class Runtime:
     """Runs the experts of one model's MoE layers through an engine.
 
     Attributes:
-        on_device: whether the model computes on a device, not on the processor.
+        on_device: whether the model computes on a device, not on the CPU.
 
     Args:
         layers: the model's MoE layers, in order.
-        engine: started.
-        forecaster: what predicts; None: no prefetch.
+        engine: an engine that was started.
+        forecaster: runs the predictor; None: no prefetching.
         passes: watches the model's forward passes.
         min_group_bytes: see `PromoeConfig`.
         stream: see `PromoeConfig`.
-        device: where the model computes; None: the processor.
+        device: the device that the model computes on; None: the CPU.
         live: whether experts are served from the layers' own tensors.
     """
 
@@ -76,51 +77,53 @@ class Runtime:
         self._live = [LiveWeights(layer) for layer in layers] if live else []
         self.on_device = device is not None
         self._ids: IdReader = HostIds() if device is None else DeviceIds(device)
-        self._experts_code: CodeType | None = None  # of the forwards that `run` returns, all one
+        self._experts_code: CodeType | None = None  # the code object that all forwards returned by `run` share
 
     @property
     def predictor_failed(self) -> bool:
-        """Whether there was a predictor and it broke: experts are fetched on demand since then."""
+        """Whether the predictor has failed, so that experts are only fetched on demand."""
         return self.forecaster is not None and self.forecaster.failed
 
     @property
     def visiting(self) -> bool:
-        """Whether this thread is in the experts' forward of a layer: a signal handler, or a hook in there. As its stack says: a
-        flag could be left behind by Ctrl-C."""
+        """Whether this thread is inside a layer's experts' forward (as a signal handler or a hook may be).
+
+        The thread's stack is examined, because Ctrl-C could leave a flag set.
+        """
         return any(frame.f_code is self._experts_code for frame in stack(sys._getframe()))
 
     def close(self) -> None:
-        """Stop the predictor and the engine. Safe to repeat."""
+        """Stop the predictor and the engine. Calling it again does nothing."""
         if self.forecaster is not None:
             self.forecaster.close()
         self.engine.close()
 
     def tap(self, layer: MoELayer) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        """The forward hook for a layer's gate. It returns None: a value would replace the gate's output.
+        """Return the forward hook for a layer's gate.
 
-        It keeps neither the runtime nor the layer alive, which know gates; the layer's experts do, and without them no choice
-        matters.
+        The hook returns None, because a value would replace the gate's output. The runtime and the layer refer to
+        gates, so the hook does not keep them alive. The layer's experts do.
         """
-        found, layer_idx = weakref.ref(self), layer.layer_idx
+        self_ref, layer_idx = weakref.ref(self), layer.layer_idx
 
         def on_gate(gate: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            runtime = found()
-            if runtime is not None and runtime.layers[layer_idx].is_there:  # else the gate was kept alone
+            runtime = self_ref()
+            if runtime is not None and runtime.layers[layer_idx].is_alive:  # otherwise somebody keeps only the gate
                 runtime._gate_chose(runtime.layers[layer_idx], args, kwargs, output)
 
         return on_gate
 
     def _gate_chose(self, layer: MoELayer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        there = layer.block._modules.get(layer.own_name)
-        if there is not layer.experts:
-            raise changed_since(f"replaced {layer.name!r} by a {type(there).__name__}")
+        present = layer.block._modules.get(layer.own_name)
+        if present is not layer.experts:
+            raise changed_since(f"replaced {layer.name!r} by a {type(present).__name__}")
         index = layer.chosen(output)
         if index is None:
             return
         _refuse_capture(index)
         _, tokens, ids = self._ids.at_gate(layer.name, index)
         if layer.num_ids > layer.num_experts:
-            ids, tokens = _with_weights(layer, ids, tokens)
+            ids, tokens = _only_with_weights(layer, ids, tokens)
         state = self.passes.current()
         state.gated.add(layer.layer_idx)
         state.hint = (layer.layer_idx, ids, self.engine.hint(layer.layer_idx, ids))
@@ -132,10 +135,10 @@ class Runtime:
             self.engine.stream(layer.layer_idx + 1)
 
     def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """The experts' forward of a layer: `(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`."""
+        """Return a layer's experts' forward: `(hidden_states[T, H], top_k_index[T, K], top_k_weights[T, K]) -> [T, H]`."""
 
         def forward(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled():  # the slots' tensors never require a gradient, the experts' own may
+            if torch.is_grad_enabled():  # tensors in slots never require a gradient, but the experts' own tensors may
                 check_no_grad(hidden, weights, *layer.parameters())
             _refuse_capture(hidden)
             start_s = time.perf_counter()
@@ -145,7 +148,7 @@ class Runtime:
             hits = state.hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
-                ids, real_tokens = _with_weights(layer, ids, real_tokens)
+                ids, real_tokens = _only_with_weights(layer, ids, real_tokens)
             if self._live:
                 self._live[layer.layer_idx].check(ids)
             call = LayerCall(layer, hidden, index, weights, tokens, on_host if self.on_device else None)
@@ -165,7 +168,7 @@ class Runtime:
                         begin = not at_once and bool(self.engine.first_names[layer.layer_idx]) and call.can_begin
                         result = call.run_groups(visit.groups(at_once, begin))
             except BaseException:
-                visit.close()  # Ctrl-C may come as the context begins to end, which then does nothing
+                visit.close()  # Ctrl-C may come just before the context ends, which then does not close the visit
                 raise
             if (tracer := self.engine.tracer) is not None:
                 tracer.span(
@@ -184,8 +187,11 @@ class Runtime:
 
     @staticmethod
     def _work_bytes(layer: MoELayer, num_experts: int, num_pairs: int) -> float:
-        """Return what computing a layer costs, in bytes of weights read: with few rows, a product takes as long as reading."""
-        return layer.layout.payload_bytes * max(num_experts, num_pairs / ROWS_FOR_THE_PRICE_OF_ONE)
+        """Return the cost of computing a layer, as bytes of weights that take as long to read.
+
+        With few rows, a matmul takes as long as reading its weights.
+        """
+        return layer.layout.payload_bytes * max(num_experts, num_pairs / MEMORY_BOUND_ROWS)
 
     def _predict(
         self,
@@ -196,7 +202,7 @@ class Runtime:
         tokens: list[list[int]] | None,
     ) -> None:
         assert self.forecaster is not None
-        if tokens is None or not args:  # called by keyword: only the gate knows which of them is its input
+        if tokens is None or not args:  # with keyword arguments only, it is not known which one is the gate's input
             return
         gate_input = args[0].detach() if args[0].requires_grad else args[0]
         shape = tuple(gate_input.shape)
@@ -205,7 +211,7 @@ class Runtime:
         visit = LayerVisit(
             state.pass_idx, state.phase, layer.layer_idx, gate_input.clone(), tokens, args[1:], kwargs, shape[:-1]
         )
-        # The hint precedes the visit that it announces, which will be the next step.
+        # The hint comes before the visit that it announces, so the visit will be the scheduler's next step.
         origin_step = self.engine.scheduler.step + 1
         if self.forecaster.in_forward:
             self.forecaster.visit(origin_step, visit)
@@ -213,10 +219,10 @@ class Runtime:
             state.to_predict = (origin_step, visit)
 
     def _predict_beside(self, layer: MoELayer, state: PassState) -> None:
-        """Let the predictor's thread begin, when products or waiting come next.
+        """Start the predictor's thread just before the forward computes products or waits.
 
-        Earlier, both threads would want the interpreter, and the forward would lose as much time as the prediction takes. On a
-        device the predictor's queue waits for everything that is queued by now.
+        If it started earlier, both threads would need the interpreter, and the forward would lose as much time as the
+        prediction takes. On a device, the predictor's queue waits for everything that is in the model's queue now.
         """
         if state.to_predict is None:
             return
@@ -226,22 +232,24 @@ class Runtime:
             self.forecaster.visit(origin_step, visit)
 
     def check_entered(self, state: PassState, model: nn.Module) -> None:
-        """Every layer whose gate fired in a pass of `model` must have run its experts through us; a layer that the pass left
-        out must still be there as it was patched.
+        """Check that a pass of `model` ran all its experts through promoe.
+
+        A layer whose gate ran must have run its experts. A layer that the pass left out must still be in the model as
+        it was patched.
 
         Raises:
-            PromoeError: a block or its experts were replaced behind our back (by a fused kernel, for example), or ids were
-                changed after they had been read.
+            PromoeError: a block or its experts were replaced after patching (by a fused kernel, for example), or ids
+                were changed after they had been read.
         """
         self._ids.check()
         if len(state.entered) == len(self.layers):
             return
         left_out = [layer for layer in self.layers if layer.layer_idx not in state.entered]
         if missed := [layer for layer in left_out if layer.layer_idx in state.gated]:
-            raise _went_around(missed, "The gates of MoE layers {} fired but their experts")
+            raise _bypass_error(missed, "The gates of MoE layers {} fired but their experts")
         block_forwards = self._block_forwards
         if gone := [layer for layer in left_out if attach.was_replaced(model, layer, block_forwards[layer.layer_idx])]:
-            raise _went_around(gone, "MoE layers {}")
+            raise _bypass_error(gone, "MoE layers {}")
 
 
 def _refuse_capture(tensor: torch.Tensor) -> None:
@@ -249,7 +257,7 @@ def _refuse_capture(tensor: torch.Tensor) -> None:
         raise PromoeError(_NO_CAPTURE)
 
 
-def _went_around(layers: Sequence[MoELayer], what: str) -> PromoeError:
+def _bypass_error(layers: Sequence[MoELayer], what: str) -> PromoeError:
     return PromoeError(
         f"{what.format([layer.layer_idx for layer in layers])} did not run through promoe: something replaced "
         f"{layers[0].name!r}, its forward or that of its block after patching (use_kernels, another patch). The output of "
@@ -261,7 +269,7 @@ def _went_around(layers: Sequence[MoELayer], what: str) -> PromoeError:
 Tokens = TypeVar("Tokens", list[list[int]], list[list[int]] | None)
 
 
-def _with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list[int], Tokens]:
-    """Without the ids that need no weights, which nothing has to be fetched for."""
+def _only_with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list[int], Tokens]:
+    """Leave out the ids that need no weights, because nothing has to be fetched for them."""
     kept = [[idx for idx in token if idx < layer.num_experts] for token in tokens or ()]
     return [idx for idx in ids if idx < layer.num_experts], kept if tokens is not None else tokens

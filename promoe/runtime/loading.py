@@ -1,4 +1,4 @@
-"""`promoe.from_pretrained`: a checkpoint opened with its experts left in its files."""
+"""`promoe.from_pretrained` opens a checkpoint and leaves its experts in its files."""
 
 from __future__ import annotations
 
@@ -37,37 +37,40 @@ def from_pretrained(
     auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PreTrainedModel:
-    """Open a safetensors checkpoint whose experts need not fit in memory.
+    """Open a safetensors checkpoint whose experts do not have to fit in memory.
 
-    It loads everything but the routed experts. It reads experts from the checkpoint's own files when they are needed or
-    predicted, without a conversion step or a second copy. The output is identical to that of the model that Transformers'
-    `from_pretrained` returns. (In fp32, bits depend on memory addresses: compare with a model whose weights start at
-    multiples of 64 bytes, as clones do.)
+    All weights except the routed experts are loaded. Experts are read from the checkpoint's own files, chunk by chunk,
+    when they are needed or predicted. Nothing is converted or copied beforehand. The output is identical to that of the
+    model that Transformers' `from_pretrained` returns. In fp32, bits depend on where weights begin in memory: there,
+    the output is that of a model whose weights begin at multiples of 64 bytes, as clones of tensors do.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id. For a LoRA adapter (PEFT), the base model that it names is opened too.
-        cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto" (the
-            free memory minus 2 GiB).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a `Predictor`
-            object, or None for no prefetch.
-        dtype: dtype of the weights; None: the checkpoint's. Experts of another dtype are converted when they arrive.
-        device: "cuda" puts the slots and everything but the routed experts on the GPU. Experts come from the files. What was
-            read stays in pinned RAM, up to `PromoeConfig.pinned_bytes`.
+        path_or_id: folder of a checkpoint, or a hub id. If it has only an adapter (PEFT), its base model is opened with
+            it.
+        cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, a number of
+            bytes, or "auto" (all free memory except 2 GiB).
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
+            `Predictor` object, or None for no prefetching.
+        dtype: dtype of the weights; None: that of the checkpoint. Experts stored in another dtype are converted when
+            they arrive.
+        device: "cuda" puts the slots and everything except the routed experts on the GPU. Experts are read from the
+            files, and pinned RAM keeps as many of them as `PromoeConfig.pinned_bytes` allows.
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
-        config: all other settings.
-        packed: folder of experts that `promoe pack` wrote; "auto": the one beside the checkpoint's files, if it exists and fits
-            this machine; None: read the checkpoint's own files. Only on a CPU.
-        progress: function called as `progress(done_bytes, total_bytes)` while weights are loaded.
-        auto_class: Auto class or model class of Transformers to open the checkpoint as, for example `AutoModelForCausalLM`
-            for the text model of a model of text and images. None: the class that config.json names (`architectures`).
+        config: all other settings, see `PromoeConfig`.
+        packed: a folder that `promoe pack` wrote. "auto": the one beside the checkpoint's files, if there is one and it
+            fits this model and machine. None: read the checkpoint's own files. Used on a CPU only.
+        progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
+        auto_class: the Auto class or model class of Transformers to open the checkpoint with. For example,
+            `AutoModelForCausalLM` opens only the text part of a vision-language model. None: the class that config.json
+            names (`architectures`).
         from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
 
     Returns:
         The model, in eval mode; `model.promoe` is its handle.
 
     Raises:
-        ConfigError: an argument has a wrong value.
-        CheckpointError: files are missing, truncated or do not hold the model's experts.
+        ConfigError: an argument is invalid, alone or together with others.
+        CheckpointError: files are missing or truncated, or do not contain the model's experts.
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
     if not isinstance(path_or_id, str | os.PathLike):
@@ -92,7 +95,7 @@ def from_pretrained(
         serve(found, plan_slots(found, checked), checked)
     except BaseException as error:
         close()
-        if isinstance(error, OSError):  # a file went, or was replaced, since its header was read
+        if isinstance(error, OSError):  # a file was removed or replaced after its header was read
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
     return opened.model

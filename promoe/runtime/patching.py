@@ -1,4 +1,4 @@
-"""`promoe.patch` and `promoe.unpatch`: plan, validate, and only then mutate."""
+"""`promoe.patch` and `promoe.unpatch`. Everything is checked and planned before the model is changed."""
 
 from __future__ import annotations
 
@@ -31,33 +31,37 @@ def patch(
     device: str | torch.device = "cpu",
     config: PromoeConfig | None = None,
 ) -> Model:
-    """Serve a model's routed experts from a fixed pool of slots, and prefetch them. The output stays identical.
+    """Serve a model's routed experts from a fixed pool of slots that is filled ahead of need. The output stays identical.
+
+    If an error is raised, the model is unchanged.
 
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
-        cache: fast memory (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, bytes, or "auto"
-            (the free memory minus 2 GiB).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a `Predictor`
-            object, or None for no prefetch.
-        store: where all experts are kept: "host" (the model's own tensors), "disk", or "auto" ("host"). "disk" frees their RAM.
-            If the checkpoint that the model was loaded from holds the same experts, they are read from there; otherwise they
-            are written to files first (`PromoeConfig.spool_folder`). `unpatch` reads them back. Do not write to that
-            checkpoint meanwhile. If the cache has room for all experts, they stay in RAM.
-        link: "auto", "host" (with experts on disk, "file"), or an `EmulatedLink`. Without a GPU, "auto" uses experts in RAM
-            where they are, since they gain nothing from slots in RAM.
-        device: "cuda" puts the slots and everything but the routed experts on the GPU. The experts stay in pinned RAM.
-        config: all other settings.
+        cache: fast memory for experts (GPU memory if the slots are there): "6GiB", "50%" of the routed experts, a
+            number of bytes, or "auto" (all free memory except 2 GiB).
+        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
+            `Predictor` object, or None for no prefetching.
+        store: where all experts are kept: "host" (the model's own tensors), "disk", or "auto" (the same as "host").
+            "disk" frees their RAM. They are then read from the checkpoint that the model was loaded from, if every
+            expert in it is the same as in the model; otherwise they are written to new files
+            (`PromoeConfig.spool_folder`). `unpatch` reads them back. If somebody writes to the checkpoint's files
+            later, reading them raises an error. If the cache has room for all experts, they stay in RAM.
+        link: "auto", "host" ("file" for experts on disk), or an `EmulatedLink`. Without a GPU, "auto" uses experts in
+            RAM in place, because slots in RAM would gain nothing.
+        device: "cuda" puts the slots and everything except the routed experts on the GPU. The experts stay in RAM,
+            which is pinned in place; the GPU never holds all of them.
+        config: all other settings, see `PromoeConfig`.
 
     Returns:
-        The same object; `model.promoe` is its handle.
+        The same model object; `model.promoe` is its handle.
 
     Raises:
-        ConfigError: an argument has a wrong value.
-        UnsupportedModelError: promoe cannot serve this model, or not in its present state.
-        PatchStateError: the model is already patched, a forward of it is running, or its experts change meanwhile.
-        CheckpointError: with `store="disk"`, a file was replaced meanwhile.
-
-    After an error, the model is unchanged.
+        ConfigError: an argument is invalid, alone or together with others.
+        UnsupportedModelError: the model has no MoE layers that promoe can serve, or is in training mode or not on the
+            CPU.
+        PatchStateError: the model is patched already, a forward of it is running, or its experts were changed during
+            the call.
+        CheckpointError: with `store="disk"`, a file was replaced during the call.
     """
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto", "host" or "disk". Got {store!r} instead.')
@@ -72,27 +76,28 @@ def patch(
 
 
 def _why_in_place(checked: Checked, on_disk: bool) -> str | None:
-    """Return what to say of experts that are used where they lie, where that may surprise."""
+    """Return a warning if all experts are used in place although the caller may have expected slots; else None."""
     if on_disk:
         return (
-            f"The cache {checked.asked.cache!r} has slots for all experts: they stay in RAM, and are used where they lie. "
-            "To take them out of RAM, choose a smaller cache."
+            f"The cache {checked.asked.cache!r} has slots for all experts, so they stay in RAM and are used in place. "
+            "To move them out of RAM, choose a smaller cache."
         )
     if checked.asked.link != "auto":
         return None
     return (
-        "The model is in RAM and there is no GPU: slots in RAM would gain nothing, so its experts are used where they lie. To "
+        "The model is in RAM and no GPU is used. Slots in RAM would gain nothing, so its experts are used in place. To "
         'run it with most of its experts on disk, patch it with store="disk", or open it with promoe.from_pretrained(path).'
     )
 
 
 def unpatch(model: Model) -> Model:
-    """Undo `patch`: restore classes, hooks and attributes, and end all threads.
+    """Undo `patch`: restore the model's classes, hooks and attributes, and stop all threads.
 
-    A model whose experts are on disk, from `from_pretrained` or `store="disk"`, gets all of them into RAM.
+    If the model's experts are on disk (opened by `from_pretrained`, or patched with `store="disk"`), all of them are
+    read into RAM.
 
     Raises:
-        PatchStateError: the model is not patched, or a forward of it is running. The model is unchanged.
+        PatchStateError: the model is not patched, or a forward of it is running. Nothing was changed.
         CheckpointError: experts could not be read from their files. The model stays patched.
     """
     handle = getattr(model, "promoe", None)

@@ -1,4 +1,4 @@
-"""How often a model's experts are used, from whatever says so: an earlier run, its file, or plain counts."""
+"""Read how often a model's experts are used, from an earlier run, its file, or plain counts."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ Rates = list[list[float]]
 
 
 def usage_rates(popularity: Popularity, num_experts: Sequence[int], top_k: Sequence[int]) -> Rates:
-    """Uses per token, from counts of any scale.
+    """Return the uses per token of each expert, from counts in any unit.
 
     Args:
         popularity: a saved run's JSON file, the counters of a run, or a number for each expert of each layer.
-        num_experts: of each MoE layer.
-        top_k: experts per token of each.
+        num_experts: the number of experts of each MoE layer.
+        top_k: experts per token of each MoE layer.
 
     Raises:
-        ConfigError: the file cannot be read, or it is of another model, or there is a number that counts nothing.
+        ConfigError: the file cannot be read, belongs to another model, or has a number that is negative, infinite or
+            NaN.
     """
     return [_rates(of_layer, k) for of_layer, k in zip(_counts(popularity, num_experts), top_k, strict=True)]
 
 
 def most_used(rates: Rates) -> list[ExpertKey]:
-    """The experts that are used at all, those used most first."""
+    """Return the experts with a rate above zero, the most used ones first."""
     used = [(-rate, ExpertKey(layer, idx)) for layer, row in enumerate(rates) for idx, rate in enumerate(row) if rate]
     return [key for _, key in sorted(used)]
 
@@ -53,24 +54,28 @@ def _counts(popularity: Popularity, num_experts: Sequence[int]) -> Rates:
         for expert_idx, count in enumerate(of_layer):
             if not isinstance(count, Real) or not 0 <= count < math.inf:
                 raise ConfigError(
-                    f"The 'popularity' argument must be numbers from 0 on. Got {shown(count)} for expert {expert_idx} of "
-                    f"MoE layer {layer_idx} instead."
+                    f"The 'popularity' argument must have finite numbers of at least 0. Got {shown(count)} for expert "
+                    f"{expert_idx} of MoE layer {layer_idx} instead."
                 )
     return found
 
 
 def _of_run(stats: Stats, num_experts: Sequence[int], what: str) -> Rates:
-    """By its answers; where it has none, by its prompts, in which nearly all experts are used."""
+    """Return the counts of a run's decode passes, or of its prefill if it has none.
+
+    Decode is preferred, because a prompt uses nearly all experts.
+    """
     if stats.num_experts != tuple(num_experts):
         raise ConfigError(
-            f"{what} is of another model: one with {_sizes(stats.num_experts)}, and this one has {_sizes(num_experts)}."
+            f"{what} belongs to another model: it has {_sizes(stats.num_experts)}, and this model has "
+            f"{_sizes(num_experts)}."
         )
     phase = stats.decode if stats.decode.layer_visits else stats.prefill
     return [list(map(float, of_layer)) for of_layer in phase.expert_counts]
 
 
 def _plain(popularity: Any) -> Rates:
-    """Lists, from lists, arrays or tensors."""
+    """Return the numbers as lists, from lists, arrays or tensors."""
     try:
         rows = popularity.tolist() if hasattr(popularity, "tolist") else popularity
         return [list(row.tolist() if hasattr(row, "tolist") else row) for row in rows]
@@ -87,6 +92,6 @@ def _rates(counts: Sequence[float], top_k: int) -> list[float]:
 
 
 def _sizes(num_experts: Sequence[int]) -> str:
-    """ "12 layers of 32 experts"."""
+    """Return, for example, "12 layers of 32 experts"."""
     distinct = sorted(set(num_experts))
     return f"{len(num_experts)} layers of {' or '.join(map(str, distinct)) or 'no'} experts"

@@ -1,4 +1,4 @@
-"""Runs a predictor for a model: in a thread beside it, or, if quick and no core is free, in the forward itself."""
+"""Run a predictor for a model: in a thread of its own, or in the forward if it is quick and no core is free."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from promoe.transfer.threads import ThreadBeside, has_spare_core, hold_in_forks,
 
 logger = logging.getLogger(__name__)
 
-# Visits that may wait; older ones are dropped, because their forecasts would come too late.
+# Number of visits that may wait. Older ones are dropped, because their forecasts would come too late.
 MAX_WAITING = 2
-# The scheduler's step of a layer visit, the visit, and from when on a device has its tensors.
+# The scheduler's step of a layer visit, the visit, and the event after which the device has computed its tensors.
 Order = tuple[int, LayerVisit, Event | None]
 
 
 class Forecaster:
-    """Feeds layer visits to a predictor and its forecasts to the engine.
+    """Passes layer visits to a predictor, and its forecasts to the engine.
 
-    It predicts in a thread of its own, off the critical path. One that says it is `quick` does so in the forward if the
-    model computes on every core: handing the visit over would cost more than the prediction. On a device it never does: its
-    answer is waited for, so that its kernels go into a queue of their own. A predictor that raises is switched off with one
-    warning: a prediction must never break a forward.
+    The predictor runs in a thread of its own, off the critical path. There is one exception: if the predictor says that
+    it is `quick` and the model computes on every core, it runs in the forward, because handing the visit to a thread
+    would take longer than the prediction. On a device, the predictor always runs in the thread and its kernels go into
+    a queue of their own, because somebody has to wait for the result. If a predictor raises, that is logged once and
+    the predictor is switched off: a prediction must never break a forward.
 
     Args:
-        predictor: asked.
-        engine: told.
-        device: where the model computes; None: the processor.
+        predictor: the predictor.
+        engine: receives the forecasts.
+        device: the device that the model computes on; None: the CPU.
     """
 
     def __init__(self, predictor: Predictor, engine: Engine, device: Device | None = None) -> None:
@@ -57,11 +58,11 @@ class Forecaster:
         self._closed = False
         self._busy = False
         self.failed = False
-        """The predictor raised, or answered what no forecast can be."""
+        """The predictor raised an error or returned something invalid."""
         hold_in_forks(self, self._condition, Forecaster._forked)
-        self._thread: ThreadBeside | None = None  # none: it predicts in the forward
+        self._thread: ThreadBeside | None = None  # None: the predictor runs in the forward
         if traits.needs_every_visit or device is not None or not traits.quick or has_spare_core():
-            # A predictor knows gates, and these the whole model: a waiting thread must not keep it alive.
+            # A predictor refers to gates, which refer to the whole model. A waiting thread must not keep that alive.
             run = partial(_run, weakref.ref(self), self._condition, self._waiting)
             self._thread = ThreadBeside(run, "promoe-predictor")
             self._thread.start()
@@ -70,7 +71,7 @@ class Forecaster:
 
     @property
     def of_use(self) -> bool:
-        """Whether a prediction made now could have any effect; one that costs the forward its time should have."""
+        """Whether a prediction made now could have any effect. If not, the forward need not spend time on it."""
         if self.failed or self._closed:
             return False
         scheduler = self._engine.scheduler
@@ -83,7 +84,7 @@ class Forecaster:
         return self._thread is None
 
     def visit(self, origin_step: int, visit: LayerVisit) -> None:
-        """Predict from this visit, which will be the scheduler's step `origin_step`: now, or as soon as possible."""
+        """Predict from this visit, which will be the scheduler's step `origin_step`: at once, or soon in the thread."""
         if self._thread is None:
             with self._one_at_a_time:
                 if not self._closed:
@@ -95,16 +96,16 @@ class Forecaster:
             self._condition.notify()
 
     def drain(self) -> None:
-        """Wait until everything posted was predicted (tests and replays)."""
+        """Wait until all waiting visits have been predicted from (for tests and replays)."""
         with self._condition:
             while (self._waiting or self._busy) and not self._closed:
                 self._condition.wait(0.05)
 
     def close(self) -> None:
-        """Stop after the prediction under way, or leave one behind that does not end. Safe to repeat."""
+        """Stop after the running prediction. A prediction that does not end is left behind. Calling it again is safe."""
         self._stop()
         if self._engine.interrupted:
-            return  # it may need the lock that this thread has
+            return  # the predictor's thread may need the lock that this thread holds
         if self._thread is not None and self._thread is not threading.current_thread():
             self._call_off_waking()
             self._thread.join(min(self._engine.stall_timeout_s, threading.TIMEOUT_MAX))
@@ -117,17 +118,17 @@ class Forecaster:
             self._condition.notify_all()
 
     def _forked(self) -> None:
-        """This is a new process, without the thread; with the condition held."""
+        """Close the forecaster in a forked process, which does not have the thread. The condition is held."""
         self._closed = True
 
     def _attempt(self, origin_step: int, visit: LayerVisit, ready: Event | None) -> None:
         try:
             self._predict(origin_step, visit, ready)
-        except ModelGoneError:  # while the thread predicted for it
+        except ModelGoneError:  # the model was freed while the thread predicted for it
             self._stop()
         except BaseException as error:
             if self._thread is None and isinstance(error, KeyboardInterrupt):
-                raise  # the user's, in the forward that predicts
+                raise  # the user interrupted the forward in which the predictor runs
             logger.exception("The predictor failed and is switched off; experts are fetched on demand from now on.")
             with self._condition:
                 self._closed = self.failed = True
@@ -150,7 +151,7 @@ class Forecaster:
             if isinstance(forecast, ReuseForecast):
                 self._check(forecast.layer_idx, forecast.log_odds, "log odds")
                 engine.foresee_reuse(origin_step, forecast.layer_idx, forecast.log_odds)
-            # With prefetch off it was asked for eviction's sake alone.
+            # While prefetching is off, a predictor that foresees reuse still runs, only to improve eviction.
             elif not self._foresees_reuse or engine.scheduler.prefetch_on:
                 self._check(forecast.layer_idx, forecast.probabilities, "probabilities")
                 engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
@@ -174,7 +175,7 @@ class Forecaster:
 
 
 def _run(found: weakref.ref[Forecaster], condition: threading.Condition, waiting: deque[Order]) -> None:
-    """What a forecaster's thread does until that is closed, or gone."""
+    """Run a forecaster's thread, until the forecaster is closed or freed."""
     while (work := _next(found, condition, waiting)) is not None:
         forecaster, order = work
         forecaster._attempt(*order)

@@ -1,4 +1,4 @@
-"""The handle of a model whose experts are all in fast memory: the stock forward runs, nothing is fetched."""
+"""The handle of a model whose experts are all in fast memory. The stock forward runs, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from promoe.stats.tracing import Tracer
 
 
 class ResidentHandle(Handle):
-    """`model.promoe` where all experts are in fast memory. Counters stay at zero; the answers say why."""
+    """`model.promoe` if all experts are in fast memory. All counters stay at zero."""
 
     def __init__(
         self,
@@ -58,14 +58,14 @@ class ResidentHandle(Handle):
         """Do nothing: nothing is counted."""
 
     def warm(self, popularity: Popularity) -> int:
-        """Check the argument, and return how many experts are used at all: every one is in memory."""
+        """Check `popularity`, and return how many experts it has above zero. All of them are in memory already."""
         num_experts = self._recorder.num_experts
         return len(most_used(usage_rates(popularity, num_experts, [1] * len(num_experts))))
 
     def resize(self, cache: CacheSize) -> None:
         """Refuse: there are no slots."""
         raise PatchStateError(
-            "Every expert of this model is in memory and used where it lies: there is no cache to resize. Open it with a "
+            "Every expert of this model is in memory and used in place, so there is no cache to resize. Open it with a "
             "smaller cache (promoe.from_pretrained), or with PromoeConfig(bypass=False)."
         )
 
@@ -77,6 +77,6 @@ class ResidentHandle(Handle):
         """Do nothing: no thread runs."""
 
     def detach(self, model: nn.Module) -> None:
-        """Remove the handle from `model`, which has it; what was moved to a device comes back."""
+        """Remove the handle from `model`, and move back what was moved to a device."""
         self._placed.undo()
         del model.promoe

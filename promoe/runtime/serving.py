@@ -1,4 +1,4 @@
-"""The last step of both front doors: what was planned is put under the model, or nothing of it is changed."""
+"""The last step of `patch` and `from_pretrained`: attach the planned parts to the model, or change nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from promoe.runtime.slot_plan import SlotPlan
 
 
 def serve(found: Found, plan: SlotPlan, checked: Checked) -> None:
-    """Give the model its handle, and, unless its experts need no slots, all that serves it.
+    """Give the model its handle and, if its experts need slots, the parts that serve them.
 
     Raises:
-        PromoeError: as `patch` and `from_pretrained`; then the model is as it was.
+        PromoeError: as for `patch` and `from_pretrained`. The model was not changed.
     """
     model, layers, device = found.model, found.layers, checked.device
     if not plan.pools:

@@ -1,4 +1,4 @@
-"""How much fast memory the cache may take, and how many slots that makes."""
+"""Turn the size of the cache into numbers of slots."""
 
 from __future__ import annotations
 
@@ -27,34 +27,37 @@ CacheSize = str | int
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """One pool to be made: the layers whose experts have this layout, and its slots."""
+    """A pool to be made, for the layers whose experts have this layout."""
 
     layout: ExpertLayout
     spec: PoolSpec
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pool's slots."""
+        """Memory that the pool's slots take, in bytes."""
         return self.layout.slot_bytes * self.spec.num_slots
 
 
-# What cache="auto" leaves free for KV cache and activations.
+# Memory that cache="auto" leaves free for the KV cache and activations.
 AUTO_RESERVE_BYTES = 2 * 2**30
 
 
 def plan_pools(
     cache: CacheSize, layouts: Sequence[ExpertLayout], num_experts: Sequence[int], free_bytes: int | None = None
 ) -> list[PoolPlan]:
-    """Slots for each distinct layout, in order of first appearance; the budget is split in proportion to bytes.
+    """Plan one pool for each distinct layout, in order of first appearance.
+
+    Every pool gets slots for the same share of its experts.
 
     Args:
-        cache: "6GiB", "50%" of the routed experts, bytes, or "auto": what is free, less 2 GiB for the KV cache.
-        layouts: of each MoE layer.
-        num_experts: of each MoE layer.
+        cache: "6GiB", "50%" of the routed experts, a number of bytes, or "auto" (all free memory except 2 GiB, which is
+            for the KV cache).
+        layouts: the layout of each MoE layer's experts.
+        num_experts: the number of experts of each MoE layer.
         free_bytes: fast memory that is free now, for "auto"; None: unknown.
 
     Raises:
-        ConfigError: malformed, or too small for one expert of each layout.
+        ConfigError: `cache` is malformed, or too small for one expert of each layout.
     """
     groups: dict[ExpertLayout, list[int]] = {}
     for layer_idx, layout in enumerate(layouts):
@@ -78,16 +81,16 @@ def plan_pools(
 
 
 def check_cache(cache: CacheSize) -> None:
-    """Raise ConfigError if `cache` is no size at all, whatever the model."""
+    """Raise ConfigError if `cache` is not a size. Whether it is large enough depends on the model."""
     if cache != "auto":
         _share(cache, 1)
 
 
 def fixed_bytes(size: str) -> int:
-    """Bytes of a size that is no share.
+    """Return the number of bytes that a size such as "6GiB" stands for.
 
     Raises:
-        ConfigError: it is one, or no size at all.
+        ConfigError: it is "auto", a share such as "50%", or not a size.
     """
     check_cache(size)
     if size == "auto" or "%" in size:
@@ -98,7 +101,7 @@ def fixed_bytes(size: str) -> int:
 def _auto_bytes(free_bytes: int | None) -> int:
     if free_bytes is None:
         raise ConfigError(
-            'cache="auto" needs to know how much memory is free, which this system does not tell. Give a size.'
+            'cache="auto" needs to know how much memory is free, which this system does not report. Give a size.'
         )
     if free_bytes <= AUTO_RESERVE_BYTES:
         raise ConfigError(
@@ -113,7 +116,7 @@ def _mib(nbytes: float) -> str:
 
 
 def _share(cache: CacheSize, total_bytes: int) -> float:
-    """The share of all routed experts that the cache may hold, at most 1."""
+    """Return the share of all routed experts that the cache has room for, at most 1."""
     if isinstance(cache, bool) or not isinstance(cache, str | int):
         raise _malformed(cache)
     if isinstance(cache, int):

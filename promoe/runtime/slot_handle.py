@@ -14,7 +14,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError
-from promoe.model.passes import PassState, in_words, threads_in_forward
+from promoe.model.passes import PassState, describe_forwards, threads_in_forward
 from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 class SlotHandle(Handle):
-    """`model.promoe` where experts are fetched into slots.
+    """`model.promoe` if experts are fetched into slots.
 
     Attributes:
-        runtime: the parts at work, for tests and benchmarks; not part of the public contract.
+        runtime: the running parts, for tests and benchmarks. Not part of the public API.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SlotHandle(Handle):
         self._undo = ExitStack()
         self._restore = restore
         self._renewing = threading.RLock()
-        self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # of all decode passes so far
+        self._stall_s, self._fetched_bytes, self._aborted = 0.0, 0, 0  # sums of all decode passes so far
         self._busy_cores = None if runtime.on_device else BusyCores(torch.get_num_threads)
         self._governor = Governor() if predictor is not None and config.ablation.governor else None
         with runtime.engine.lock:
@@ -97,15 +97,17 @@ class SlotHandle(Handle):
     def resize(self, cache: CacheSize) -> None:
         """See `Handle.resize`."""
         if cache == "auto":
-            raise ConfigError('A cache in use is resized to a size such as "6GiB" or "50%". Got \'auto\' instead.')
+            raise ConfigError(
+                "The 'cache' argument of resize must be a size such as \"6GiB\" or \"50%\". Got 'auto' instead."
+            )
         engine, layers = self.runtime.engine, self.runtime.layers
         layouts = [engine.pool_of[layer.layer_idx].layout for layer in layers]
         plans = plan_pools(cache, layouts, [layer.num_experts for layer in layers])
         model = self._model()
         if model is not None and (names := threads_in_forward(model, layers)):
             raise PatchStateError(
-                f"The cache of this {self._model_name} cannot be resized while {in_words(names)}. Nothing was changed. Call "
-                "resize between two forwards, for example in a stopping criterion."
+                f"The cache of this {self._model_name} cannot be resized while {describe_forwards(names)}. Nothing was changed. "
+                "Call resize between two forwards, for example in a stopping criterion."
             )
         engine.resize([plan.spec.num_slots for plan in plans])
 
@@ -114,7 +116,7 @@ class SlotHandle(Handle):
         """See `Handle.trace`."""
         engine = self.runtime.engine
         if engine.tracer is not None:
-            raise PatchStateError("A timeline of this model is being recorded already; end that one first.")
+            raise PatchStateError("A timeline of this model is being recorded already. End that one first.")
         tracer = Tracer(self._model_name) if path is not None else latest_passes(self._model_name)
         with written(tracer, path):
             engine.tracer = tracer
@@ -132,7 +134,10 @@ class SlotHandle(Handle):
                 pool.close()
 
     def pass_begins(self) -> None:
-        """Begin a forward pass. If Ctrl-C tore a change of the cache, renew it first, empty, unless another pass runs."""
+        """Begin a forward pass. If Ctrl-C interrupted a change of the cache, first replace it by an empty one.
+
+        If other passes are running, this is left to a later pass.
+        """
         engine, model = self.runtime.engine, self._model()
         if not engine.torn or not engine.renewable or model is None or self.runtime.visiting:
             return
@@ -141,13 +146,12 @@ class SlotHandle(Handle):
                 engine.renew()
                 if not engine.torn:
                     logger.warning(
-                        "An exception (such as Ctrl-C) had come in the midst of a change of the cache of this %s: it begins "
-                        "anew, empty.",
+                        "An exception (such as Ctrl-C) interrupted a change of the cache of this %s. It starts again empty.",
                         self._model_name,
                     )
 
     def pass_ended(self, state: PassState, duration_s: float) -> None:
-        """End a forward pass that had no error: check that it went through us, and judge whether prefetch pays."""
+        """End a pass that raised no error: check that it ran its experts through promoe, and whether prefetching pays."""
         if (model := self._model()) is not None:
             self.runtime.check_entered(state, model)
         if (tracer := self.runtime.engine.tracer) is not None:  # another thread may end the timeline at any time
@@ -165,7 +169,7 @@ class SlotHandle(Handle):
                 before_s, self._stall_s = self._stall_s, engine.recorder.stall_s("decode")
                 before_bytes, self._fetched_bytes = self._fetched_bytes, engine.recorder.fetched_bytes("decode")
                 before_aborted, self._aborted = self._aborted, engine.recorder.passes_aborted("decode")
-                if self._aborted > before_aborted:  # what they fetched and waited for is not this pass's
+                if self._aborted > before_aborted:  # the differences include what the aborted passes fetched
                     return
                 on = self._governor.pass_ended(
                     duration_s, _since(self._stall_s, before_s), _since(self._fetched_bytes, before_bytes)
@@ -173,7 +177,7 @@ class SlotHandle(Handle):
             engine.set_prefetch(on)
 
     def keep(self, undo: ExitStack) -> None:
-        """Take what undoes the patch; `detach` runs it."""
+        """Keep the steps that undo the patch, for `detach`."""
         self._undo = undo
 
     def detach(self, model: nn.Module) -> None:
@@ -183,14 +187,14 @@ class SlotHandle(Handle):
             self.abandon()
 
     def abandon(self) -> None:
-        """Undo everything without giving the model its experts back: somebody else has."""
+        """Undo everything, but do not restore the experts: the caller has done that."""
         try:
             self._undo.close()
         finally:
             self._store.close()
 
     def _score_forecasts(self) -> None:
-        """Count the forecasts whose time has come. Not in a signal handler, which may have interrupted a change."""
+        """Score the forecasts that are due. Skipped in a signal handler, which may have interrupted a change of them."""
         if self.runtime.engine.times_held() == 1:
             self.runtime.engine.scheduler.score_forecasts()
 
@@ -198,12 +202,12 @@ class SlotHandle(Handle):
         model = self._model()
         if model is not None and (names := threads_in_forward(model, self.runtime.layers)):
             raise PatchStateError(
-                f"This {self._model_name} cannot be unpatched while {in_words(names)}. Nothing was changed. Wait until the "
-                "model has returned, also in its hooks; or call model.promoe.close(), upon which forwards that need "
-                "experts raise EngineClosedError, and unpatch it then."
+                f"This {self._model_name} cannot be unpatched while {describe_forwards(names)}. Nothing was changed. Wait "
+                "until the model has returned, also in its hooks. Or call model.promoe.close(), which makes forwards that "
+                "need experts raise EngineClosedError, and then unpatch it."
             )
 
 
 def _since(now: float, before: float) -> float:
-    """Return what a counter has counted since; it was reset if it is less than before."""
+    """Return the increase of a counter since it was `before`. If it is lower now, it was reset in between."""
     return now - before if now >= before else now

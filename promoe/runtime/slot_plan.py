@@ -1,4 +1,4 @@
-"""The third step of both front doors: how many slots there will be, and who predicts."""
+"""The third step of `patch` and `from_pretrained`: plan the slots, and make the predictor."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from promoe.runtime.sizes import PoolPlan, plan_pools
 
 @dataclass(frozen=True, slots=True)
 class SlotPlan:
-    """What is to be put under a model."""
+    """The slots and the predictor that a model will get."""
 
     pools: Sequence[PoolPlan]
-    """Empty: its experts need no slots."""
+    """Empty: the model's experts need no slots."""
     predictor: Predictor | None
     predictor_name: str | None
 
 
 def plan_slots(found: Found, checked: Checked) -> SlotPlan:
-    """Plan the slots of a model, and make its predictor. Changes nothing of the model.
+    """Plan the slots of a model, and make its predictor. The model is not changed.
 
     Raises:
-        ConfigError: the cache does not fit, or the predictor is none for this model.
+        ConfigError: the size of the cache does not work for this model, or the predictor belongs to another model.
     """
     free = free_bytes(found.model, found.layers, checked.device)
     if free is not None and checked.device is None:

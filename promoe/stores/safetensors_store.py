@@ -42,7 +42,7 @@ class SafetensorsStore(PlannedStore):
         Args:
             checkpoint: a local folder, a `.safetensors` file or an index file.
             model: determines how the checkpoint's names become the model's; it is not changed.
-            layers: the parameters of each MoE layer, as `promoe.model.opening.bank_specs` returns them.
+            layers: the parameters of each MoE layer, as `promoe.model.meta_model.bank_specs` returns them.
             chunk_bytes: longest chunk, a multiple of 4096.
 
         Raises:

@@ -79,7 +79,7 @@ def test_a_copy_of_a_model_whose_experts_all_fit_is_independent() -> None:
     """Nothing of it is ours but the handle, and each has its own."""
     model = build("qwen2_moe")
     expected = ask(model)
-    with pytest.warns(UserWarning, match="used where they lie"):
+    with pytest.warns(UserWarning, match="used in place"):
         promoe.patch(model)
     copied = copy.deepcopy(model)
     assert isinstance(copied.promoe, ResidentHandle)
@@ -113,7 +113,8 @@ def test_other_weights_for_experts_are_refused(family: str) -> None:
                 assert state.keys() == part.state_dict().keys()
                 for strict, assign in ((True, False), (False, True)):
                     with pytest.raises(
-                        PatchStateError, match=r"cannot load a state_dict.*Unpatch it, load, and patch it"
+                        PatchStateError,
+                        match=r"cannot load a state_dict.*Unpatch it, load the state_dict, and patch it",
                     ):
                         part.load_state_dict(state, strict=strict, assign=assign)
         assert_unharmed(model, expected)

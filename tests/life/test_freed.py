@@ -282,7 +282,9 @@ def test_a_shallow_copy_says_what_it_lacks() -> None:
     model = MODES["opened"]()
     shallow = copy.copy(model)
     del model
-    with pytest.raises(promoe.PatchStateError, match=r"shallow copy of a patched model that is gone.*Keep the model"):
+    with pytest.raises(
+        promoe.PatchStateError, match=r"shallow copy of a patched model that was deleted.*Keep the model"
+    ):
         shallow.to("cpu")
     del shallow
     until(lambda: not promoe_threads())

@@ -18,7 +18,7 @@ def test_a_folder_with_a_configuration_is_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_one_is_none(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.json: it is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json, so it is not a checkpoint"):
         base_of(tmp_path)
 
 
@@ -73,7 +73,7 @@ def test_what_the_hub_answered_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.utils, "cached_file", unknown)
     with pytest.raises(
         CheckpointError,
-        match=r"no folder 'org/name', and nothing of that name could be had from the hub: Repository not found\. Give the",
+        match=r"no folder 'org/name', and nothing of that name could be downloaded from the hub: Repository not found\. Give",
     ) as error:
         base_of("org/name")
     assert isinstance(error.value.__cause__, OSError)
@@ -95,7 +95,7 @@ def test_a_hub_that_does_not_answer_is_not_asked_again(
 
     monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", download)
     monkeypatch.setattr(transformers.utils.hub, "is_offline_mode", lambda: False)
-    with pytest.raises(CheckpointError, match="nothing of that name could be had from the hub"):
+    with pytest.raises(CheckpointError, match="nothing of that name could be downloaded from the hub"):
         base_of("org/name", {"cache_dir": str(tmp_path)})
     assert over_the_network == asked
 

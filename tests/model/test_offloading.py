@@ -110,7 +110,7 @@ def test_one_bit_more_and_they_are_written(
     with caplog.at_level(logging.INFO, logger="promoe.model.offloading"):
         offload(model, config=config(spool_folder=place))
     assert model.promoe.stats().store == "SpooledStore"
-    assert f"expert {expert[1]} of MoE layer {expert[0]} is another there" in caplog.text
+    assert f"expert {expert[1]} of MoE layer {expert[0]} differs there" in caplog.text
     answer(model).assert_equals(wanted)
     promoe.unpatch(model)
     answer(model).assert_equals(wanted)
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_changes_while_it_serves(model: PreTrainedModel, folde
 
 def test_a_cache_of_everything_leaves_the_model_as_it_is(model: PreTrainedModel) -> None:
     with leaving_untouched(model):
-        with pytest.warns(UserWarning, match="has slots for all experts: they stay in RAM"):
+        with pytest.warns(UserWarning, match="has slots for all experts, so they stay in RAM"):
             promoe.patch(model, store="disk", cache="100%")
         assert not any(attach.is_patched(module) for module in model.modules())
         assert not any(map(is_guard, model.parameters()))
@@ -470,7 +470,7 @@ def test_interrupted_when_all_was_done(
     either: PreTrainedModel, place: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C comes after the model was patched: then everything is undone, too."""
-    wanted, files, hold, held = answer(either), open_files(), offloading._Expert.hold, []
+    wanted, files, hold, held = answer(either), open_files(), offloading._ExpertParameter.hold, []
 
     def attached(*args: Any, **kwargs: Any) -> None:
         assembly.assemble(*args, **kwargs)
@@ -486,7 +486,7 @@ def test_interrupted_when_all_was_done(
     with leaving_untouched(either):
         with monkeypatch.context() as patching_:
             patching_.setattr(serving, "assemble", attached)
-            patching_.setattr(offloading._Expert, "hold", interrupted)
+            patching_.setattr(offloading._ExpertParameter, "hold", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 offload(either, config=config(spool_folder=place))
         assert list(place.iterdir()) == []

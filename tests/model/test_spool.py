@@ -79,7 +79,7 @@ def test_a_disk_that_is_too_small(
 ) -> None:
     needed = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda place: Usage(0, 0, needed - 1))
-    with pytest.raises(ConfigError, match=r"experts take 288\.0 KiB; 288\.0 KiB are free in .*spool_folder"):
+    with pytest.raises(ConfigError, match=r"experts take 288\.0 KiB, but .* has only 288\.0 KiB free.*spool_folder"):
         spool(layers, live, tmp_path, CHUNK_BYTES)
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +89,7 @@ def test_a_place_in_memory(
     layers: list[MoELayer], live: HostStore, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "file_system", lambda folder: kind)
-    with pytest.raises(ConfigError, match=rf"is in RAM \({kind}\): nothing would be gained.*spool_folder"):
+    with pytest.raises(ConfigError, match=rf"is in RAM \({kind}\), so that no RAM would be freed.*spool_folder"):
         spool(layers, live, tmp_path, CHUNK_BYTES)
     assert list(tmp_path.iterdir()) == []
 

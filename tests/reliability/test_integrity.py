@@ -285,7 +285,9 @@ def test_weights_in_ram_that_are_changed_after_patching(
 
 def test_verify_needs_slots_in_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("promoe.runtime.checking.open_device", lambda name: FakeDevice())
-    with pytest.raises(ConfigError, match=r"verify='always' compares experts in RAM.*promoe\.from_pretrained"):
+    with pytest.raises(
+        ConfigError, match=r"verify='always' compares experts that the CPU copies.*promoe\.from_pretrained"
+    ):
         promoe.patch(resident(FAMILY), device="cuda", config=config(verify="always"))
     assert not hasattr(resident(FAMILY), "promoe")
 

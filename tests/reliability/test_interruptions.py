@@ -153,7 +153,7 @@ def test_the_next_forward_begins_with_an_empty_cache_and_says_so(way: str, caplo
             assert_right(model)
             assert engine.scheduler is not before
             assert model.promoe.stats().bytes_demand > moved
-            assert "in the midst of a change of the cache" in caplog.text
+            assert "interrupted a change of the cache" in caplog.text
             caplog.clear()
             model.promoe.resize("50%")
             check_integrity(model)

@@ -52,7 +52,7 @@ def test_each_argument_is_checked_without_a_model(changes: dict[str, Any], messa
 def test_checksums_are_not_compared_of_what_a_device_copies_from_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "open_device", lambda device: FakeDevice())
     wanted = arguments(device="cuda", config=PromoeConfig(verify="always"))
-    with pytest.raises(ConfigError, match="verify='always' compares experts in RAM"):
+    with pytest.raises(ConfigError, match="verify='always' compares experts that the CPU copies"):
         check(wanted, on_disk=False)
     assert check(wanted, on_disk=True).device is not None
 

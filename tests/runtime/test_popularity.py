@@ -58,7 +58,7 @@ def test_of_a_run_without_answers_its_prompt_counts() -> None:
         ([[1, 2, 3]], r"2 layers of 3 experts. Got 1 layers of 3 experts"),
         ([[1, 2, 3], [1, float("nan"), 3]], "Got nan for expert 1 of MoE layer 1"),
         ([[1, 2, float("inf")], [1, 2, 3]], "Got inf for expert 2 of MoE layer 0"),
-        ([[1, -2, 3], [1, 2, 3]], "numbers from 0 on. Got -2 for expert 1 of MoE layer 0"),
+        ([[1, -2, 3], [1, 2, 3]], "finite numbers of at least 0. Got -2 for expert 1 of MoE layer 0"),
         ([["a", 2, 3], [1, 2, 3]], "Got 'a' for expert 0"),
         ("nowhere.json", "Cannot read 'nowhere.json'"),
     ],
@@ -69,5 +69,5 @@ def test_what_is_no_popularity_is_refused(popularity: Any, message: str) -> None
 
 
 def test_another_models_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"of another model: one with 4 layers of 8 experts.*2 layers of 3"):
+    with pytest.raises(ConfigError, match=r"belongs to another model: it has 4 layers of 8 experts.*2 layers of 3"):
         usage_rates(make_stats(), [3, 3], [2, 2])

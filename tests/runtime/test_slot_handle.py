@@ -392,7 +392,7 @@ def test_a_timeline_survives_an_exception_in_its_context(tmp_path: Path) -> None
 def test_one_timeline_at_a_time(tmp_path: Path) -> None:
     with served(FAMILY, cache=2) as model, model.promoe.trace(tmp_path / "one.json") as tracer:
         with (
-            pytest.raises(PatchStateError, match="recorded already; end that one first"),
+            pytest.raises(PatchStateError, match=r"recorded already\. End that one first"),
             model.promoe.trace(tmp_path / "two.json"),
         ):
             pass

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from promoe.errors import CheckpointError, ConfigError
 from promoe.experts.moe_layers import find_moe_layers
-from promoe.model.opening import bank_specs
+from promoe.model.meta_model import bank_specs
 from promoe.scheduler import ExpertKey
 from promoe.stores import SafetensorsStore, Store
 from stores.checkpoints import expert_tensors, plain_tensors, read_header, rewrite, save, shards

@@ -19,8 +19,9 @@ from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.kernels.formats import formats_in
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.model.hub import base_of, is_folder
+from promoe.model.meta_model import as_loaded
 from promoe.model.model_class import class_to_open
-from promoe.model.opening import as_loaded, open_headers
+from promoe.model.opening import open_headers
 from promoe.model.opening_checks import prepare_config
 from promoe.model.packed_files import open_packed
 from promoe.model.placement import other_bytes

@@ -157,7 +157,7 @@ def test_a_dtype_that_is_asked_for(tmp_path: Path) -> None:
 def test_where_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no folder"):
         read_model(str(tmp_path / "missing"))
-    with pytest.raises(CheckpointError, match=r"has no config\.json: it is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json, so it is not a checkpoint"):
         read_model(str(tmp_path))
     with pytest.raises(PromoeError, match="no folder 'no-such-organisation/model', and nothing of that name"):
         read_model("no-such-organisation/model")
