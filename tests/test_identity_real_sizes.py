@@ -35,7 +35,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def _all_threads(_one_thread_fixed_seed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the other fixture takes back. Products with many rows are compared when they come again."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    monkeypatch.setattr(packed, "LATER", 2)
+    monkeypatch.setattr(packed, "PRODUCTS_BEFORE_COMPARING", 2)
 
 
 def answer(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:

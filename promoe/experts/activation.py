@@ -1,9 +1,9 @@
-"""The activation of some of a call's pairs, bit by bit as in the unmodified kernel's operation over all of them.
+"""Compute the activation of some of a call's pairs, with the bits that the unmodified kernel gets for all pairs at once.
 
-torch gives a large elementwise operation to its threads piece by piece. What is left of a piece after whole vectors goes
-through other code, whose last bit can differ, so that the bits of an element depend on where the pieces end: on the shape of
-the whole operation. `depends_on_shape` says where they do, and `WholeActivation` computes that whole operation, with zeros for
-the pairs that are not there.
+torch splits a large elementwise operation into pieces, one for each thread. It computes a piece in whole vectors; the
+elements that are left at the end go through other code, whose last bit can differ. So the bits of an element depend on
+where the pieces end, that is, on the shape of the whole operation. `depends_on_shape` tells for which operations this
+is so. For these, `WholeActivation` computes the whole operation, with zeros for the pairs that are absent.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from promoe.experts.pairs import Pairs, Selection
 
-# What ATen's loops take at once: two vectors of AVX-512; of others less.
+# Bytes that one step of ATen's loops computes: two vectors of AVX-512 (other instruction sets compute fewer).
 LOOP_BYTES = 128
-# ATen's parallel_for: from how many elements on an operation may get several threads; gelu, as many as there are.
+# Larger operations than this may get several threads (ATen's parallel_for); gelu has a grain size of its own.
 GRAIN_ELEMENTS, GELU_GRAIN_ELEMENTS = 32768, 16384
-# Rounded once, whatever computes them, and what only moves elements. Views do not count.
+# Operations whose result is rounded once, so that all code gives the same bits, and operations that only move elements.
+# Views are never counted.
 ARITHMETIC = frozenset(
     {"abs", "add", "clamp", "clamp_max", "clamp_min", "div", "maximum", "minimum", "mul", "neg", "sub"}
 )
 MOVING = frozenset({"_to_copy", "cat", "clone", "copy", "relu", "where"})
-# Values of 16 bits that are compared at once: whole vectors, and for one thread.
+# 16-bit values that are compared at once: a multiple of whole vectors, and small enough for one thread.
 BLOCK = 8192
 
-# Of each experts module, by its activation and dtype: what `grain_elements` found.
+# Results of `grain_elements` for each experts module, by activation function and dtype.
 _GRAINS: WeakKeyDictionary[nn.Module, dict[tuple[Any, torch.dtype], int | None]] = WeakKeyDictionary()
 _SAME_BITS: dict[tuple[Any, ...], bool] = {}  # (operation, its other arguments, dtype) -> whether all code rounds alike
 
 
 def depends_on_shape(experts: nn.Module, width: int, dtype: torch.dtype, sizes: Sequence[int], num_rows: int) -> bool:
-    """Whether the bits of a row's activation may depend on how many other rows are computed with it.
+    """Return whether the bits of a row's activation may depend on how many other rows are computed with it.
 
-    Whole vectors fit into rows of most sizes; then it takes several pieces, which may end within rows. Two pieces end at
-    the middle of a row, or of none.
+    If every row consists of whole vectors, they can differ only where a piece ends inside a row, so only with several
+    threads. Two threads split the operation in the middle, which is between two rows or in the middle of one.
 
     Args:
-        experts: a module that `use_experts_implementation` of transformers made.
-        width: columns that go into the activation.
-        dtype: of the rows.
-        sizes: that the rows of any operation may have.
-        num_rows: of all experts together.
+        experts: a module made by Transformers' `use_experts_implementation`.
+        width: columns of the activation's input.
+        dtype: dtype of the rows.
+        sizes: all sizes that a row of any operation may have.
+        num_rows: the number of rows of all experts together.
     """
     if not dtype.is_floating_point or dtype.itemsize < 2:
         return False
@@ -63,10 +64,10 @@ def depends_on_shape(experts: nn.Module, width: int, dtype: torch.dtype, sizes: 
 
 
 def grain_elements(experts: nn.Module, width: int, dtype: torch.dtype) -> int | None:
-    """From how many elements on the activation may be computed in pieces; None: its bits are the same in any.
+    """Return the number of elements from which on the activation may be computed in pieces with other bits.
 
-    In 16 bits that is found out by computing all values both ways. 0: whatever the size, one row may be computed by other
-    code than several, for what is half a row of one is in one piece, and that goes to oneDNN.
+    None: its bits never depend on pieces. In 16 bits, this is found out by computing all values both ways. 0: the bits
+    may depend on the number of rows for any size, because oneDNN computes the operation.
     """
     grains, key = _GRAINS.setdefault(experts, {}), (getattr(experts, "act_fn", None), dtype)
     if key not in grains:
@@ -95,21 +96,21 @@ def _grain_of(name: str, kwargs: Mapping[str, Any]) -> int:
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the operations of ATen that may round in more ways than one."""
+    """Records the operations of ATen whose rounding may depend on the code that computes them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[str, Any, Sequence[Any], Mapping[str, Any]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__.rstrip("_")  # that of one in place ends so
+        name = func.overloadpacket.__name__.rstrip("_")  # the name of an operation in place ends with "_"
         if not func.is_view and name not in ARITHMETIC | MOVING:
             self.calls.append((name, func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _same_bits(dtype: torch.dtype, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation on one tensor of 16 bits rounds every value alike in whole vectors and one by one."""
+    """Return whether an operation on one 16-bit tensor gives the same bits in whole vectors and element by element."""
     others = [*args[1:], *kwargs.values()]
     if dtype.itemsize != 2 or not args or any(isinstance(other, (torch.Tensor, list, tuple)) for other in others):
         return False
@@ -129,36 +130,36 @@ def _same_bits(dtype: torch.dtype, func: Any, args: Sequence[Any], kwargs: Mappi
 
 
 def _activation(experts: Any) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """Its name in the module, and itself: `[rows, width]` -> `[rows, width of the second product]`."""
+    """Return the activation's attribute name and function: `[rows, width]` -> `[rows, width of the second product]`."""
     name = "_apply_gate" if experts.has_gate else "act_fn"
     return name, getattr(experts, name)
 
 
 class WholeActivation:
-    """The activation of an experts module that `use_experts_implementation` of transformers made.
+    """Computes activations of some pairs as part of the operation over all pairs of a call.
 
     Args:
-        experts: the module.
-        pairs: of the call.
-        by_expert: the kernel computes its rows expert by expert; else in the order of positions.
+        experts: a module made by Transformers' `use_experts_implementation`.
+        pairs: the call's pairs.
+        by_expert: whether the kernel's rows are ordered by expert; otherwise they are in the order of positions.
     """
 
     def __init__(self, experts: nn.Module, pairs: Pairs, by_expert: bool) -> None:
         self._experts: Any = experts
         self._count = pairs.count
-        self._place_of: torch.Tensor | None = None  # [count], the row of each position; None: rows are positions
+        self._place_of: torch.Tensor | None = None  # [count], the row of each position; None: row i is position i
         if by_expert:
             positions = pairs.select(pairs.experts).position_tensor
             self._place_of = torch.empty_like(positions)
             self._place_of[positions] = torch.arange(self._count, device=positions.device)
 
     def attributes(self, selection: Selection) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        """What a stand-in for the module needs to compute the rows of `selection` so."""
+        """Return the attributes with which a stand-in for the module computes the rows of `selection` this way."""
         places = selection.position_tensor if self._place_of is None else self._place_of[selection.position_tensor]
         name, activate = _activation(self._experts)
 
         def activate_whole(rows: torch.Tensor) -> torch.Tensor:
-            """`[P, ...]`, or more rows, of which those after the first P repeat the last pair."""
+            """Activate `rows[P, ...]`. There may be more than P rows; these repeat the last pair."""
             lacking = len(rows) - len(places)
             whole = rows.new_zeros((self._count, *rows.shape[1:])).index_copy_(0, places, rows[: len(places)])
             found: torch.Tensor = activate(whole).index_select(0, places)

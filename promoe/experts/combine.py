@@ -1,7 +1,7 @@
-"""Combines rows that were computed in groups of experts, in the order in which the stock kernel would have added them.
+"""Combine rows that were computed in groups of experts, in the order in which the stock kernel adds them.
 
-Why not add up the groups' own results: each partial sum would be rounded, and the additions would come in another
-order.
+The results of the groups cannot simply be added up: each partial sum would be rounded, and the order of the additions
+would be another one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from promoe.experts.pairs import Pairs, Selection
 from promoe.experts.scratch import PartSpace
 from promoe.transfer.rows import ExpertRows
 
-# Weighted rows exist for this much of a long prompt at a time.
+# Memory for the weighted rows of a long prompt, which are computed tile by tile.
 _TILE_BYTES = 16 * 2**20
 
 
 class WeightedSum:
-    """Combines like batched_mm and grouped_mm: raw rows per pair, then weighted and summed over a token's choices at once.
+    """Combines rows like batched_mm and grouped_mm: keeps each pair's raw row, then weights and adds each token's rows.
 
     Args:
-        kernels: of the call. The row kernel computes the rows, once it has proved to give the same bits.
-        activation: computes the stock kernel's activations; None: the module's own does.
-        space: memory for what the row kernel computes of many pairs; None where they are few.
+        kernels: the call's kernels. The row kernel computes the rows, once it has proved to give the same bits.
+        activation: computes activations with the stock kernel's bits; None: the module's own activation does.
+        space: memory in which the row kernel computes many pairs; None if there are few.
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -49,21 +49,22 @@ class WeightedSum:
         self._kernels = kernels
         self._activation = activation
         self._space = space
-        # The stock kernel is given at least so many rows, as far as the whole call has them; pairs are repeated.
+        # The stock kernel gets at least this many rows, but no more than the whole call has. Pairs are repeated for
+        # this.
         self._fewest_rows = min(kernels.fewest_rows, pairs.count)
         self._weights = weights
         self._pairs = pairs
         self._dtype = hidden.dtype
-        # The kernel would cast its input to this dtype and its result back. If the input is cast first, its rows come
-        # out as they are.
+        # The kernel would cast its input to this dtype, and its result back. If the input is cast beforehand, the
+        # kernel returns the rows in this dtype.
         self._hidden = hidden.to(kernels.row_dtype)
-        self._begun: dict[int, torch.Tensor] = {}  # expert -> its rows as far as the first tensors go
-        # Rows by position: one by one if there are few, else together.
+        self._begun: dict[int, torch.Tensor] = {}  # expert -> the input of its second product
+        # Rows by position: a list of rows if there are few, otherwise one tensor.
         self._few: list[torch.Tensor] = []
         self._rows: torch.Tensor | None = None
 
     def begin(self, expert: int, rows: ExpertRows) -> None:
-        """Compute an expert as far as that goes with its first tensors alone."""
+        """Compute an expert up to its second product, from its first tensors alone."""
         assert self._kernels.rows is not None
         self._begun[expert] = self._begin(self._kernels.rows, [expert], rows)[0]
 
@@ -86,7 +87,7 @@ class WeightedSum:
         self._rows.index_copy_(0, selection.position_tensor, out)
 
     def _raw_rows(self, selection: Selection, rows: ExpertRows) -> Sequence[torch.Tensor]:
-        """Return the rows one after the other; many in one tensor."""
+        """Return the rows in order, in one tensor or several. Many rows are always in one."""
         kernel = self._kernels.rows
         if kernel is None or kernel.proven is False:
             return (self._stock_rows(selection, rows),)
@@ -100,7 +101,7 @@ class WeightedSum:
         return found if kernel.proven else (kernel.prove(found, self._stock_rows(selection, rows)),)
 
     def _begun_of(self, kernel: RowKernel, experts: list[int], rows: ExpertRows) -> list[torch.Tensor]:
-        """Return what was begun of these experts, and begin those that were not."""
+        """Return the inputs of these experts' second products, and compute those that were not begun yet."""
         if others := [expert for expert in experts if expert not in self._begun]:
             self._begun.update(zip(others, self._begin(kernel, others, rows), strict=True))
         return [self._begun.pop(expert) for expert in experts]
@@ -114,7 +115,7 @@ class WeightedSum:
             ids = None if ids is None else [*ids, *(ids[-1:] * lacking)]
         ones = torch.ones((len(index), 1), dtype=self._kernels.row_dtype, device=hidden.device)
         attributes = {} if self._activation is None else self._activation.attributes(selection)
-        # The kernel sorts the pairs by expert, which they are already; only a stable sort leaves them as they are.
+        # The kernel sorts the pairs by expert. They are sorted already, and only a stable sort keeps their order.
         with _StableSort() if count > len(selection.experts) else nullcontext():
             return self._kernels.stock(hidden, index, ones, rows, ids, attributes)[:count]
 
@@ -138,7 +139,7 @@ class WeightedSum:
 
 
 class _StableSort(TorchFunctionMode):
-    """Makes every sort inside it stable: torch.sort moves equal keys, from 17 elements on."""
+    """Makes every sort in its context stable. With 17 elements or more, torch.sort may reorder equal keys."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -150,10 +151,10 @@ class _StableSort(TorchFunctionMode):
 
 
 class PlacedRows:
-    """Combines nothing: every row has one expert, and its result takes its place.
+    """Puts each result row into the place of its input row, for layers in which every row has one expert.
 
     Args:
-        kernels: of the call.
+        kernels: the call's kernels.
         hidden: `[P, H]`.
         weights: `[P, 1]`.
         pairs: the call's pairs.
@@ -181,13 +182,14 @@ class PlacedRows:
 
 
 class EagerSum:
-    """Combines like eager: expert by expert in ascending id, each addition rounded to the accumulator's dtype.
+    """Combines rows like eager: adds them expert by expert in ascending id, each sum rounded to the accumulator's dtype.
 
-    An expert's rows are added as soon as those of all smaller ids have been, so no more rows are kept than necessary.
+    An expert's rows are added as soon as those of all smaller ids have been, so that no more rows than necessary are
+    kept.
 
     Args:
-        kernels: of the call.
-        family: identifies the eager loop's code.
+        kernels: the call's kernels.
+        family: the eager loop's function, which identifies its code.
         hidden: `[T, H]`.
         weights: `[T, K]`.
         pairs: the call's pairs.
@@ -216,7 +218,8 @@ class EagerSum:
         weights = self._flat_weights[selection.position_tensor].unsqueeze(1)
         accumulator = _ACCUMULATORS.get(self._signature)
         if accumulator == self._hidden.dtype:
-            # One choice per row, so the loop's sum is 0 + row: the rows as it adds them, weighted and rounded.
+            # With one choice per row, the loop's sum is 0 + row. So it returns the weighted and rounded rows that it
+            # adds.
             sources = self._kernels.stock(hidden, selection.index, weights, rows, None).split(selection.sizes)
         else:
             with _RecordIndexAdd() as recorded:
@@ -247,13 +250,13 @@ class EagerSum:
 
 
 # (eager loop, dtype of hidden, dtype of weights) -> dtype in which the loop accumulates. Nearly all families accumulate
-# in the dtype of hidden; the others (nemotron_h: of the weights, inkling2 and openai_privacy_filter: fp32) round at the
-# end, so that their rows can only be seen on the way into the sum.
+# in the dtype of `hidden`. The others (nemotron_h in the dtype of the weights, inkling2 and openai_privacy_filter in
+# fp32) round their sum at the end, so their rows have to be recorded when they are added.
 _ACCUMULATORS: dict[tuple[Callable[..., torch.Tensor], torch.dtype, torch.dtype], torch.dtype] = {}
 
 
 class _RecordIndexAdd(TorchFunctionMode):
-    """Keeps what an eager loop would add per expert, in ascending id, instead of adding it."""
+    """Records the rows that an eager loop adds for each expert, in ascending id, and does not add them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,11 +274,16 @@ class _RecordIndexAdd(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def additions(self, sizes: list[int]) -> tuple[torch.dtype, list[torch.Tensor]]:
-        """Return the accumulator's dtype and the rows added per expert; `sizes` are the numbers of rows that are expected."""
+        """Return the accumulator's dtype and the rows of each expert. `sizes` are the expected numbers of rows.
+
+        Raises:
+            UnsupportedModelError: the loop added other numbers of rows.
+        """
         found = [len(source) for source in self._sources]
         if self._dtype is None or found != sizes:
             raise UnsupportedModelError(
-                f"This model's eager experts do not add one block of rows per expert: {found} where {sizes} is expected. Call "
-                "model.set_experts_implementation('grouped_mm'), or give promoe a cache that holds all experts of a layer."
+                f"This model's eager experts do not add one block of rows per expert. Found blocks of {found} rows, expected "
+                f"{sizes}. Call model.set_experts_implementation('grouped_mm'), or give promoe a cache that holds all experts "
+                "of a layer."
             )
         return self._dtype, self._sources

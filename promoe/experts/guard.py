@@ -1,6 +1,6 @@
-"""Stand-ins for expert parameters whose weights are in files: they have a shape and a dtype, and refuse to compute.
+"""Stand-ins for expert parameters whose weights are in files. They have a shape and a dtype, and refuse to compute.
 
-A meta tensor alone is not safe: on the CPU a product with one returns uninitialised memory instead of an error.
+A plain meta tensor would not be safe: on the CPU, a product with one returns uninitialised memory instead of an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from promoe.errors import PromoeError
 
 
 class GuardedParameter(torch.nn.Parameter):
-    """A parameter without values. Only questions about its form are answered; everything else raises PromoeError."""
+    """A parameter without values. Its shape, dtype and flags can be read; every other operation raises PromoeError."""
 
     promoe_name: str
 
@@ -26,8 +26,8 @@ class GuardedParameter(torch.nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let questions about the form pass, refuse the rest."""
-        if func is torch.Tensor.detach:  # state_dict() does so, also for who reads nothing but names and shapes
+        """Allow reading of shape, dtype and flags, and refuse everything else."""
+        if func is torch.Tensor.detach:  # state_dict() calls it, even if the caller reads only names and shapes
             return guard_parameter(args[0].promoe_name, args[0].shape, args[0].dtype)
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
@@ -40,18 +40,18 @@ class GuardedParameter(torch.nn.Parameter):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Name and form; there are no values to show."""
+        """Return the name, shape and dtype. There are no values to show."""
         return f"GuardedParameter({self.promoe_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> GuardedParameter:
-        """Refused: a copy would be as empty."""
+        """Refuse, because a copy would be empty as well."""
         raise PromoeError(
             f"The experts of {self.promoe_name!r} are in files, not in memory: the model cannot be copied. Open it a "
             "second time instead."
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: a pickle would hold no weights."""
+        """Refuse, because a pickle would contain no weights."""
         raise PromoeError(
             f"The experts of {self.promoe_name!r} are in files, not in memory: the model cannot be pickled. Share the "
             "checkpoint instead."
@@ -59,7 +59,7 @@ class GuardedParameter(torch.nn.Parameter):
 
 
 def guard_parameter(name: str, shape: Sequence[int], dtype: torch.dtype) -> GuardedParameter:
-    """A stand-in for parameter `name` (full name in the model) of that shape and dtype, on meta, without gradient."""
+    """Return a stand-in on the meta device, without gradient, for the parameter `name` (its full name in the model)."""
     empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
     parameter = torch.Tensor._make_subclass(GuardedParameter, empty, False)
     assert isinstance(parameter, GuardedParameter)
@@ -68,12 +68,12 @@ def guard_parameter(name: str, shape: Sequence[int], dtype: torch.dtype) -> Guar
 
 
 def is_guard(parameter: object) -> bool:
-    """Whether `parameter` stands in for experts that are in files."""
+    """Return whether `parameter` is a stand-in for experts in files."""
     return isinstance(parameter, GuardedParameter)
 
 
 def _name_in(value: Any) -> str | None:
-    """The name of the first guard in nested arguments."""
+    """Return the name of the first guard in nested arguments; None: there is none."""
     if isinstance(value, GuardedParameter):
         return value.promoe_name
     if isinstance(value, Mapping):
@@ -84,7 +84,7 @@ def _name_in(value: Any) -> str | None:
 
 
 def _function_name(func: Callable[..., Any]) -> str:
-    owner = getattr(getattr(func, "__self__", None), "__name__", None)  # of a property's getter: the property
+    owner = getattr(getattr(func, "__self__", None), "__name__", None)  # the property, if `func` is its getter
     name = getattr(func, "__name__", str(func))
     return f"Tensor.{owner}" if name == "__get__" and owner else name
 
@@ -101,4 +101,5 @@ _METHODS = (
 _ALLOWED: set[Any] = {torch.is_floating_point, torch.numel}
 _ALLOWED |= {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES if hasattr(torch.Tensor, name)}
 _ALLOWED |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}
-_ALLOWED.add(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]  # as who adds an adapter freezes the rest
+# Setting `requires_grad` is allowed, because PEFT freezes all other parameters when it adds an adapter.
+_ALLOWED.add(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

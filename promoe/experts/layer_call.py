@@ -1,15 +1,15 @@
-"""One call of a MoE layer's experts, computed from slots, bit-identical to the unmodified layer.
+"""One call of an MoE layer's experts, computed from slots, with the same bits as the unmodified layer.
 
-When every needed expert is ready, one call of the stock kernel over stand-ins is the whole layer (`run_resident`).
-Otherwise groups of experts are computed as they get ready (`run_groups`), one row per (token, choice) pair, and the
-rows are combined once, in the order in which the stock kernel would have added them. Few rows always go that way, and
-so do a long prompt's, in parts: the intermediates of all its experts at once would take more memory than an allocator
-keeps.
+If every needed expert is ready, one call of the stock kernel over stand-ins computes the whole layer (`run_resident`).
+Otherwise groups of experts are computed as they get ready (`run_groups`), with one row per (token, choice) pair. The
+rows are combined once, in the order in which the stock kernel adds them. Few rows are always computed this way. The
+rows of a long prompt are, too, in parts: the intermediates of all its experts at once would take more memory than an
+allocator keeps.
 
-All pairs of an expert are in one product and in the stock order, because the bits of a product depend on how many rows
-it has.
+All pairs of an expert are in one product and in the stock order, because the bits of a product depend on its number of
+rows.
 
-This module knows nothing of policies, files, or what makes an expert ready.
+This module knows nothing of policies or files, or of what makes an expert ready.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ Combine = EagerSum | WeightedSum | PlacedRows
 
 
 def check_no_grad(*inputs: torch.Tensor) -> None:
-    """Refuse to run where a backward pass could follow: slots are overwritten, so it would read other weights.
+    """Check that no backward pass can follow. It would read other weights, because slots are overwritten.
 
     Raises:
-        UnsupportedModelError: gradients are on and one of `inputs` requires them.
+        UnsupportedModelError: gradients are enabled and one of `inputs` requires them.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         raise UnsupportedModelError(
-            "The experts were called with gradients enabled, but promoe is for inference: the slots that hold the weights "
-            "are reused before a backward could read them. Run the model under torch.no_grad() or torch.inference_mode()."
+            "The experts were called with gradients enabled, but promoe supports inference only: the slots that hold the "
+            "weights are reused before a backward pass could read them. Run the model under torch.no_grad() or "
+            "torch.inference_mode()."
         )
 
 
@@ -52,8 +53,8 @@ class LayerCall:
         hidden: `[T, H]`, the experts' input.
         index: `[T, K]`, int64 expert ids.
         weights: `[T, K]`, routing weights of any float dtype.
-        ids: `index.tolist()`, where the caller has it already.
-        on_host: `index` in host memory if the layer computes on a device, which is then not asked for it.
+        ids: `index.tolist()`, if the caller has it already.
+        on_host: `index` in host memory, if the layer computes on a device; so it need not be copied from there.
 
     Raises:
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
@@ -78,7 +79,8 @@ class LayerCall:
         self._implementation = layer.implementation
         self._num_pairs = index.numel()
         self._kernels = Kernels(layer, self._implementation, hidden, self._num_pairs, on_host is not None)
-        self._pairs = self._all_pairs() if self._kernels.by_rows else None  # now: products come next when it runs
+        # Made now rather than when the call runs, because then products should start at once.
+        self._pairs = self._all_pairs() if self._kernels.by_rows else None
 
     @property
     def depends_on_groups(self) -> bool:
@@ -87,7 +89,7 @@ class LayerCall:
 
     @property
     def can_begin(self) -> bool:
-        """Whether `run_groups` can use the first tensors of an expert whose last ones are on their way."""
+        """Whether `run_groups` can use the first tensors of an expert whose last tensors are still in flight."""
         return self._kernels.begins(self._num_pairs)
 
     def run_resident(self, rows: ExpertRows) -> torch.Tensor:
@@ -95,7 +97,7 @@ class LayerCall:
 
         Args:
             rows: expert id -> its tensors by parameter name. They are read until this returns, and must not require
-            grad.
+                grad.
 
         Returns:
             `[T, H]` in the dtype of `hidden`.
@@ -106,7 +108,7 @@ class LayerCall:
         return self.run_groups((rows,)) if self._kernels.by_rows else self._whole(rows)
 
     def _whole(self, rows: ExpertRows) -> torch.Tensor:
-        """Compute everything in one stock call."""
+        """Compute all experts in one stock call."""
         ids = self._ids if self._ids is not None or self._on_host is None else self._on_host.tolist()
         flat = None if ids is None else [expert for row in ids for expert in row]
         return self._kernels.stock(self._hidden, self._index, self._weights, rows, flat)
@@ -116,9 +118,8 @@ class LayerCall:
 
         Args:
             groups: yields groups that together hold every needed expert, as in `run_resident`. An expert is computed
-            with
-                the first group that has it; experts that no token chose are ignored. A group's tensors are not read any
-                more once the next group is asked for. The iterator is always run to its end.
+                with the first group that has it; experts that no token chose are ignored. A group's tensors are not
+                read any more once the next group is asked for. The iterator is always run to its end.
 
         Returns:
             `[T, H]` in the dtype of `hidden`. Extra memory is at most the rows `[T * K, H]`, a tile of weighted rows,
@@ -134,7 +135,7 @@ class LayerCall:
         begins = kernels.begins(pairs.count)
         combine: Combine | None = None
         whole: torch.Tensor | None = None
-        if layer.num_ids > layer.num_experts:  # the ids without weights are ready from the start
+        if layer.num_ids > layer.num_experts:  # ids that need no weights are ready from the start
             groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
         for rows in groups:
             if isinstance(rows, FirstRows):
@@ -155,7 +156,7 @@ class LayerCall:
         assert not pairs.missing, f"{layer.name}: no group had experts {pairs.missing}"
         if whole is not None:
             return whole
-        # No pairs at all (no tokens) and no group: the stock kernel knows what to return.
+        # Without tokens there are no pairs and no groups. The stock kernel knows what to return then.
         return combine.result() if combine else self._whole({})
 
     def _all_pairs(self) -> Pairs:

@@ -1,7 +1,7 @@
 """The (token, choice) pairs of one MoE layer's call, by expert. Knows nothing of weights, slots or kernels.
 
-A pair's position is `token * K + choice`. Within an expert the pairs keep the order in which the stock kernel multiplies
-them: the bits of a row of a matrix product may depend on which row it is.
+A pair's position is `token * K + choice`. Within an expert the pairs keep the order in which the stock kernel
+multiplies them: the bits of a row of a matrix product may depend on which row it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from promoe.transfer.devices import send
 
-# Up to here (decode) Python lists beat tensor operations, which cost some microseconds each.
+# Up to this many pairs (as in decode), Python lists are faster than tensor operations, which cost some microseconds
+# each.
 FEW_PAIRS = 64
 
 
@@ -23,13 +24,13 @@ class Selection:
     """The P pairs of some experts, expert by expert in ascending id.
 
     Attributes:
-        experts: their ids, ascending.
-        sizes: pairs per expert.
-        positions: `[P]` in host memory, position of each pair; a list where the pairs of the whole call are few.
-        top_k: K, choices per token.
-        one_each: there is one token, and no expert has it twice.
-        device: where its tensors are.
-        listed: `ids` are wanted however many they are.
+        experts: ids of the experts, ascending.
+        sizes: number of pairs of each expert.
+        positions: `[P]` in host memory, the position of each pair; a list if the whole call has few pairs.
+        top_k: choices per token, K.
+        one_each: whether there is one token, and no expert was chosen twice for it.
+        device: the device of its tensors.
+        listed: whether `ids` is a list even if there are many pairs.
     """
 
     experts: list[int]
@@ -41,17 +42,17 @@ class Selection:
     listed: bool = False
 
     def __len__(self) -> int:
-        """P."""
+        """Return the number of pairs, P."""
         return len(self.positions)
 
     @cached_property
     def position_tensor(self) -> torch.Tensor:
-        """`positions` as a tensor where the others are."""
+        """`positions` as a tensor on `device`."""
         return send(self.positions, self.device)
 
     @cached_property
     def ids(self) -> list[int] | None:
-        """The expert of each pair, as a list where there are few pairs or it is wanted in any case."""
+        """The expert of each pair as a list; None if there are many pairs, unless `listed`."""
         if isinstance(self.positions, torch.Tensor) and not self.listed:
             return None
         if self.one_each:
@@ -60,7 +61,7 @@ class Selection:
 
     @cached_property
     def index(self) -> torch.Tensor:
-        """`[P, 1]`, the expert of each pair."""
+        """The expert of each pair, `[P, 1]`."""
         if self.ids is not None:
             return send(self.ids, self.device).unsqueeze(1)
         experts = torch.tensor(self.experts, device=self.device)
@@ -68,24 +69,24 @@ class Selection:
 
     @cached_property
     def tokens(self) -> torch.Tensor | None:
-        """`[P]`, the token of each pair; None where there is `one_each`."""
+        """The token of each pair, `[P]`; None if `one_each`."""
         return None if self.one_each else self.position_tensor // self.top_k
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The pairs' inputs `[P, H]` out of `hidden[T, H]`."""
+        """Return the inputs of the pairs, `[P, H]`, out of `hidden[T, H]`."""
         if self.tokens is None:
             return hidden.expand(len(self), -1)
         return hidden[self.tokens]
 
     def gather_each(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same of each expert."""
+        """Return the inputs of each expert's pairs, `[pairs of the expert, H]`, out of `hidden[T, H]`."""
         if self.tokens is None:
             return [hidden] * len(self)
         each: Sequence[torch.Tensor] = hidden[self.tokens].split(self.sizes)
         return each
 
     def tokens_by_expert(self) -> Sequence[torch.Tensor | None]:
-        """Per expert the tokens of its pairs."""
+        """Return the tokens of each expert's pairs; None for each expert if `one_each`."""
         return [None] * len(self.sizes) if self.tokens is None else self.tokens.split(self.sizes)
 
 
@@ -95,10 +96,11 @@ class Pairs:
     Args:
         top_k_index: `[T, K]` in host memory, expert ids in 0..num_experts-1.
         num_experts: E.
-        by_choice: within an expert, all tokens' first choices come first, as in the eager loops. Else the pairs are where
-            torch.sort puts them, as in grouped_mm: it is not stable, so asking it is the only way to know.
-        ids: `top_k_index.tolist()`, where the caller has it.
-        device: that the layer computes on; None: the processor.
+        by_choice: within an expert, put all tokens' first choices first, as the eager loops do. Otherwise the pairs are
+            in the order of torch.sort, as in grouped_mm. That sort is not stable, so the order is only known by calling
+            it.
+        ids: `top_k_index.tolist()`, if the caller has it.
+        device: the device that the layer computes on; None: the CPU.
 
     Raises:
         AssertionError: an id is out of range.
@@ -131,19 +133,19 @@ class Pairs:
         self.missing = self.experts
 
     def take(self, ready: Container[int]) -> list[int]:
-        """The experts in `ready` that are still to be computed, ascending; from now on they count as computed."""
+        """Return the experts in `ready` that are not computed yet, ascending, and count them as computed from now on."""
         taken = [expert for expert in self.missing if expert in ready]
         if taken:
             self.missing = [expert for expert in self.missing if expert not in ready]
         return taken
 
     def most_of_an_expert(self) -> int:
-        """Pairs of the expert that has most; 0 where there are none."""
+        """Return the number of pairs of the expert that has most; 0 if there are no pairs."""
         by_expert: Mapping[int, Sized] = self._few or self._many
         return max(map(len, by_expert.values()), default=0)
 
     def parts(self, experts: list[int], most: int) -> Iterator[list[int]]:
-        """`experts` in parts of up to `most` pairs, or of one expert that has more."""
+        """Yield `experts` in parts of up to `most` pairs. An expert with more pairs is a part of its own."""
         by_expert: Mapping[int, Sized] = self._few or self._many
         part: list[int] = []
         count = 0
@@ -156,7 +158,7 @@ class Pairs:
         yield part
 
     def select(self, experts: list[int]) -> Selection:
-        """The pairs of `experts` (ascending, each with at least one pair)."""
+        """Return the pairs of `experts`, which are in ascending order and have at least one pair each."""
         if self._few:
             listed = [self._few[expert] for expert in experts]
             sizes = [len(positions) for positions in listed]
@@ -187,9 +189,9 @@ class Pairs:
         return {expert: block for expert, block in enumerate(blocks) if len(block)}
 
     def _sorted_positions(self) -> torch.Tensor:
-        """`[T * K]`: all positions, by expert, in the kernel's order."""
+        """Return all positions `[T * K]`, sorted by expert, in the kernel's order within an expert."""
         if not self._by_choice:
-            # CUDA's sort is stable, except for up to 32 numbers.
+            # The stock kernel's sort is stable on CUDA, except for up to 32 numbers.
             return torch.sort(self._index.reshape(-1), stable=self._device.type == "cuda").indices
         by_choice = torch.sort(self._index.t().reshape(-1), stable=True).indices
         return (by_choice % self.num_tokens) * self.top_k + by_choice // self.num_tokens

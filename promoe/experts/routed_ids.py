@@ -1,7 +1,7 @@
-"""The experts that a layer's tokens choose, as the host needs them: in lists, wherever the index is.
+"""Read the ids of the experts that a layer's tokens chose into host memory, as lists.
 
-Reading an index on a device means waiting for everything that leads to it. That is done once per visit of a layer, at its gate;
-the experts' forward takes what was read there if it is passed the same tensor.
+To read ids from a device, the host has to wait until the device has computed them. That is done once per visit of a
+layer, at its gate. If the experts' forward is passed the same tensor, it uses what was read there.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ import torch
 from promoe.errors import PromoeError
 from promoe.transfer.devices import Device, Queue
 
-# Up to here ids are handled as Python lists, which is faster than tensor operations.
+# Up to this many ids, Python lists are faster than tensor operations.
 MAX_LISTED_IDS = 256
 
 
 Chosen = tuple[torch.Tensor, list[list[int]] | None, list[int]]
-"""What an index says: itself `[T, K]` in host memory; the experts of each token, `[T][K]` (None if there are many tokens); the
-distinct ones in ascending order. A plain tuple: one is made twice per layer and token."""
+"""What was read from an index: the ids `[T, K]` in host memory, the experts of each token `[T][K]` (None if there are many
+tokens), and the distinct experts in ascending order. It is a plain tuple because two are made per layer and token."""
 
 
 class IdReader(Protocol):
-    """Reads the indices of layers, which are called by name."""
+    """Reads the indices of layers, which are identified by name."""
 
     def at_gate(self, layer: str, index: torch.Tensor) -> Chosen:
-        """What a layer's gate chose, `[T, K]`."""
+        """Read `index[T, K]`, which a layer's gate chose."""
         ...
 
     def at_experts(self, layer: str, index: torch.Tensor) -> Chosen:
-        """What its experts are passed, which is the authority: between gate and experts some families change it.
+        """Read `index[T, K]`, which a layer's experts are called with. In some families it is not what the gate chose.
 
         Raises:
-            PromoeError: ids that were read before were changed in a way that cannot be seen from the host.
+            PromoeError: ids that were read before were changed in place, which the host could not see.
         """
         ...
 
     def check(self) -> None:
-        """To be called at the end of a pass; raises as `at_experts` does."""
+        """Check the ids that were read, at the end of a pass. Raises the same errors as `at_experts`."""
         ...
 
 
 def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:
-    """The experts of each token `[T][K]` (None if there are many tokens), and the distinct ones in ascending order."""
+    """Return the experts of each token `[T][K]` (None if there are many), and the distinct ones in ascending order."""
     if index.numel() <= MAX_LISTED_IDS:
         tokens: list[list[int]] = index.tolist()
         if len(tokens) == 1:
@@ -54,7 +54,7 @@ def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[in
 
 
 class HostIds:
-    """Indices in host memory are read where they lie."""
+    """Reads indices that are in host memory."""
 
     def at_gate(self, layer: str, index: torch.Tensor) -> Chosen:
         """See `IdReader`."""
@@ -64,19 +64,19 @@ class HostIds:
     at_experts = at_gate
 
     def check(self) -> None:
-        """Nothing is read before it is used."""
+        """Do nothing: ids are read when they are used, so they cannot have changed."""
 
 
 class _Reading(NamedTuple):
-    """What was read at a gate, and from what."""
+    """The ids that were read at a gate, and the tensor they were read from."""
 
     layer: str
-    source: torch.Tensor  # held, so that its memory is no other tensor's
+    source: torch.Tensor  # kept alive, so that no other tensor gets its memory
     version: int | None
     chosen: Chosen
 
     def is_of(self, layer: str, index: torch.Tensor) -> bool:
-        """Whether `index` is the very tensor, as far as the host can see."""
+        """Return whether `index` is the same unchanged tensor, as far as the host can see."""
         read = self.source
         same = index is read or (
             index.data_ptr() == read.data_ptr()
@@ -89,24 +89,24 @@ class _Reading(NamedTuple):
 
 
 class _Local(threading.local):
-    """Of each thread that runs the model."""
+    """The state of each thread that runs the model."""
 
     def __init__(self) -> None:
         self.latest: _Reading | None = None
-        self.unseen: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        """Layers whose experts were launched with ids that were read at the gate: these, and as they were by then."""
+        self.unchecked: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        """Layers whose experts were started with ids from the gate: the ids at the gate, and a copy made at the experts."""
         self.spare: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
-        """Few ids in pinned memory that no copy goes to."""
+        """Small buffers in pinned memory that are free for the next copy."""
 
 
 class DeviceIds:
-    """Indices on a device are copied to pinned memory. The host waits once per visit, for the copy at the gate.
+    """Reads indices that are on a device, by copying them to pinned memory. The host waits once per visit, at the gate.
 
-    When the experts run, they are copied once more; whether they are the same is seen when the host waits next, for the next
-    layer's ids or at the end of the pass.
+    When the experts run, the ids are copied once more. The two copies are compared when the host waits the next time,
+    for the next layer's ids or at the end of the pass.
 
     Args:
-        device: where indices are.
+        device: the device that the indices are on.
     """
 
     def __init__(self, device: Device) -> None:
@@ -124,12 +124,12 @@ class DeviceIds:
         latest = self._local.latest
         if latest is None or not latest.is_of(layer, index):
             return self._read(index)
-        self._local.unseen.append((layer, latest.chosen[0], self._copy(self._device.current(), index)))
+        self._local.unchecked.append((layer, latest.chosen[0], self._copy(self._device.current(), index)))
         return latest.chosen
 
     def check(self) -> None:
         """See `IdReader`."""
-        if self._local.unseen:
+        if self._local.unchecked:
             self._wait_for(self._device.current())
 
     def _read(self, index: torch.Tensor) -> Chosen:
@@ -141,16 +141,16 @@ class DeviceIds:
         return on_host, *chosen_experts(on_host)
 
     def _wait_for(self, queue: Queue) -> None:
-        """Wait for the copies that were put into `queue`, and see what they say."""
-        unseen, self._local.unseen = self._local.unseen, []
+        """Wait for the copies in `queue`, and compare the ids at the experts with those that were read at the gate."""
+        unchecked, self._local.unchecked = self._local.unchecked, []
         queue.wait_on_host()
-        if wrong := [layer for layer, read, used in unseen if not torch.equal(read, used)]:
+        if wrong := [layer for layer, read, used in unchecked if not torch.equal(read, used)]:
             raise _changed_in_place(wrong)
-        for _, _, used in unseen:
+        for _, _, used in unchecked:
             self._keep(used)
 
     def _copy(self, queue: Queue, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` in pinned memory, once what `queue` has now is done."""
+        """Return pinned memory that has the values of `tensor` as soon as `queue` has done its present work."""
         shape, dtype = tensor.shape, tensor.dtype
         spare = self._local.spare.get((shape, dtype))
         on_host = spare.pop() if spare else self._device.allocate_pinned(tensor.nbytes).view(dtype).view(shape)
@@ -158,19 +158,22 @@ class DeviceIds:
         return on_host
 
     def _keep(self, copied: torch.Tensor) -> None:
-        """For the next of its kind, as decoding makes many alike; of long prompts each has a length of its own."""
+        """Keep a small buffer for the next copy of the same shape, as decoding makes many.
+
+        Those of long prompts are not kept, because nearly every prompt has another length.
+        """
         if copied.numel() <= MAX_LISTED_IDS:
             self._local.spare.setdefault((copied.shape, copied.dtype), []).append(copied)
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    """How often it was changed in place; None where torch does not count that."""
+    """Return torch's counter of changes in place; None: torch does not count them for this tensor."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _changed_in_place(layers: list[str]) -> PromoeError:
     return PromoeError(
         f"The ids of the experts that {', '.join(map(repr, layers))} was called with were changed in place between gate and "
-        "experts, after they had been read. The output of this pass is wrong: weights of other experts were used. Let what "
-        "changes them (a hook, a patch of the block) make a new tensor, which is read again, or leave out 'device'."
+        "experts, after they had been read. The output of this pass is wrong, because weights of other experts were used. "
+        "Change the hook or patch that does this so that it makes a new tensor, which is read again, or leave out 'device'."
     )

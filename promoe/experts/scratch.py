@@ -1,4 +1,4 @@
-"""Memory that a thread computes a long prompt's pairs in, part after part and layer after layer."""
+"""Memory in which a thread computes the pairs of a long prompt, reused for each part and each layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from promoe.transfer.memory import HugePageRegion
 
-# What a thread keeps for its next call, so that no page of it has to come from the system again.
+# The most that a thread keeps for its next call, so that the system does not have to provide these pages again.
 KEPT_BYTES = 32 * 2**20
 _kept = threading.local()
 
@@ -19,22 +19,24 @@ def _region_of_thread(nbytes: int) -> HugePageRegion:
     region: HugePageRegion | None = getattr(_kept, "region", None)
     if region is None or region.nbytes < nbytes:
         return HugePageRegion(nbytes)
-    _kept.region = None  # a call within this one, from a hook, gets its own
+    _kept.region = None  # a hook may call the experts within this call, and then needs a region of its own
     return region
 
 
 class PartSpace:
-    """Memory for one part of a call's pairs after another. A thread keeps one of up to `KEPT_BYTES`, once it is released.
+    """Memory for the parts of a call's pairs, one after the other.
 
-    Not the allocator's: its blocks would have as many sizes as there are parts, and leave holes that fit no other, the more so
-    as oneDNN keeps something small for each new number of rows. After some prompts of 1,900 tokens those were a gigabyte.
+    After `release`, the thread keeps it for its next call if it has at most `KEPT_BYTES`. It does not come from the
+    allocator. Blocks of the allocator would have another size for each part, and would leave holes between the small
+    objects that oneDNN keeps for each new number of rows. After some prompts of 1,900 tokens, these holes took a
+    gigabyte.
 
     Args:
-        num_rows: of the largest part.
+        num_rows: number of rows of the largest part.
         hidden_size: H.
         first_width: columns of the first product.
-        second_width: columns that the second one reads, I.
-        dtype: of all.
+        second_width: columns of the second product's input, I.
+        dtype: dtype of all tensors.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class PartSpace:
             offset_bytes += num_rows * width * dtype.itemsize
 
     def release(self) -> None:
-        """The call is over: the thread's next one may have it."""
+        """Keep the memory for the thread's next call, unless it is too large. The tensors must not be used any more."""
         if self._region.nbytes <= KEPT_BYTES:
             _kept.region = self._region
 
     def of(self, num_rows: int) -> tuple[torch.Tensor, ...]:
-        """`[P, H]`, `[P, first width]`, `[P, I]`."""
+        """Return tensors `[P, H]`, `[P, first width]` and `[P, I]` for P = `num_rows` rows."""
         return tuple(tensor[:num_rows] for tensor in self._tensors)

@@ -307,8 +307,6 @@ def test_gate_indices_absent_or_ambiguous() -> None:
     assert gate_indices((torch.rand(1, 8), torch.rand(1, 2))) is None
     assert gate_indices(None) is None
     assert gate_indices((ids, ids.clone())) is None
-    other = ids.clone()
-    assert gate_indices((other, ids), index_like=ids.view(1, 2)) is ids
 
 
 def test_a_layer_is_immutable() -> None:

@@ -1,7 +1,7 @@
-"""How the families of Transformers keep and call their experts. One file per way; nothing else names a family.
+"""Adapters: how the model families of Transformers store and call their experts. No other code names a family.
 
-`adapter_for(module)` says which way a module is: first the families that have one of their own, then the contract that
-all others follow (`stacked`).
+`adapter_for(module)` returns a module's adapter. Some families have an adapter of their own; all others follow one
+contract (`stacked`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from torch import nn
 
 from .base import Adapter, ExpertTensor, Run
 from .dbrx import DbrxAdapter
+from .expert_modules import ExpertModulesAdapter
 from .finegrained_fp8 import FineGrainedFp8Adapter
 from .jamba import JambaAdapter
 from .jetmoe import JetMoeAdapter
 from .llama4 import Llama4Adapter
 from .longcat_flash import LongcatFlashAdapter
 from .mxfp4 import Mxfp4Adapter
-from .nllb_moe import NllbMoeAdapter
 from .stacked import StackedAdapter
 from .switch_transformers import SwitchTransformersAdapter
 
 __all__ = ["Adapter", "ExpertTensor", "Run", "adapter_for"]
 
-# Where a family has a way of its own, its class says so; no other module is ever taken for one of them.
+# Families with their own adapter, by the name of the experts' class.
 _BY_CLASS: dict[str, Adapter] = {
     "DbrxExperts": DbrxAdapter(),
     "FP8Experts": FineGrainedFp8Adapter(),
@@ -31,12 +31,14 @@ _BY_CLASS: dict[str, Adapter] = {
     "Llama4TextExperts": Llama4Adapter(),
     "LongcatFlashExperts": LongcatFlashAdapter(),
     "Mxfp4GptOssExperts": Mxfp4Adapter(),
-    "NllbMoeExperts": NllbMoeAdapter(),
+    # NLLB-MoE passes a mask `[T, E]` of zeros and ones as ids, so it computes with its experts 0 and 1 only.
+    # Transformers computes it like that, and the output has to be identical.
+    "NllbMoeExperts": ExpertModulesAdapter(),
     "SwitchTransformersExperts": SwitchTransformersAdapter(),
 }
 _STACKED = StackedAdapter()
 
 
 def adapter_for(module: nn.Module) -> Adapter:
-    """What says how `module` is to be served, if it can be (`Adapter.problem`)."""
+    """Return the adapter of `module`. Its `problem` says whether the module can be served."""
     return _BY_CLASS.get(type(module).__name__, _STACKED)

@@ -1,6 +1,6 @@
-"""DBRX: the experts' matrices lie one below the other in flat parameters `[E * F, H]` of a submodule.
+"""DBRX: a submodule has the matrices of all experts, one below the other, in flat parameters `[E * F, H]`.
 
-The gate returns logits only; the block chooses from them. The experts are called with the batch still in shape.
+The gate returns only logits, and the block chooses from them. The experts are called with `[B, S, H]`.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ _NAMES = ("w1", "v1", "w2")
 
 
 class DbrxAdapter(Adapter):
-    """`DbrxExperts`."""
+    """The adapter of `DbrxExperts`."""
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """`[F, H]` each."""
+        """Return three matrices `[F, H]`."""
         shape: Any = (experts.ffn_hidden_size, experts.hidden_size)
         paths = [f"mlp.{name}" for name in _NAMES]
         return tuple(ExpertTensor.stack(path, get_tensor(experts, path), shape) for path in paths)
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The stock loop, on tokens without a batch."""
+        """Return the stock loop, with an output `[T, H]`."""
         return _loop
 
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
-        """The submodule's parameters are what has to be replaced."""
+        """Return a stand-in whose submodule has the banks in place of its parameters."""
         mlp = part_with(experts.get_submodule("mlp"), {name: banks[f"mlp.{name}"] for name in _NAMES})
         return module_with(experts, {"mlp": mlp})
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
-        """`hidden[B, S, H]` in, `[B, S, H]` out."""
+        """Return the forward `hidden[B, S, H]`, `top_k_index`, `top_k_weights` -> `[B, S, H]`."""
 
         def forward(
             hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -46,7 +46,7 @@ class DbrxAdapter(Adapter):
         return forward
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
-        """What the block will choose from these logits."""
+        """Return what the block will choose from the gate's logits."""
         _, index = block.route_tokens_to_experts(output)  # type: ignore[operator]
         return index if isinstance(index, torch.Tensor) else None
 

@@ -1,4 +1,4 @@
-"""Experts that are modules of their own, `expert_0`, `expert_1`, ... in an `nn.ModuleDict`: one parameter per expert."""
+"""Experts that are modules, `expert_0`, `expert_1`, ... in an `nn.ModuleDict`, each with parameters of its own."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from .base import Adapter, ExpertTensor, module_with, part_with
 
 
 class ExpertModulesAdapter(Adapter):
-    """Experts that are the modules of a dictionary."""
+    """The adapter of experts that are modules in a dictionary."""
 
     def problem(self, experts: nn.Module) -> str | None:
-        """They must be alike."""
+        """Return why the module cannot be served: its experts must have the same tensors."""
         found = [experts.get_submodule(key).named_parameters() for key in _keys(experts)]
         shapes = [{name: (parameter.shape, parameter.dtype) for name, parameter in expert} for expert in found]
         return None if all(shape == shapes[0] for shape in shapes) else "its experts have different tensors"
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """The parameters of one of the modules."""
+        """Return the parameters of an expert's module."""
         keys = _keys(experts)
         return tuple(
             _tensor(name, parameter, keys) for name, parameter in experts.get_submodule(keys[0]).named_parameters()
         )
 
     def stand_in(self, experts: nn.Module, banks: Mapping[str, Any]) -> nn.Module:
-        """A dictionary that makes an expert when it is asked for it."""
+        """Return a stand-in whose dictionary makes an expert's module when it is asked for it."""
         return module_with(experts, {"_modules": _Experts(experts._modules, _keys(experts), banks)})
 
 
 def _keys(experts: nn.Module) -> list[str]:
-    """The names of its experts; there may be other modules among them."""
+    """Return the names of the experts' modules. The dictionary may have other modules as well."""
     count: Any = experts.num_experts
     return [f"expert_{number}" for number in range(count)]
 
@@ -44,7 +44,7 @@ def _tensor(name: str, parameter: torch.Tensor, keys: list[str]) -> ExpertTensor
 
 
 class _Experts(Mapping[str, nn.Module | None]):
-    """The dictionary's modules, experts with their parameters taken from the banks."""
+    """The dictionary's modules. Experts take their parameters from the banks."""
 
     def __init__(self, modules: Mapping[str, nn.Module | None], keys: list[str], banks: Mapping[str, Any]) -> None:
         self._modules = modules
@@ -65,7 +65,7 @@ class _Experts(Mapping[str, nn.Module | None]):
 
 
 def _with_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
-    """A stand-in for `module` with these parameters, by path, in place of its own."""
+    """Return a stand-in for `module` with these parameters, by path, in place of its own."""
     stand_in = part_with(module, {name: tensor for name, tensor in tensors.items() if "." not in name})
     children: dict[str, dict[str, torch.Tensor]] = {}
     for path, tensor in tensors.items():

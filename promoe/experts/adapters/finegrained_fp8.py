@@ -1,7 +1,7 @@
-"""Experts that Transformers' FP8 kernels compute with: each expert's weights beside their scales, moved as they are.
+"""Experts in FP8 with Transformers' own FP8 kernels. Weights and their scales are moved as they are.
 
-Their loop (`eager`) reads one expert at a time, so it runs over slots as any other. `grouped_mm` and `batched_mm` are other
-functions for them: kernels that step through the whole stack by address, which slots are not.
+The loop (`eager`) reads one expert at a time, so it runs over slots like any other. For these experts, `grouped_mm` and
+`batched_mm` are kernels that compute addresses in one stack of all experts, which slots are not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from .stacked import StackedAdapter
 
 
 class FineGrainedFp8Adapter(StackedAdapter):
-    """`FP8Experts`: FP8, or FP4 packed in int8; scales in fp32 or powers of two; a scale of the input per expert, or none."""
+    """The adapter of `FP8Experts`.
+
+    Weights are FP8, or FP4 packed in int8. Scales are fp32 or powers of two. An expert may have a scale for its input.
+    """
 
     implementations: ClassVar[tuple[str, ...]] = ("eager",)
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (

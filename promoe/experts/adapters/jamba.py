@@ -1,4 +1,4 @@
-"""Jamba: the general contract, but up to Transformers 5.20 its gate returns logits only, and the block chooses."""
+"""Jamba: the general contract. But up to Transformers 5.20, the gate returns only logits, and the block chooses."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .stacked import StackedAdapter
 
 
 class JambaAdapter(StackedAdapter):
-    """`JambaExperts`."""
+    """The adapter of `JambaExperts`."""
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
-        """What the block will choose, where the gate has not chosen yet."""
+        """Return what the gate chose, or what the block will choose from the gate's logits."""
         if isinstance(output, torch.Tensor):
             output = block.route_tokens_to_experts(output, output)  # type: ignore[operator]
         return super().chosen(gate, block, output)

@@ -1,7 +1,7 @@
-"""JetMoE: each projection is a module of stacked matrices of its own, called with rows already sorted by expert.
+"""JetMoE: each projection is a module of stacked matrices, which is called with rows that are sorted by expert.
 
-Four of them per decoder layer (two in the experts, two in the attention); each is served as an MoE layer, and two of
-them share a gate.
+A decoder layer has four such modules, two in the experts and two in the attention. Each is served as an MoE layer. Two
+of them share a gate.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .base import Adapter, ExpertTensor, Run, get_tensor
 
 
 class JetMoeAdapter(Adapter):
-    """`JetMoeParallelExperts`."""
+    """The adapter of `JetMoeParallelExperts`."""
 
     sums_rows = False
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """One matrix."""
+        """Return the one matrix of an expert."""
         return (ExpertTensor.stack("weight", get_tensor(experts, "weight")),)
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The stock one, less the experts without rows."""
+        """Return the stock loop without the experts that have no rows."""
         return _loop
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
-        """`inputs[P, in]` sorted by expert and each expert's number of rows -> `[P, out]`."""
+        """Return the forward `inputs[P, in]` (sorted by expert), number of rows of each expert -> `[P, out]`."""
 
         def forward(inputs: torch.Tensor, expert_size: Sequence[int]) -> torch.Tensor:
             sizes = torch.as_tensor(expert_size, device=inputs.device)
@@ -40,7 +40,7 @@ class JetMoeAdapter(Adapter):
         return forward
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
-        """The gate's output has the rows' order; the ids are those of the largest logits."""
+        """Return the ids of the largest logits. The rest of the gate's output is the order of the rows."""
         ids: torch.Tensor = output[-1].topk(gate.top_k, dim=1).indices
         return ids
 

@@ -1,8 +1,9 @@
-"""Llama 4: every expert multiplies every token, already scaled by its weight, which is zero where it was not chosen.
+"""Llama 4: every expert multiplies every token, scaled beforehand by its weight. The weight is zero if it was not chosen.
 
-A row of zeros stays one through the expert, so experts with nothing but such rows need not be at hand. The others must
-see all rows, as the bits of a product depend on how many there are; and as a batch of at least two experts, because
-torch multiplies a batch of one in another way (their weights are copied for it, as in `batched_mm`).
+An expert turns a row of zeros into zeros, so an expert that has only such rows is not needed. The other experts must
+multiply all rows, because the bits of a product depend on the number of rows. They must be a batch of at least two
+experts, because torch multiplies a batch of one in another way. (Their weights are copied into the batch, as in
+`batched_mm`.)
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from .base import Adapter, ExpertTensor, Run, get_tensor
 
 
 class Llama4Adapter(Adapter):
-    """`Llama4TextExperts`."""
+    """The adapter of `Llama4TextExperts`."""
 
     sums_rows = False
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Gate and up in one, and down, both `[in, out]`."""
+        """Return two matrices `[in, out]`: gate and up in one, and down."""
         return tuple(ExpertTensor.stack(name, get_tensor(experts, name)) for name in ("gate_up_proj", "down_proj"))
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The stock products, over the experts that have rows."""
+        """Return a loop that computes the stock products for the experts that have rows."""
         return _loop
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
-        """`hidden[E * T, H]`, expert by expert -> the same shape."""
-        num_experts = self.num_experts(experts)  # the module keeps what is returned, which must not keep the module
+        """Return the forward `hidden[E * T, H]` (expert by expert) -> `[E * T, H]`."""
+        num_experts = self.num_experts(experts)  # read here, because `forward` must not refer to the module
 
         def forward(hidden_states: torch.Tensor) -> torch.Tensor:
             by_expert = hidden_states.view(num_experts, -1, hidden_states.shape[-1])
@@ -45,7 +46,7 @@ class Llama4Adapter(Adapter):
         return forward
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
-        """Scores and logits are all that the gate returns."""
+        """Return the ids of the largest logits. The gate returns only scores and logits."""
         ids: torch.Tensor = output[1].topk(gate.top_k, dim=1).indices
         return ids
 

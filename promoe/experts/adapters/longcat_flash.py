@@ -1,7 +1,7 @@
-"""LongCat-Flash: a loop over stacked experts whose last ids are identities, without weights.
+"""LongCat-Flash: a loop over stacked experts. The last ids are identity experts, which have no weights.
 
-The parameter `gate_up_proj` has rows for them all the same, which nothing reads; `down_proj` has none. The loop cannot
-be called with one choice per token, which is how promoe calls it, unless its `squeeze` is kept from dropping the choices.
+The parameter `gate_up_proj` has rows for identity experts that nothing reads; `down_proj` has none. promoe calls the
+loop with one choice per token. The loop's `squeeze` would drop that dimension, so it is made to do nothing.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from .base import Adapter, ExpertTensor, get_tensor, stock_forward
 
 
 class LongcatFlashAdapter(Adapter):
-    """`LongcatFlashExperts`."""
+    """The adapter of `LongcatFlashExperts`."""
 
     def problem(self, experts: nn.Module) -> str | None:
-        """A model may have identities only."""
+        """Return why the module cannot be served: a model may have identity experts only."""
         return None if self.num_experts(experts) else "it has identity experts only"
 
     def num_experts(self, experts: nn.Module) -> int:
-        """Those with weights."""
+        """Return the number of experts with weights."""
         count: int = experts.num_routed_experts  # type: ignore[assignment]
         return count
 
     def num_ids(self, experts: nn.Module) -> int:
-        """Identities included."""
+        """Return the number of ids, including those of identity experts."""
         count: int = experts.total_experts  # type: ignore[assignment]
         return count
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Gate and up in one, and down."""
+        """Return two matrices: gate and up in one, and down."""
         return tuple(ExpertTensor.stack(name, get_tensor(experts, name)) for name in ("gate_up_proj", "down_proj"))
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The stock loop, for any number of choices."""
+        """Return the stock loop, made to work for one choice per token."""
         return _loop
 
 
@@ -49,7 +49,7 @@ def _loop(self: nn.Module, hidden: torch.Tensor, index: torch.Tensor, weights: t
 
 
 class _NoSqueeze(TorchFunctionMode):
-    """Leaves a dimension of size one where it is."""
+    """Makes `squeeze` do nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

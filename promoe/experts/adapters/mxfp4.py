@@ -1,4 +1,4 @@
-"""gpt-oss in MXFP4 in memory: when its weights are there, they lie in an order that only its kernel knows."""
+"""gpt-oss in MXFP4 in memory: its weights are in an order that only its kernel knows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from .base import Adapter
 
 
 class Mxfp4Adapter(Adapter):
-    """`Mxfp4GptOssExperts`: never served."""
+    """The adapter of `Mxfp4GptOssExperts`, which cannot be served."""
 
     def problem(self, experts: nn.Module) -> str:
-        """Its bytes cannot be told apart by expert."""
+        """Return why the module cannot be served: the bytes of one expert cannot be separated from the others."""
         return (
-            "it keeps them in MXFP4, swizzled for its kernel, so that one expert's bytes cannot be moved by themselves. Open "
-            "the checkpoint with promoe.from_pretrained, which leaves them in MXFP4 in the files and moves them so, or load "
+            "it keeps them in MXFP4, swizzled for its kernel, so that one expert's bytes cannot be moved separately. Open "
+            "the checkpoint with promoe.from_pretrained, which moves experts in MXFP4 from the files, or load "
             "it with quantization_config=Mxfp4Config(dequantize=True)"
         )

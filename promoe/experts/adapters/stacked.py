@@ -1,8 +1,8 @@
-"""The contract that nearly every family follows: each tensor of the experts in one stacked parameter `[E, ...]`.
+"""The contract that nearly every family follows: each tensor of the experts is in one stacked parameter `[E, ...]`.
 
-A module is recognised by what it has, never by its name: a forward that takes `(hidden[T, H], index[T, K],
-weights[T, K])`, and direct parameters that are all stacks of one row per expert. Those whose class is decorated with
-transformers' `use_experts_implementation` can also run on its faster kernels.
+A module is recognised by its properties, never by its name: its forward takes `(hidden[T, H], index[T, K],
+weights[T, K])`, and all its direct parameters are stacks with one row per expert. If its class is decorated with
+Transformers' `use_experts_implementation`, it can also run on faster kernels.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 class StackedAdapter(Adapter):
-    """Experts in stacked parameters, called with hidden states, ids and weights."""
+    """The adapter of experts in stacked parameters that are called with hidden states, ids and weights."""
 
     dimensions: ClassVar[tuple[int, ...]] = (2, 3)
-    """That a stack may have, the experts' own included."""
+    """Numbers of dimensions that a stack may have, including that of the experts."""
 
     def problem(self, experts: nn.Module) -> str | None:
-        """None: the module meets the contract. "": nothing like experts. Else: what is missing."""
+        """Return what the module lacks to meet the contract; None: nothing; "": it does not resemble experts."""
         if not is_decorated(experts) and not _has_the_contracts_arguments(experts):
             return "it is not built with use_experts_implementation" if _resembles_experts(experts) else ""
         if not isinstance(getattr(experts, "num_experts", None), int):
@@ -46,32 +46,35 @@ class StackedAdapter(Adapter):
         return None
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Every direct parameter and buffer."""
+        """Return every direct parameter and buffer."""
         return tuple(ExpertTensor.stack(name, tensor) for name, tensor in _direct_tensors(experts))
 
     def implementation(self, experts: nn.Module) -> str:
-        """What the configuration says at this moment, for a class whose kernels can be chosen."""
+        """Return the implementation that the config names now, or "eager" if the class has no other kernels."""
         if not is_decorated(experts):
             return "eager"
         return str(getattr(experts.config, "_experts_implementation", None) or "eager")
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The undecorated forward."""
+        """Return the undecorated forward."""
         decorated = _decorated_forward(type(experts))
         if decorated is None:
             return stock_forward(type(experts))
-        # Unwrapped to the core: some quantisers decorate a class once per layer.
+        # Unwrap all decorators, because some quantisers decorate a class once per layer.
         core: Callable[..., torch.Tensor] = inspect.unwrap(decorated)
         return core
 
 
 def is_decorated(experts: nn.Module) -> bool:
-    """Whether the module's kernels can be chosen, as `use_experts_implementation` makes it."""
+    """Return whether the module's kernels can be chosen, because `use_experts_implementation` decorates its class."""
     return _decorated_forward(type(experts)) is not None and all(hasattr(experts, mark) for mark in _DECORATOR_MARKS)
 
 
 def _decorated_forward(cls: type) -> Callable[..., Any] | None:
-    """The nearest forward that wraps another, past subclasses that replaced it (a patched module stays recognisable)."""
+    """Return the nearest forward in the class hierarchy that wraps another one; None: there is none.
+
+    Subclasses that replaced it are passed over, so that a patched module is still recognised.
+    """
     for base in cls.__mro__:
         forward = base.__dict__.get("forward")
         if hasattr(forward, "__wrapped__"):

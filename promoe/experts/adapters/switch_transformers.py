@@ -1,4 +1,4 @@
-"""Switch Transformers: one expert per token, said as a one-hot mask; a token beyond an expert's capacity has none."""
+"""Switch Transformers: one expert per token, given as a one-hot mask. A token beyond an expert's capacity has none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .expert_modules import ExpertModulesAdapter
 
 
 class SwitchTransformersAdapter(ExpertModulesAdapter):
-    """`SwitchTransformersExperts`."""
+    """The adapter of `SwitchTransformersExperts`."""
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
-        """The stock loop, told by a mask."""
+        """Return the stock loop, called with a mask made from the ids."""
         return _loop
 
     def call(self, experts: nn.Module, run: Run) -> Callable[..., torch.Tensor]:
-        """`hidden[T, H]`, `selected_experts[T, 1, E]` of zeros and ones, `routing_weights[T, 1]` -> `[T, H]`."""
+        """Return the forward `hidden[T, H]`, `selected_experts[T, 1, E]` (a mask), `routing_weights[T, 1]` -> `[T, H]`."""
 
         def forward(
             hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
@@ -37,8 +37,8 @@ class SwitchTransformersAdapter(ExpertModulesAdapter):
         return forward
 
     def chosen(self, gate: nn.Module, block: nn.Module, output: Any) -> torch.Tensor | None:
-        """From the mask `[B, S, E]`; tokens without an expert are left out."""
-        # Found by dtype: up to Transformers 5.17 it came second.
+        """Return the ids from the mask `[B, S, E]`. Tokens without an expert are left out."""
+        # The mask is found by its dtype, because its position in the output changed after Transformers 5.17.
         mask: torch.Tensor = next(part for part in output if not part.is_floating_point()).flatten(0, -2)
         return mask[mask.any(dim=-1)].argmax(dim=-1, keepdim=True)
 

@@ -1,10 +1,10 @@
-"""Stand-ins that let an unmodified experts kernel run over experts lying in arbitrary slots.
+"""Stand-ins that let an unmodified experts kernel run over experts in arbitrary slots.
 
-`SlotBank` plays the role of a stacked parameter `[num_experts, ...]`, `view` the role of the module's `self`. The
-kernel keeps the model's own expert ids and count; only where it reads an expert's weights does it get the slot's tensor
-instead of the stack's row. An expert that has no row raises: never a silent wrong weight.
+`SlotBank` takes the place of a stacked parameter `[num_experts, ...]`. The kernel still uses the model's own expert ids
+and number of experts. When it reads an expert's weights, it gets the slot's tensor instead of the stack's row. If an
+expert has no row, an error is raised, so that wrong weights are never used silently.
 
-Everything here is on the path of every MoE layer, so constructors do next to nothing.
+Everything here runs for every MoE layer of every pass, so constructors do as little as possible.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ class CallRows:
 
     Args:
         rows: expert id -> its tensors.
-        ids: the call's ids as a list, in the order of the flattened index, where known; spares reading them back from
-        the
-            index tensor. They must be the ids in that tensor.
+        ids: the call's ids as a list, in the order of the flattened index, if the caller has them. They must equal the
+            ids in the index tensor, which then need not be read.
     """
 
     __slots__ = ("_segments", "_slot_ids", "_slot_order", "ids", "rows")
@@ -41,8 +40,12 @@ class CallRows:
         self._slot_order: SlotOrder | None = None
 
     def segments(self, offs: torch.Tensor) -> tuple[list[int], list[int]]:
-        """Return the experts that have tokens, ascending, and how many each has. `offs[E]`: ends of their ranges."""
-        if self._segments is None:  # a kernel asks once per projection, with the same routing
+        """Return the experts that have tokens, ascending, and the number of tokens of each.
+
+        Args:
+            offs: `[E]`, the end of each expert's range of rows.
+        """
+        if self._segments is None:  # a kernel calls this once per projection, with the same routing
             if self.ids is not None:
                 counts = sorted(Counter(self.ids).items())
             else:
@@ -52,7 +55,7 @@ class CallRows:
         return self._segments
 
     def slot_ids(self, experts: Sequence[int], slots: Mapping[int, int], device: torch.device) -> torch.Tensor:
-        """Return the slot of each of `experts`, `[n]`, on `device`; those of `ids` are sent once."""
+        """Return the slot of each of `experts`, `[n]`, on `device`. Those of `ids` are sent only once."""
         if experts is not self.ids:
             return send([slots[expert] for expert in experts], device)
         if self._slot_ids is None:
@@ -60,14 +63,14 @@ class CallRows:
         return self._slot_ids
 
     def slot_order(self, slots: Mapping[int, int], offs: torch.Tensor) -> SlotOrder:
-        """Return the order of the pairs by slot, for pairs that are sorted by expert."""
+        """Return the order by slot of pairs that are sorted by expert."""
         if self._slot_order is None:
             experts, sizes = self.segments(offs)
             self._slot_order = SlotOrder([slots[expert] for expert in experts], sizes, offs.device)
         return self._slot_order
 
     def row(self, expert: int, name: str) -> torch.Tensor:
-        """Return tensor `name` of `expert` as the model has it: the slot's own, or a copy of one in another format.
+        """Return tensor `name` of `expert` as the model has it: the slot's tensor, or a copy if its format differs.
 
         Raises:
             AssertionError: the expert was not made ready for this call.
@@ -84,11 +87,11 @@ class CallRows:
 
 
 class SlotBank:
-    """Plays a stacked parameter `[num_experts, ...]` for the experts kernels of transformers.
+    """Takes the place of a stacked parameter `[num_experts, ...]` in the experts kernels of Transformers.
 
-    `bank[e]` with an int or a 0-d tensor is the slot's own tensor; `bank[ids]` with a 1-d tensor copies the rows of
-    these experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work too.
-    Any other use is an error, as it would need the whole stack.
+    `bank[e]` with an int or a 0-d tensor is the slot's own tensor. `bank[ids]` with a 1-d tensor copies the rows of
+    these experts into one tensor, as the stock kernel does. `transpose(-2, -1)` and grouped matrix products work as
+    well. Any other use raises, because it would need the whole stack.
     """
 
     __slots__ = ("_call", "_name", "_transposed", "device", "dtype", "shape")
@@ -111,11 +114,11 @@ class SlotBank:
 
     @property
     def ndim(self) -> int:
-        """Dimensions of the stack."""
+        """Number of dimensions of the stack."""
         return len(self.shape)
 
     def dim(self) -> int:
-        """Return the dimensions of the stack."""
+        """Return the number of dimensions of the stack."""
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> torch.Size | int:
@@ -123,7 +126,7 @@ class SlotBank:
         return self.shape if dim is None else self.shape[dim]
 
     def data_ptr(self) -> int:
-        """Return 0: there is no stack. Kernels only ask whether it is aligned; slots are."""
+        """Return 0. There is no stack, and kernels only check whether the address is aligned; slots are aligned."""
         return 0
 
     def transpose(self, dim0: int, dim1: int) -> SlotBank:
@@ -166,11 +169,11 @@ class SlotBank:
             return torch.empty((0, *self.shape[1:]), dtype=self.dtype, device=self.device)
         if isinstance(call.rows, SlotRows):
             for expert in set(experts):
-                call.row(expert, name)  # raises where it is not ready
+                call.row(expert, name)  # raises if the expert is not ready
             return call.rows.stacks[name].index_select(0, call.slot_ids(experts, call.rows.slots, self.device))
         first = experts[0]
         if experts.count(first) == len(experts):
-            # One expert: kernels read the weights only, so n views of the slot do, and no byte is copied.
+            # For one expert, n views of the slot are enough, and nothing is copied: kernels only read the weights.
             return call.row(first, name).expand(len(experts), *self.shape[1:])
         return torch.stack([call.row(expert, name) for expert in experts])
 
@@ -200,15 +203,14 @@ def _grouped_mm(
 ) -> torch.Tensor:
     """Multiply `x[S, in]`, sorted by expert, by the experts' matrices `[in, out]`; return `[S, out]`.
 
-    One product per expert that has tokens; the experts without cost nothing. Bit-identical to torch's grouped_mm on a
-    CPU, which does the same. On a device whose `stock_kernel` takes all groups at once, that kernel runs over the
-    slots.
+    There is one product for each expert that has tokens. torch's grouped_mm on a CPU does the same, so the bits are the
+    same. On a device whose `stock_kernel` takes all groups at once, that kernel runs over the slots.
     """
     assert bias is None, f"grouped_mm with bias={bias!r}"
     assert out_dtype is None, f"grouped_mm with out_dtype={out_dtype!r}"
     call, name, transposed = bank._call, bank._name, bank._transposed
     experts, sizes = call.segments(offs)
-    rows = [call.row_in_format(expert, name) for expert in experts]  # raises where one is not ready
+    rows = [call.row_in_format(expert, name) for expert in experts]  # raises if an expert is not ready
     if stock_kernel and experts and isinstance(call.rows, SlotRows) and has_grouped_kernel(x.device, x.dtype):
         stack = call.rows.stacks[name]
         return call.slot_order(call.rows.slots, offs).multiply(x, stack.mT if transposed else stack)

@@ -1,10 +1,9 @@
-"""The one place that chooses which kernels compute a call of a layer's experts.
+"""Choose the kernels that compute a call of a layer's experts. No other code does.
 
 * The **stock kernel** (the model's own) computes everything that no other kernel does. It runs over stand-ins for the
-stacks of
-  experts (`bank`), or, on a device, over the pool's slots (`slot_windows`).
+  stacks of experts (`bank`), or, on a device, over the pool's slots (`slot_windows`).
 * The **row kernel** (`row_kernel`) computes the rows of groups of experts on the processor, where `grouped_mm` is in
-force.
+  force.
 * **Slot decode** (`slot_decode`) computes one token on a device, where `batched_mm` is in force.
 
 The last two are used only once they have proved to have the stock kernel's bits (`proofs`).
@@ -31,9 +30,9 @@ from promoe.transfer.rows import ExpertRows, SlotRows
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
-# The widest intermediate of a part of a long prompt's rows takes this much; up to twice as much is left to one call. A
-# block of more than 32 MiB (glibc) comes from the system and goes back to it in every layer, page by page: about a
-# third of such a layer's time.
+# Memory for the widest intermediate of a part of a long prompt's rows. Up to twice as much is computed in one call.
+# glibc gets blocks of more than 32 MiB from the system and returns them in every layer, page by page, which takes about
+# a third of the layer's time.
 PART_BYTES = 8 * 2**20
 
 NO_ATTRIBUTES: Mapping[str, Any] = MappingProxyType({})
@@ -45,13 +44,13 @@ class Kernels:
     Attributes:
         row_dtype: dtype of a row before it is weighted.
         depends_on_groups: whether the last bits may depend on which experts run together (see
-        `promoe.experts.activation`).
-        rows: computes the rows of groups in place of the stock kernel; None: the stock kernel does.
-        by_rows: whether `rows` is better than one stock call also when all experts are there.
+            `promoe.experts.activation`).
+        rows: the kernel that computes the rows of groups; None: the stock kernel does.
+        by_rows: whether `rows` is faster than one stock call even if all experts are resident.
 
     Args:
-        layer: whose experts are called.
-        implementation: the experts implementation in force.
+        layer: the layer whose experts are called.
+        implementation: the current experts implementation.
         hidden: `[T, H]`, the experts' input.
         num_pairs: T * K.
         on_device: whether the layer computes on a device.
@@ -65,11 +64,11 @@ class Kernels:
         self._layer = layer
         self._implementation = implementation
         self.row_dtype = _row_dtype(layer, implementation, hidden)
-        # On a device the bits of a grouped kernel need not be those of products one by one: there the stock kernel does
-        # it all.
+        # On a device, a grouped kernel may have other bits than separate products, so the stock kernel computes
+        # everything there.
         self.depends_on_groups = (
             not on_device
-            and implementation != "eager"  # computes expert by expert in any case
+            and implementation != "eager"  # eager always computes expert by expert
             and depends_on_shape(layer.experts, layer.activation_width, self.row_dtype, layer.row_sizes, num_pairs)
         )
         self.part_pairs = 0
@@ -90,15 +89,15 @@ class Kernels:
             self.rows, self.by_rows = kernel, few or num_pairs > 2 * self.part_pairs
 
     def begins(self, num_pairs: int) -> bool:
-        """Return whether the first tensors of an expert are of use while its last ones are on their way."""
+        """Return whether the first tensors of an expert can be used while its last ones are still in flight."""
         return self.rows is not None and bool(self.rows.proven) and num_pairs <= FEW_PAIRS
 
     @property
     def fewest_rows(self) -> int:
-        """The smallest batch size from which torch.bmm always takes the same path; 1 where it is not used.
+        """The smallest batch size from which torch.bmm always uses oneDNN; 1 if the implementation does not use torch.bmm.
 
-        A batch of one is a product of two matrices, and oneDNN takes over from `BMM_ONEDNN_ELEMENTS` multiplications
-        on: other orders of addition, hence other bits.
+        torch computes a batch of one, and batches of up to `BMM_ONEDNN_ELEMENTS` multiplications, with other code. It
+        adds in another order, so the bits differ.
         """
         if self._implementation != "batched_mm":
             return 1
@@ -114,25 +113,25 @@ class Kernels:
         ids: Sequence[int] | None,
         attributes: Mapping[str, Any] = NO_ATTRIBUTES,
     ) -> torch.Tensor:
-        """Compute `hidden[T, H]`, `index[T, K]`, `weights[T, K]` by the stock kernel over `rows`; return `[T, H]`.
+        """Compute the experts' output `[T, H]` by the stock kernel over `rows`.
 
         Args:
-            hidden: as the module is given it.
-            index: as the module is given it.
-            weights: as the module is given it.
-            rows: every expert in `index`.
-            ids: the flattened `index` as a list, where the caller has it already.
-            attributes: take the place of the experts module's own.
+            hidden: `[T, H]`, as the module gets it.
+            index: `[T, K]`, as the module gets it.
+            weights: `[T, K]`, as the module gets it.
+            rows: the tensors of every expert in `index`.
+            ids: the flattened `index` as a list, if the caller has it.
+            attributes: attributes that replace those of the experts module.
         """
         if ids and isinstance(rows, SlotRows) and self._reads_slots(hidden, rows):
             return self._over_slots(hidden, weights, rows, rows.slots_of(ids), attributes)
         return self._over_stand_ins(hidden, index, weights, rows, ids, attributes)
 
     def _reads_slots(self, hidden: torch.Tensor, rows: SlotRows) -> bool:
-        """Return whether the stock kernel can take a pool's slots for the experts, and their numbers for the ids.
+        """Return whether the stock kernel can run with a pool's slots as the experts, and slot numbers as the ids.
 
-        Its loop (eager) adds in the order of the ids. The other kernels sort by them: the rows of an expert then come
-        in another order, on which their bits do not depend on a GPU.
+        The loop (eager) cannot, because it adds in the order of the ids. The other kernels only sort by the ids, so the
+        experts' rows come in another order, on which the bits do not depend on a GPU.
         """
         layer, implementation = self._layer, self._implementation
         if implementation == "eager" or not layer.adapter.sums_rows or layer.num_ids > layer.num_experts:
@@ -174,7 +173,8 @@ class Kernels:
         attributes: Mapping[str, Any],
     ) -> torch.Tensor:
         layer = self._layer
-        # grouped_mm sorts the pairs by expert before it reads anything; eager reads expert by expert.
+        # Give the ids in the order in which the kernel reads experts: grouped_mm sorts the pairs by expert first. The
+        # eager loop reads one expert at a time, and needs no list.
         if self._implementation == "eager":
             ids = None
         elif ids is not None and self._implementation == "grouped_mm":
@@ -186,7 +186,7 @@ class Kernels:
 
 
 def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> torch.dtype:
-    # Autocast reaches batched_mm's products, but not grouped_mm's.
+    # Autocast applies to the products of batched_mm, but not to those of grouped_mm.
     if implementation == "grouped_mm":
         return layer.stacked_shapes[0][2]
     if torch.is_autocast_enabled(hidden.device.type):

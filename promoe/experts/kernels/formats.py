@@ -1,7 +1,7 @@
-"""The slot formats that there are: for each, what can be kept in it, and what is worth it.
+"""The registry of slot formats: which matrices each format can hold, and how much faster it multiplies.
 
-A format is one file beside this one and one line in `FORMATS`. Everything else goes by what a layout says of its
-tensors (`promoe.stores.layout.TensorSpec.format`): pools, links, planning and the kernels for groups of experts.
+A format is one file in this folder and one line in `FORMATS`. All other code (pools, links, planning, kernels) uses the
+format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.format`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from promoe.experts.moe_layers import MoELayer
 from promoe.stores.layout import ExpertLayout, TensorSpec
 from promoe.stores.slot_format import MatrixFormat
 
-# Of each layout of a model, the formats of the tensors that are not plain ones, by name.
+# For each layout of a model: the formats of its tensors by name, without the plain ones.
 Formats = Mapping[ExpertLayout, Mapping[str, MatrixFormat]]
-# The implementation whose matrices are multiplied here, not by the model's own code.
+# The only implementation whose products promoe computes itself, so that matrices may be in other formats.
 IMPLEMENTATION = "grouped_mm"
 
 
@@ -25,22 +25,22 @@ class SlotFormat(Protocol):
     """One way to keep matrices in slots, with the kernel that multiplies by them.
 
     Attributes:
-        name: what it is called in files.
+        name: the format's name in files.
     """
 
     name: str
 
     def of(self, matrix: TensorSpec, transposed: bool) -> MatrixFormat | None:
-        """Return how such matrices are kept on this machine; None: they cannot be, and stay as they are.
+        """Return the format for matrices of this shape and dtype on this machine; None: they have to stay plain.
 
         Args:
-            matrix: plain.
-            transposed: whether it is `[in, out]`; else `[out, in]`.
+            matrix: a plain matrix.
+            transposed: whether it is `[in, out]` instead of `[out, in]`.
         """
         ...
 
     def gain(self, matrix: MatrixFormat) -> float:
-        """Return how many times as fast one token's row is multiplied in this format as in the model's own, measured."""
+        """Return the measured speedup of one token's product in this format over the model's own format."""
         ...
 
 
@@ -48,7 +48,7 @@ FORMATS: dict[str, SlotFormat] = {made.name: made for made in (PackedFormat(),)}
 
 
 def formats_of(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
-    """Return what of the experts of `layers` can be kept in `slot_format` on this machine."""
+    """Return which tensors of the experts of `layers` can be kept in `slot_format` on this machine."""
     return {layer.layout: _of_layer(layer, slot_format) for layer in layers}
 
 
@@ -62,5 +62,5 @@ def _of_layer(layer: MoELayer, slot_format: SlotFormat) -> dict[str, MatrixForma
 
 
 def formats_in(layouts: Sequence[ExpertLayout]) -> Formats:
-    """Return what `layouts` (a store's) say: by the layout of the same tensors as the model has them."""
+    """Return the formats that a store's `layouts` have, each by the layout of the same tensors in plain format."""
     return {layout.in_formats({}): layout.formats for layout in layouts if layout.formats}

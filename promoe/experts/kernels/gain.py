@@ -1,4 +1,4 @@
-"""How many times as fast a processor multiplies by a matrix in another format. Small matrices may take longer."""
+"""Measure how much faster the CPU multiplies by a matrix in another format. With small matrices it may be slower."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from promoe.stores.slot_format import MatrixFormat
 
-# The matrices that are multiplied by in turn: more bytes than most caches hold, as is the case with experts.
+# The measurement cycles through matrices of this total size, which is more than most CPU caches hold, like experts.
 SPAN_BYTES, MOST_MATRICES = 128 * 2**20, 256
 ROUNDS = 7
 
 
 def gain_of(matrix: MatrixFormat) -> float:
-    """Return how many times as fast one token's row is multiplied in this format as in the model's own.
+    """Return the speedup of one token's product in this format over the model's own format.
 
-    It is measured once per number of threads: the median ratio of rounds that take turns.
+    It is measured once per number of threads, as the median ratio of alternating rounds.
     """
     return _gain_of(matrix, torch.get_num_threads())
 
@@ -46,7 +46,7 @@ def _gain_of(packing: MatrixFormat, num_threads: int) -> float:
             one.multiply(x, out)
 
     rounds = [(_seconds(multiply_plain), _seconds(multiply_packed)) for _ in range(ROUNDS + 1)]
-    # The first round pays for what oneDNN makes.
+    # The first round is left out, because oneDNN compiles its kernels in it.
     return statistics.median(plain_s / packed_s for plain_s, packed_s in rounds[1:])
 
 

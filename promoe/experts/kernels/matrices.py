@@ -1,4 +1,4 @@
-"""Products by the matrices of experts, whatever format they have in their slots."""
+"""Products with the matrices of experts, in any slot format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from promoe.transfer.rows import Row
 
-# How the names of the tensors begin that only the second product reads.
+# The name of the second product's matrix. Names of all tensors that only the second product reads begin with it.
 SECOND = "down_proj"
 
 
@@ -20,8 +20,20 @@ def first_name(experts: nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
+def activate(experts: nn.Module, first: torch.Tensor) -> torch.Tensor:
+    """Return the second product's input from the first one's result, of a module that `use_experts_implementation` made."""
+    module: Any = experts
+    activated: torch.Tensor = module._apply_gate(first) if module.has_gate else module.act_fn(first)
+    return activated
+
+
+def has_norm(experts: nn.Module) -> bool:
+    """Return whether the module normalises the rows after the second product, by `post_expert_norm`."""
+    return getattr(experts, "has_post_expert_norm", False)  # Transformers has it from 5.20 on
+
+
 def factors(rows: Sequence[Row], transposed: bool) -> list[Row]:
-    """Return rows as right factors `[in, out]`: the model's `[out, in]` are `transposed`, other formats are factors already."""
+    """Return rows as right factors `[in, out]`. Plain `[out, in]` rows are `transposed`; other formats are factors already."""
     return [row.t() if transposed and isinstance(row, torch.Tensor) else row for row in rows]
 
 
@@ -42,5 +54,5 @@ def product(x: torch.Tensor, matrix: Row, out: torch.Tensor | None = None) -> to
         return matrix.multiply(x, out)
     if out is None:
         out = x.new_empty((x.shape[0], matrix.shape[1]))
-    # With `out=` the product is also out of reach of autocast, as torch's grouped_mm is.
+    # With `out=`, autocast does not apply to the product, as it does not to torch's grouped_mm.
     return torch.mm(x, matrix, out=out)

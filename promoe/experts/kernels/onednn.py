@@ -1,4 +1,4 @@
-"""Opaque tensors of oneDNN: made from a matrix, read as bytes, and laid over memory that exists already."""
+"""Opaque tensors of oneDNN: make one from a matrix, read its bytes, or make one over existing memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def reorder(linear: torch.Tensor) -> torch.Tensor:
-    """Return an opaque tensor: `linear` `[out, in]` in the layout in which oneDNN multiplies one row by it."""
+    """Return `linear[out, in]` as an opaque tensor, in the layout that oneDNN uses to multiply one row by it."""
     return torch.ops.mkldnn._reorder_linear_weight(linear, 1)  # type: ignore[no-any-return]
 
 
@@ -82,5 +82,5 @@ class _Library:
 
 @cache
 def library() -> _Library:
-    """Return the one that this process has."""
+    """Return the process's only `_Library`."""
     return _Library()

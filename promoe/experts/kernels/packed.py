@@ -37,17 +37,18 @@ from promoe.stores.slot_format import MatrixFormat
 
 logger = logging.getLogger(__name__)
 
-# Larger matrices stay as they are, because a comparison takes several copies of one. So do those that are hardly
-# matrices.
+# Larger matrices are not packed, because a comparison needs several copies of one. Very narrow ones are not packed
+# either.
 MOST_BYTES, LEAST_SIZE = 64 * 2**20, 16
-# The factors of a comparison: pairs of equal columns, and how many of them each row of the other factor uses; the
-# smallest power of two that these are multiplied by, and how many powers there are; rows of the matrix before they
-# repeat; the fewest rows of the other factor.
+# The factors of a comparison: the number of pairs of equal columns, and how many of them each row of the other factor
+# uses; the smallest power of two that they are multiplied by, and the number of powers; the number of different rows of
+# the matrix; the smallest number of rows of the other factor.
 _PAIRS, _PAIRS_OF_ROW, _LEAST_POWER, _POWERS, _DRAWN, _LEAST_ROWS = 64, 32, 14, 6, 256, 8
 
-# Up to FEW_ROWS rows the first product is compared; up to MOST_ROWS the `LATER`th; with more rows, none is.
+# With up to FEW_ROWS rows, the first product is compared. With up to MOST_ROWS, the comparison waits for this many
+# products. With more rows, nothing is compared.
 FEW_ROWS, MOST_ROWS = 16, 256
-LATER = 16
+PRODUCTS_BEFORE_COMPARING = 16
 
 # Outputs of a linear layer that oneDNN lays side by side, by twos of inputs: `[out / block, in / 2, block, 2]`.
 BLOCKS = (64, 48, 32, 24, 16, 8)
@@ -55,14 +56,14 @@ BLOCKS = (64, 48, 32, 24, 16, 8)
 
 @dataclass(slots=True)
 class _Products:
-    """Products with matrices of one packing, as torch is set now."""
+    """What is known of products with matrices of one packing under torch's present settings."""
 
     uncompared: dict[int, int] = field(default_factory=dict)
-    """Number of rows -> how many products there were before it was compared."""
+    """Number of rows -> number of products with that many rows that were not compared."""
     most_rows: int = MOST_ROWS
-    """With more rows, nothing is compared. Where many rows have other bits, more rows have, too."""
+    """With more rows than this, nothing is compared. If many rows have other bits, so have more rows."""
     num_different: int = 0
-    """Numbers of rows that had other bits."""
+    """How many numbers of rows had other bits."""
 
 
 # Per packing, number of threads, and whether torch uses oneDNN: torch.backends.mkldnn.flags may switch it off.
@@ -76,18 +77,18 @@ class PackedFormat:
     name = "packed"
 
     def of(self, matrix: TensorSpec, transposed: bool) -> Packing | None:
-        """Return how such matrices are packed on this machine, if they can be."""
+        """Return the packing of such matrices on this machine; None: they cannot be packed."""
         return Packing.of(matrix.shape, transposed, matrix.dtype)
 
     def gain(self, matrix: MatrixFormat) -> float:
-        """Return how many times as fast one token's row is multiplied by a packed matrix, measured."""
+        """Return the measured speedup of one token's product with a packed matrix."""
         return gain_of(matrix)
 
 
-class _Space(threading.local):
-    """Memory of a thread for one matrix at a time.
+class _ThreadMemory(threading.local):
+    """Memory in which a thread keeps one matrix at a time.
 
-    malloc would return new memory for some matrices, because oneDNN allocates between two of them.
+    Memory from malloc would often be new memory of the system, because oneDNN allocates in between.
     """
 
     _memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -100,7 +101,7 @@ class _Space(threading.local):
         return self._memory[:nbytes].view(dtype).view(shape)
 
 
-_SPACE = _Space()
+_MEMORY = _ThreadMemory()
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Packing:
         transposed: see `MatrixFormat`.
         dtype: see `MatrixFormat`.
         block: one of `BLOCKS`.
-        description: oneDNN's own description of the layout, opaque.
+        description: oneDNN's own binary description of the layout.
     """
 
     shape: tuple[int, int]
@@ -123,11 +124,10 @@ class Packing:
 
     @classmethod
     def of(cls, shape: Sequence[int], transposed: bool, dtype: torch.dtype) -> Packing | None:
-        """Return the layout of this machine; None where such matrices are better left as they are.
+        """Return the layout of such matrices on this machine; None: they should stay plain.
 
-        That is so where oneDNN has no layout of its own, or none that is known (`BLOCKS`), or where one token's row has
-        other
-        bits: the matrix would be unpacked for each token.
+        They should if oneDNN has no layout of its own or an unknown one (see `BLOCKS`), or if one token's row has other
+        bits, because the matrix would then be unpacked for each token.
         """
         if len(shape) != 2 or dtype != torch.bfloat16 or not library().complete:
             return None
@@ -154,7 +154,7 @@ class Packing:
         return _signature(self)
 
     def pack(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return the bytes `[nbytes]` of a packed matrix, aligned as torch aligns tensors: elsewhere products take longer."""
+        """Return the bytes `[nbytes]` of a packed matrix, aligned like torch's tensors: otherwise products take longer."""
         assert tuple(matrix.shape) == self.shape, (matrix.shape, self)
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         packed, plain = self._elements(memory, matrix.contiguous())
@@ -206,7 +206,7 @@ class PackedMatrix:
         return in_size, out_size
 
     def dense(self) -> torch.Tensor:
-        """Return a copy as the model has it."""
+        """Return a copy of the matrix in the model's format."""
         packing = self.packing
         return packing.unpack(self._memory, torch.empty(packing.shape, dtype=packing.dtype, device="cpu"))
 
@@ -216,13 +216,13 @@ class PackedMatrix:
             found = self.multiply_packed(x)
             return found if out is None else out.copy_(found)
         packing = self.packing
-        dense = packing.unpack(self._memory, _SPACE.of(packing.shape, packing.dtype))
+        dense = packing.unpack(self._memory, _MEMORY.of(packing.shape, packing.dtype))
         if out is None:
             out = x.new_empty((len(x), self.shape[1]))
         return torch.mm(x, dense if packing.transposed else dense.t(), out=out)
 
     def multiply_packed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product of oneDNN in this layout, whatever bits that has."""
+        """Return oneDNN's product in this layout, even if its bits differ."""
         return torch.ops.mkldnn._linear_pointwise(x, self._opaque, None, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -236,7 +236,7 @@ def _one_row_has_the_same_bits(packing: Packing) -> bool:
 
 
 def _same_bits_known(packing: Packing, num_rows: int) -> bool:
-    """Return whether products of `num_rows` are known to have the same bits; they are compared once that pays."""
+    """Return whether products of `num_rows` rows are known to have the same bits. Compare them first once that pays."""
     key = _key_of(packing)
     products = _PRODUCTS[key]
     if num_rows > products.most_rows or not num_rows:
@@ -246,20 +246,20 @@ def _same_bits_known(packing: Packing, num_rows: int) -> bool:
         return proof.same
     if num_rows > FEW_ROWS:
         uncompared = products.uncompared[num_rows] = products.uncompared.get(num_rows, 0) + 1
-        if uncompared < LATER:
+        if uncompared < PRODUCTS_BEFORE_COMPARING:
             return False
     if not proof.keep(_compare(packing, num_rows)):
         if num_rows > FEW_ROWS:
             products.most_rows = num_rows - 1
         products.num_different += 1
-        _say_different(packing, num_rows, products.num_different)
+        _log_different(packing, num_rows, products.num_different)
         return False
     return True
 
 
-def _say_different(packing: Packing, num_rows: int, num_different: int) -> None:
-    # There may be many such numbers of rows, so the first one is said. One row is said aloud: each token takes longer
-    # then.
+def _log_different(packing: Packing, num_rows: int, num_different: int) -> None:
+    # There may be many such numbers of rows, so only the first one is logged at INFO. One row is a warning, because
+    # every token takes longer then.
     level = logging.WARNING if num_rows == 1 else logging.DEBUG if num_different > 1 else logging.INFO
     words = "one row has" if num_rows == 1 else f"{num_rows} rows have"
     logger.log(
@@ -276,13 +276,13 @@ def _compare(packing: Packing, num_rows: int) -> bool:
     """Return whether a product of `num_rows` has the same bits in both layouts, whatever is multiplied.
 
     The factors make every other order of additions give another result. Pairs of columns are equal, and are multiplied
-    by large numbers of opposite sign: what is added between the two loses its last bits, and what is added elsewhere
-    does not. Some pairs lie near the ends, so that a sum that is kept apart there shows as well.
+    by large numbers of opposite sign: numbers that are added between the two lose their last bits, and numbers that are
+    added elsewhere do not. Some pairs lie near the ends, so that a separate sum there is noticed as well.
     `tests/experts/kernels/test_packed.py` has nine orders that one row is enough to tell apart.
     """
     generator = torch.Generator().manual_seed(num_rows)
     for _ in range(max(1, _LEAST_ROWS // num_rows)):
-        x, linear = _telling(packing, num_rows, generator)
+        x, linear = _order_revealing_factors(packing, num_rows, generator)
         matrix = linear.t().contiguous() if packing.transposed else linear
         plain = torch.mm(x, matrix if packing.transposed else matrix.t())
         if not torch.equal(plain, packing.view(packing.pack(matrix)).multiply_packed(x)):
@@ -290,7 +290,9 @@ def _compare(packing: Packing, num_rows: int) -> bool:
     return True
 
 
-def _telling(packing: Packing, num_rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_revealing_factors(
+    packing: Packing, num_rows: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return factors `[num_rows, in]` and `[out, in]` whose product depends on the order of additions."""
     outputs, width = packing._linear_shape
     num_pairs = min(_PAIRS, width // 4)
@@ -314,27 +316,27 @@ def _telling(packing: Packing, num_rows: int, generator: torch.Generator) -> tup
 
 @cache
 def _packing(shape: tuple[int, int], transposed: bool, dtype: torch.dtype, num_threads: int) -> Packing | None:
-    assert num_threads == torch.get_num_threads(), "oneDNN goes by it"
+    assert num_threads == torch.get_num_threads(), "oneDNN's layout depends on it"
     pattern = _pattern(shape).view(dtype)
     try:
         packed = reorder(pattern.t().contiguous() if transposed else pattern)
         description = torch.ops.mkldnn._get_mkldnn_serialized_md(packed).numpy().tobytes()
         content = bytes_of(packed)
-    except (RuntimeError, AttributeError) as error:  # a processor, or a build of torch, without
+    except (RuntimeError, AttributeError) as error:  # this CPU or build of torch does not support it
         logger.debug("no packing for %s: %s", shape, error)
         return None
     for block in BLOCKS:
         found = Packing(shape, transposed, dtype, block, description)
         if found.fits and len(content) == found.nbytes and torch.equal(found.pack(pattern), content):
             return found
-    logger.debug("a packing for %s that is not known", shape)
+    logger.debug("the packing for %s is unknown", shape)
     return None
 
 
 def _pattern(shape: tuple[int, int]) -> torch.Tensor:
-    """Return int16 numbers of which no two rows or columns are equal: another order of either has another checksum."""
+    """Return int16 numbers with no two equal rows or columns, so that any other order has another checksum."""
     number = torch.arange(shape[0] * shape[1], dtype=torch.int32, device="cpu")
-    # The first term comes again after 2**16 elements, which can be a whole number of rows; the second is another then.
+    # The first term repeats after 2**16 elements, which can be a whole number of rows. The second term differs by then.
     return ((number * 40503) ^ ((number >> 16) * 30011)).to(torch.int16).view(shape)
 
 

@@ -1,8 +1,8 @@
-"""Whether a kernel has the bits of its reference. It is compared once for each kind of call, and the verdict is kept.
+"""Prove that a kernel gives the bits of its reference. It is compared once for each kind of call, and the verdict is kept.
 
-No kernel but the model's own is trusted to have the right bits: before it is used for a kind of call (a layer, dtypes,
-a number of rows, whatever bits may depend on), its result is compared with the reference's. One that differed once is
-never used again for that kind of call.
+Only the model's own kernel is trusted to have the right bits. Before another kernel is used for a kind of call (a
+layer, dtypes, a number of rows: everything that bits may depend on), its result is compared with the reference's. A
+kernel that differed once is never used again for that kind of call.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import nn
 
 
 class Proof:
-    """What is known of one kind of call.
+    """What is known about the bits of one kind of call.
 
     Attributes:
-        same: whether the bits were those of the reference; None: nothing that was compared has told so far.
+        same: whether the bits were those of the reference; None: no comparison has given a verdict yet.
     """
 
     __slots__ = ("same",)
@@ -27,9 +27,9 @@ class Proof:
         self.same: bool | None = None
 
     def compare(self, found: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Compare a result with the reference's, keep the verdict, and return whether this one was the same.
+        """Compare a result with the reference's, keep the verdict, and return whether the two were the same.
 
-        Results that differ say nothing where NaN was expected (of padding, say), because NaN differs from itself.
+        If NaN was expected (in padding, for example), a difference gives no verdict, because NaN differs from itself.
         """
         same = found.dtype == expected.dtype and torch.equal(found, expected)
         if same or not bool(expected.isnan().any()):
@@ -37,7 +37,7 @@ class Proof:
         return same
 
     def keep(self, same: bool) -> bool:
-        """Keep a verdict, and return it. A kernel whose bits differed once is not trusted any more."""
+        """Keep a verdict, and return it. A kernel that differed once is never trusted again."""
         self.same = same and self.same is not False
         return same
 
@@ -47,11 +47,11 @@ _OF_FORMATS: dict[Hashable, Proof] = {}
 
 
 def proof_of(kind: Hashable, experts: nn.Module | None = None) -> Proof:
-    """Return what is known of a kind of call.
+    """Return the proof of a kind of call.
 
     Args:
-        kind: everything that bits may depend on, with the kernel itself.
-        experts: the module that was called, which the proof goes with; None: the kind says it all.
+        kind: the kernel, and everything that its bits may depend on.
+        experts: the module that is called. The proof is kept as long as the module. None: the bits do not depend on it.
     """
     proofs = _OF_FORMATS if experts is None else _OF_MODULES.get(experts)
     if proofs is None:

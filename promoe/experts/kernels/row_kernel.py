@@ -1,8 +1,8 @@
-"""The rows of pairs, computed by what the stock grouped_mm does between its sorting and its weighting, and by nothing else.
+"""Compute the rows of pairs like the stock grouped_mm, but without its sorting and weighting.
 
-For one token the stock kernel spends more time on sorting, counting and permuting four pairs than some experts'
-products take, and a layer that runs in four groups would pay that four times. For many pairs it copies their rows four
-times. Here the pairs are sorted already.
+For one token, the stock kernel may spend more time on sorting, counting and permuting four pairs than on their
+products. A layer that runs in four groups would spend it four times. For many pairs, the stock kernel copies their rows
+four times. Here, the pairs are sorted already.
 
 The first rows of each layer are computed by both kernels and compared (`promoe.experts.kernels.proofs`). Where they
 differ, the stock kernel is used from then on.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from promoe.experts.kernels.matrices import SECOND, factors, first_name, product, products
+from promoe.experts.kernels.matrices import SECOND, activate, factors, first_name, has_norm, product, products
 from promoe.experts.kernels.proofs import proof_of
 from promoe.experts.pairs import Selection
 from promoe.experts.scratch import PartSpace
@@ -25,16 +25,16 @@ from promoe.transfer.rows import ExpertRows, Row
 
 logger = logging.getLogger(__name__)
 
-# Rows of the first product whose activation is computed at once: its intermediates stay in a core's cache.
+# Memory for the rows of the first product whose activation is computed at once. They stay in a core's cache.
 ACTIVATED_BYTES = 2**20
 
 
 class RowKernel:
-    """The experts of one layer, on rows that are sorted by expert, in any slot format.
+    """Computes rows that are sorted by expert with the experts of one layer, in any slot format.
 
     Args:
-        experts: a module with the attributes that `use_experts_implementation` of transformers gives it.
-        stock: the kernel that it has to agree with.
+        experts: a module made by Transformers' `use_experts_implementation`.
+        stock: the kernel whose bits it must have.
         hidden_dtype: dtype of the layer's input.
         row_dtype: dtype of the weights and of the rows.
         few: whether the call has few pairs.
@@ -58,7 +58,7 @@ class RowKernel:
         return self._proof.same
 
     def prove(self, rows: Sequence[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
-        """Compare `rows`, one after the other, with the stock kernel's `expected`, keep the verdict, and return the latter."""
+        """Compare `rows`, one after the other, with the stock kernel's rows; keep the verdict and return `expected`."""
         if not self._proof.compare(_together(rows), expected) and self.proven is False:
             logger.info(
                 "%s: rows are not those of the stock kernel, which is used instead", type(self._experts).__name__
@@ -70,18 +70,20 @@ class RowKernel:
         return self.finish(self.begin(hidden, selection, rows), selection, rows)
 
     def begin(self, hidden: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows) -> Sequence[torch.Tensor]:
-        """Compute as far as that goes without the tensors of the second product; return `[P, I]` of each expert."""
+        """Compute everything before the second product; return its input `[P, I]` for each expert."""
         first = self._each(hidden, first_name(self._experts), selection, rows)
-        begun: Sequence[torch.Tensor] = self._activate(_together(first)).to(self._row_dtype).split(selection.sizes)
+        begun: Sequence[torch.Tensor] = (
+            activate(self._experts, _together(first)).to(self._row_dtype).split(selection.sizes)
+        )
         return begun
 
     def finish(self, begun: Sequence[torch.Tensor], selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
         """Return the raw rows `[P, H]` of each expert from what `begin` returned."""
         found = self._each(begun, SECOND, selection, rows)
-        return list(self._norm(_together(found)).split(selection.sizes)) if self._has_norm else found
+        return list(self._norm(_together(found)).split(selection.sizes)) if has_norm(self._experts) else found
 
     def _each(self, x: Sequence[torch.Tensor], name: str, selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
-        """Return, of each expert, `x[P, in]` times its matrix plus its bias. One by one: to join them costs an operation."""
+        """Return `x[P, in]` times the matrix of each expert, plus its bias. Joining the results would cost an operation."""
         matrices = self._factors(name, selection, rows)
         found = [product(of_expert, matrix) for of_expert, matrix in zip(x, matrices, strict=True)]
         self._add_biases(found, name, selection, rows)
@@ -99,9 +101,9 @@ class RowKernel:
         self._linear(of_hidden, first_name(self._experts), selection, rows, first)
         at_once = max(1, ACTIVATED_BYTES // (first.shape[1] * first.itemsize))
         for some, target in zip(first.split(at_once), begun.split(at_once), strict=True):
-            target.copy_(self._activate(some))
+            target.copy_(activate(self._experts, some))
         self._linear(begun, SECOND, selection, rows, of_hidden)
-        return self._norm(of_hidden) if self._has_norm else of_hidden
+        return self._norm(of_hidden) if has_norm(self._experts) else of_hidden
 
     def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor) -> None:
         """Write `x[P, in]` times the matrix of each pair's expert, plus its bias, into `out[P, out]`."""
@@ -118,15 +120,6 @@ class RowKernel:
                 bias = rows[expert][f"{name}_bias"]
                 assert isinstance(bias, torch.Tensor), "only matrices have a format"
                 of_expert.add_(bias)
-
-    def _activate(self, first: torch.Tensor) -> torch.Tensor:
-        experts = self._experts
-        activated: torch.Tensor = experts._apply_gate(first) if experts.has_gate else experts.act_fn(first)
-        return activated
-
-    @property
-    def _has_norm(self) -> bool:
-        return getattr(self._experts, "has_post_expert_norm", False)  # Transformers has it from 5.20 on
 
     def _norm(self, raw: torch.Tensor) -> torch.Tensor:
         normed: torch.Tensor = self._experts.post_expert_norm(raw)

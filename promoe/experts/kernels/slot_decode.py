@@ -1,7 +1,7 @@
-"""One token's experts on a GPU: what the stock batched_mm does, without what the host knows already.
+"""Compute one token's experts on a GPU like the stock batched_mm, but without the steps whose result is known on the host.
 
-`generate` decodes with batched_mm. For one token, launching its kernels takes longer than computing, and so does the
-Python between them: half of these kernels repeat the token, clamp the ids, or reshape tensors.
+`generate` decodes with batched_mm. For one token, launching its GPU kernels and the Python code between them take
+longer than computing. Half of these kernels repeat the token, clamp the ids, or reshape tensors.
 
 Each layer's first token is computed by both kernels and compared (`promoe.experts.kernels.proofs`). Where they differ,
 the stock kernel is used from then on.
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from promoe.experts.kernels.matrices import SECOND, first_name
+from promoe.experts.kernels.matrices import SECOND, activate, first_name, has_norm
 from promoe.experts.kernels.proofs import proof_of
 from promoe.transfer.devices import send
 from promoe.transfer.rows import SlotRows
 
 
 class SlotDecode:
-    """The experts of one layer, for one token, over the slots of a device.
+    """Computes one token with the experts of one layer, over the slots of a device.
 
     Args:
-        experts: a module with the attributes that `use_experts_implementation` of transformers gives it.
-        stock: the kernel that it has to agree with: `(self, hidden, index, weights)`.
+        experts: a module made by Transformers' `use_experts_implementation`.
+        stock: the kernel whose bits it must have, `(self, hidden, index, weights)`.
     """
 
     def __init__(self, experts: nn.Module, stock: Callable[..., torch.Tensor]) -> None:
@@ -48,8 +48,8 @@ class SlotDecode:
             weights: `[1, K]`.
             slots: the slot of each chosen expert, in the order of `weights`.
             rows: the experts in these slots.
-            run_stock: returns the same by the stock kernel, which is called unless this one has proved to agree with
-            it.
+            run_stock: computes the same with the stock kernel. It is called unless this kernel has proved to have the
+                same bits.
         """
         proof = proof_of((SlotDecode, self._stock, hidden.dtype, weights.dtype), self._experts)
         if proof.same:
@@ -75,7 +75,7 @@ class SlotDecode:
             return out.add_(stacks[f"{name}_bias"].index_select(0, index)) if experts.has_bias else out
 
         raw = linear(hidden, first_name(experts))
-        raw = linear(experts._apply_gate(raw) if experts.has_gate else experts.act_fn(raw), SECOND)
-        if getattr(experts, "has_post_expert_norm", False):  # Transformers has it from 5.20 on
+        raw = linear(activate(experts, raw), SECOND)
+        if has_norm(experts):
             raw = experts.post_expert_norm(raw)
         return (raw * weights.t()).sum(dim=0, keepdim=True).to(hidden.dtype)

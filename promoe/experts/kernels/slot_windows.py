@@ -1,8 +1,8 @@
-"""Grouped products over the slots of a device. Knows nothing of models.
+"""Grouped products over the slots of a device. This module knows nothing of models.
 
 All slots of a pool are one allocation, a fixed distance apart. So each of their tensors is a stack `[num_slots, ...]`,
-and torch's grouped product runs over it as it runs over the model's stack of experts. Where there are more slots than a
-grouped kernel takes, rows are put into the order of slots, multiplied window by window, and put back.
+and torch's grouped product runs over it like over the model's stack of experts. If there are more slots than a grouped
+kernel accepts, rows are put into the order of slots, multiplied window by window, and put back into their order.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 from promoe.transfer.devices import send
 
-# On CUDA, torch prepares a grouped product with a thread per group, in one block.
+# On CUDA, torch prepares a grouped product in one block, with one thread for each group.
 MAX_GROUPS = 1023
 
 
 def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch multiplies groups of rows without waiting for the device.
 
-    Some GPUs have one kernel for all groups. On others torch multiplies them one by one, and waits to know how many
-    there are.
+    Some GPUs have one kernel for all groups. On others, torch multiplies the groups one by one, and has to wait for
+    their sizes.
     """
     if device.type != "cuda":
-        return True  # one by one, and nothing waits
+        return True  # torch multiplies the groups one by one, but does not have to wait
     return dtype == torch.bfloat16 and _capability(device)[0] in (9, 10)  # H100, B200
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Return whether it is a GPU of the Hopper generation (H100, H200)."""
+    """Return whether `device` is a GPU of the Hopper generation (H100, H200)."""
     return device.type == "cuda" and _capability(device)[0] == 9
 
 
@@ -41,12 +41,12 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 class SlotOrder:
-    """The order of groups of rows by slot, and the way back.
+    """The order of groups of rows by slot, and the order to restore.
 
     Args:
-        slots: the slot of each group, in the order in which their rows are given. At least one, each once.
-        sizes: rows of each group, at least one.
-        device: where the rows are.
+        slots: the slot of each group, in the order of their rows. There is at least one, and none occurs twice.
+        sizes: the number of rows of each group, at least one.
+        device: the device of the rows.
     """
 
     def __init__(self, slots: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:

@@ -112,5 +112,5 @@ def test_a_model_is_served_from_a_new_format_bit_by_bit(packed: Path, cache: str
 
 def test_a_format_that_is_not_there_any_more_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FORMATS, "negated")
-    with pytest.raises(promoe.ConfigError, match="in the slot format 'negated', which this version does not have"):
+    with pytest.raises(promoe.ConfigError, match="in the slot format 'negated', which this version does not know"):
         promoe.from_pretrained(packed, cache="50%", packed=packed.parent / "negated")

@@ -13,7 +13,7 @@ from needs import needs_packing
 
 from promoe.experts.kernels import packed as under_test
 from promoe.experts.kernels import proofs
-from promoe.experts.kernels.packed import FEW_ROWS, LATER, MOST_ROWS, PackedMatrix, Packing
+from promoe.experts.kernels.packed import FEW_ROWS, MOST_ROWS, PRODUCTS_BEFORE_COMPARING, PackedMatrix, Packing
 
 BF16 = torch.bfloat16
 SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
@@ -75,7 +75,7 @@ def test_products_have_the_bits_of_the_models_layout(shape: tuple[int, int], tra
     assert torch.equal(found.dense(), matrix)
     for num_rows in (1, 2, 7, 33, 130, 257):
         x = torch.randn((num_rows, factor.shape[0]), generator=generator).to(BF16)
-        for _ in range(LATER + 1):  # also when it has been compared
+        for _ in range(PRODUCTS_BEFORE_COMPARING + 1):  # also when it has been compared
             assert torch.equal(product(found, x), torch.mm(x, factor))
 
 
@@ -220,7 +220,7 @@ def test_rows_that_lie_otherwise_are_multiplied_as_they_would_be() -> None:
     found = packed(matrix, False)
     for num_rows in (24, 32):
         x = torch.randn(4608, num_rows).to(BF16).t()
-        for _ in range(LATER + 1):
+        for _ in range(PRODUCTS_BEFORE_COMPARING + 1):
             assert torch.equal(found.multiply(x), torch.mm(x, matrix.t()))
 
 
@@ -301,9 +301,11 @@ def test_many_rows_are_compared_when_they_were_often_multiplied(compared: list[i
     found = packed(matrix, False)
     for num_rows in (FEW_ROWS, FEW_ROWS + 1, MOST_ROWS, MOST_ROWS + 1):
         x = torch.randn(num_rows, 64).to(BF16)
-        for times in range(1, LATER + 2):
+        for times in range(1, PRODUCTS_BEFORE_COMPARING + 2):
             assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
-            assert (num_rows in compared) == (num_rows <= MOST_ROWS and times >= (1 if num_rows <= FEW_ROWS else LATER))
+            assert (num_rows in compared) == (
+                num_rows <= MOST_ROWS and times >= (1 if num_rows <= FEW_ROWS else PRODUCTS_BEFORE_COMPARING)
+            )
     assert compared == [FEW_ROWS, FEW_ROWS + 1, MOST_ROWS]
 
 
@@ -320,15 +322,15 @@ def test_more_rows_than_have_other_bits_are_not_compared(monkeypatch: pytest.Mon
     found = packed(matrix, False)
     for num_rows in (40, 41, 39, 20, 33, 34, 32):
         x = torch.randn(num_rows, 64).to(BF16)
-        for _ in range(LATER + 1):
+        for _ in range(PRODUCTS_BEFORE_COMPARING + 1):
             assert torch.equal(product(found, x), torch.mm(x, matrix.t()))
     assert compared == [40, 39, 20, 33, 32]
 
 
 @needs_packing
 def test_products_with_many_rows_take_memory_for_one_matrix_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    space, x = under_test._Space(), torch.randn(MOST_ROWS + 1, 64).to(BF16)
-    monkeypatch.setattr(under_test, "_SPACE", space)
+    space, x = under_test._ThreadMemory(), torch.randn(MOST_ROWS + 1, 64).to(BF16)
+    monkeypatch.setattr(under_test, "_MEMORY", space)
     matrices = [torch.randn(size, 64).to(BF16) for size in (64, 128, 64, 128)]
 
     def multiply_all() -> int:
