@@ -106,8 +106,8 @@ class SlotHandle(Handle):
         model = self._model()
         if model is not None and (names := threads_in_forward(model, layers)):
             raise PatchStateError(
-                f"The cache of this {self._model_name} cannot be resized while {describe_forwards(names)}. Nothing was changed. "
-                "Call resize between two forwards, for example in a stopping criterion."
+                f"The cache of this {self._model_name} cannot be resized while {describe_forwards(names)}. Nothing was "
+                "changed. Call resize between two forwards, for example in a stopping criterion."
             )
         engine.resize([plan.spec.num_slots for plan in plans])
 

@@ -176,7 +176,9 @@ def test_a_gate_whose_weights_have_another_form_has_no_width(model: PreTrainedMo
 
 
 def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gives token \d+, and the model knows 128: .*Put the model's own"):
+    with pytest.raises(
+        CheckpointError, match=r"returned token \d+, but the model has only 128 tokens: .*Put the model's own"
+    ):
         record(build("qwen2_moe"), tmp_path)
 
 

@@ -160,7 +160,7 @@ def test_the_tokenizer_of_a_larger_model(tmp_path: Path, capsys: pytest.CaptureF
     model.resize_token_embeddings(20)
     model.save_pretrained(folder)
     assert cli.main(["run", str(folder), PROMPT, "--max-new-tokens", "2"]) == 2
-    assert "and the model knows 20: they do not belong together" in capsys.readouterr().err
+    assert "but the model has only 20 tokens: they do not belong together" in capsys.readouterr().err
 
 
 def test_a_prompt_goes_through_the_chat_template_where_there_is_one(checkpoint: str, tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_tokenizer_that_knows_nothing_is_said() -> None:
         def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
             return {name: torch.zeros((1, 0), dtype=torch.long) for name in ("input_ids", "attention_mask")}
 
-    with pytest.raises(CheckpointError, match="makes no tokens of the prompt"):
+    with pytest.raises(CheckpointError, match="turns the prompt into no tokens"):
         running.prompt_inputs(Empty(), PROMPT)  # type: ignore[arg-type]
 
 
@@ -305,4 +305,4 @@ def test_which_copy_of_the_experts_is_read(
 
 def test_a_name_that_is_neither_folder_nor_id_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "nothere", PROMPT]) == 2
-    assert "There is no folder 'nothere', and nothing of that name could be had" in capsys.readouterr().err
+    assert "There is no folder 'nothere', and nothing of that name could be downloaded" in capsys.readouterr().err
