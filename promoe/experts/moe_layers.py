@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MethodType
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from promoe.errors import ConfigError, PatchStateError, UnsupportedModelError, shown
 from promoe.experts.adapters import Adapter, ExpertTensor, adapter_for
 from promoe.experts.adapters.base import all_paths, get_tensor
-from promoe.experts.guard import is_guard
+from promoe.experts.requirements import require_local, require_no_adapter, require_plain
 from promoe.stores.layout import ExpertLayout
 
 _GATE_NAMES = ("gate", "router")
@@ -204,7 +203,7 @@ def find_moe_layers(model: nn.Module, *, allow_meta: bool = False) -> list[MoELa
     for name, module, problem in unmet:
         shared = _always_active(module) and name.rpartition(".")[0] in blocks
         if not shared and name not in blocks:  # a block may be called "experts" too
-            _require_no_adapter(model, name, module)
+            require_no_adapter(model, name, module)
             raise _unmet_error(model, name, module, problem)
     if not layers:
         raise UnsupportedModelError(
@@ -240,11 +239,11 @@ def _unmet_error(model: nn.Module, name: str, module: nn.Module, problem: str) -
 
 def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: int, allow_meta: bool) -> MoELayer:
     adapter = adapter_for(module)
-    _require_no_adapter(model, name, module)
-    _require_local(model, name, module)
+    require_no_adapter(model, name, module)
+    require_local(model, name, module)
     tensors = adapter.tensors(module)
     for path in all_paths(tensors):
-        _require_plain(f"{name}.{path}", get_tensor(module, path), adapter.dtypes, allow_meta)
+        require_plain(f"{name}.{path}", get_tensor(module, path), adapter.dtypes, allow_meta)
     _implementation(name, adapter, module)
     block_name = name.rpartition(".")[0]
     block = model.get_submodule(block_name)
@@ -266,73 +265,6 @@ def _describe_layer(model: nn.Module, name: str, module: nn.Module, layer_idx: i
         _block=weakref.ref(block),
         _kept=(module, block),
     )
-
-
-def _require_local(model: nn.Module, name: str, module: nn.Module) -> None:
-    parallel = getattr(module, "_is_expert_parallel", False)
-    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
-    if parallel or getattr(distributed, "enable_expert_parallel", False):
-        raise UnsupportedModelError(
-            f"{name!r} is expert parallel: its experts are split over processes. Load the model without "
-            "enable_expert_parallel / ep_size."
-        )
-    for path, part in module.named_modules(prefix=name):
-        if not runs_its_class_forward(part):
-            wrapper = part.__dict__.get("_hf_hook", part.__dict__["forward"])
-            raise UnsupportedModelError(
-                f"{path!r} has a forward of its own instance ({type(wrapper).__name__}): something wraps it, such as "
-                "accelerate's device_map hooks or tensor parallelism. Load the model without device_map and tp_plan, or "
-                "remove the hook (accelerate.hooks.remove_hook_from_module(model, recurse=True))."
-            )
-
-
-def runs_its_class_forward(module: nn.Module) -> bool:
-    """Return whether calling `module` runs the forward of its class, not one that the instance got from a wrapper."""
-    own = module.__dict__.get("forward")
-    if own is None:
-        return True
-    # When accelerate removes a hook, it leaves the forward that it had found in the instance's dictionary. That may be
-    # the forward of the class that the module had while it was patched.
-    if not isinstance(own, MethodType) or own.__self__ is not module:
-        return False
-    return own.__func__ is type(module).forward or getattr(own.__func__, "_promoe_base", None) is type(module)
-
-
-def is_adapter(module: nn.Module) -> bool:
-    """Return whether `module` is one that PEFT puts into a model."""
-    return type(module).__module__.partition(".")[0] == "peft"
-
-
-def _require_no_adapter(model: nn.Module, name: str, module: nn.Module) -> None:
-    # PEFT's wrapper around the whole module is then its parent.
-    for part in (model.get_submodule(name.rpartition(".")[0]), *module.modules()):
-        if is_adapter(part):
-            raise UnsupportedModelError(
-                f"{name!r} has an adapter on its experts ({type(part).__name__}). Slots would not contain what it adds to "
-                "the weights. Merge it (PeftModel.merge_and_unload()) and patch the model that this returns; "
-                "adapters on other modules can stay."
-            )
-
-
-def _require_plain(name: str, tensor: torch.Tensor, dtypes: Container[torch.dtype], allow_meta: bool) -> None:
-    if is_guard(tensor):  # a placeholder for weights in files, which was checked when the model was opened
-        return
-    # A subclass (DTensor, torchao, ...) keeps its bytes elsewhere, so copying its rows would not copy the weights.
-    if type(tensor) not in (nn.Parameter, torch.Tensor):
-        raise UnsupportedModelError(
-            f"{name!r} is a {type(tensor).__module__}.{type(tensor).__qualname__}, not a plain tensor: quantised or sharded "
-            "experts of this kind are not supported yet. Load the model without that quantisation or sharding."
-        )
-    if tensor.is_meta and not allow_meta:
-        raise UnsupportedModelError(
-            f"{name!r} is on the meta device and has no weights. Load the model's weights into memory (no "
-            "device_map offload), or open it with promoe.from_pretrained."
-        )
-    if tensor.dtype not in dtypes:
-        raise UnsupportedModelError(
-            f"{name!r} is {tensor.dtype}: quantised experts are not supported yet. Load the model with "
-            "dtype=torch.bfloat16, float16 or float32 (for gpt_oss: Mxfp4Config(dequantize=True))."
-        )
 
 
 def _implementation(name: str, adapter: Adapter, module: nn.Module) -> str:

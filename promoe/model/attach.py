@@ -18,7 +18,8 @@ from torch import nn
 from promoe.errors import PatchStateError
 from promoe.experts.adapters import Run
 from promoe.experts.adapters.base import changed_since, owner_of
-from promoe.experts.moe_layers import MoELayer, runs_its_class_forward
+from promoe.experts.moe_layers import MoELayer
+from promoe.experts.requirements import runs_its_class_forward
 from promoe.model.refusals import refuse_conversion, refuse_loading
 from promoe.transfer.lifetimes import if_alive
 

@@ -23,7 +23,8 @@ import torch
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
-from promoe.experts.moe_layers import MoELayer, find_moe_layers, is_adapter
+from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.requirements import is_peft_module
 from promoe.model.file_tensors import Counted, Progress, TensorInFile
 from promoe.model.meta_model import as_loaded, bank_specs, find_layers
 from promoe.model.model_class import class_to_open
@@ -253,7 +254,7 @@ class _Opening:
                 for path in tensor.paths:
                     guard = guard_parameter(f"{layer.name}.{path}", tensor.stack_shape, tensor.dtype)
                     set_tensor(layer.experts, path, guard)
-        if any(map(is_adapter, model.modules())):
+        if any(map(is_peft_module, model.modules())):
             find_moe_layers(model)  # raises if an adapter is on experts
             _align(model)
         opened = OpenedModel(model, self.layers, self.store)

@@ -71,7 +71,7 @@ class PassState:
         """
         real = self.real if self.real is not None and len(self.real) == len(index) else None
         if len(index) > self.num_sequences > 1 and len(index) % self.num_sequences == 0:
-            # All sequences' tokens of one position are equally old.
+            # Tokens at the same position are equally old in all sequences.
             index = _by_position(index, self.num_sequences)
             real = None if real is None else _by_position(real, self.num_sequences)
         elif real is None and tokens is not None:

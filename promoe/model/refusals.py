@@ -18,7 +18,8 @@ from torch import nn
 
 from promoe.errors import PatchStateError, UnsupportedModelError
 from promoe.experts.guard import is_guard
-from promoe.experts.moe_layers import MoELayer, is_adapter
+from promoe.experts.moe_layers import MoELayer
+from promoe.experts.requirements import is_peft_module
 from promoe.transfer.lifetimes import if_alive
 
 _NO_LOADING = (
@@ -159,7 +160,7 @@ def _refuse_saving(module: nn.Module) -> Callable[[], None]:
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     # With `keep_vars` the caller needs names only. So do the functions that load or save an adapter, mostly through a
     # wrapper.
-    if not keep_vars and not prefix and not any(map(is_adapter, module.modules())):
+    if not keep_vars and not prefix and not any(map(is_peft_module, module.modules())):
         raise PatchStateError(_NO_SAVING)
 
 

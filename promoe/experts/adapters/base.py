@@ -78,6 +78,9 @@ class Adapter:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     """The dtypes that the experts' tensors may have."""
 
+    stacks: ClassVar[tuple[str, ...]] = ()
+    """Paths of the stacked parameters, if `tensors` is not overridden."""
+
     def problem(self, experts: nn.Module) -> str | None:
         """Return why the module cannot be served; None: it can be; "": it does not resemble experts."""
         return None
@@ -93,7 +96,7 @@ class Adapter:
 
     def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
         """Return the tensors of an expert, in the module's order."""
-        raise NotImplementedError
+        return tuple(ExpertTensor.stack(path, get_tensor(experts, path)) for path in self.stacks)
 
     def implementation(self, experts: nn.Module) -> str:
         """Return the current experts implementation, as Transformers calls it."""

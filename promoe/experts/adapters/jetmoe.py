@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .base import Adapter, ExpertTensor, Run, get_tensor
+from .base import Adapter, Run
 
 
 class JetMoeAdapter(Adapter):
     """The adapter of `JetMoeParallelExperts`."""
 
     sums_rows = False
-
-    def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Return the one matrix of an expert."""
-        return (ExpertTensor.stack("weight", get_tensor(experts, "weight")),)
+    stacks = ("weight",)
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
         """Return the stock loop without the experts that have no rows."""

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .base import Adapter, ExpertTensor, Run, get_tensor
+from .base import Adapter, Run
 
 
 class Llama4Adapter(Adapter):
     """The adapter of `Llama4TextExperts`."""
 
     sums_rows = False
-
-    def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Return two matrices `[in, out]`: gate and up in one, and down."""
-        return tuple(ExpertTensor.stack(name, get_tensor(experts, name)) for name in ("gate_up_proj", "down_proj"))
+    stacks = ("gate_up_proj", "down_proj")  # both `[in, out]`
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
         """Return a loop that computes the stock products for the experts that have rows."""

@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .base import Adapter, ExpertTensor, get_tensor, stock_forward
+from .base import Adapter, stock_forward
 
 
 class LongcatFlashAdapter(Adapter):
     """The adapter of `LongcatFlashExperts`."""
+
+    stacks = ("gate_up_proj", "down_proj")
 
     def problem(self, experts: nn.Module) -> str | None:
         """Return why the module cannot be served: a model may have identity experts only."""
@@ -33,10 +35,6 @@ class LongcatFlashAdapter(Adapter):
         """Return the number of ids, including those of identity experts."""
         count: int = experts.total_experts  # type: ignore[assignment]
         return count
-
-    def tensors(self, experts: nn.Module) -> tuple[ExpertTensor, ...]:
-        """Return two matrices: gate and up in one, and down."""
-        return tuple(ExpertTensor.stack(name, get_tensor(experts, name)) for name in ("gate_up_proj", "down_proj"))
 
     def loop(self, experts: nn.Module) -> Callable[..., torch.Tensor]:
         """Return the stock loop, made to work for one choice per token."""

@@ -50,7 +50,7 @@ _PAIRS, _PAIRS_OF_ROW, _LEAST_POWER, _POWERS, _DRAWN, _LEAST_ROWS = 64, 32, 14, 
 FEW_ROWS, MOST_ROWS = 16, 256
 PRODUCTS_BEFORE_COMPARING = 16
 
-# Outputs of a linear layer that oneDNN lays side by side, by twos of inputs: `[out / block, in / 2, block, 2]`.
+# How many outputs of a linear layer oneDNN may put into a block. The layout is `[out / block, in / 2, block, 2]`.
 BLOCKS = (64, 48, 32, 24, 16, 8)
 
 
@@ -173,7 +173,7 @@ class Packing:
         blocks, twos = outputs // self.block, inputs // 2
         if self.transposed:
             plain = matrix.view(torch.int16).view(twos, 2, blocks, self.block).permute(2, 0, 3, 1)
-        else:  # two inputs as one number
+        else:  # read two inputs of 16 bits as one number
             plain = matrix.view(torch.int32).view(blocks, self.block, twos).transpose(1, 2)
         return memory.view(plain.dtype).view(plain.shape), plain
 
@@ -298,7 +298,8 @@ def _order_revealing_factors(
     num_pairs = min(_PAIRS, width // 4)
     columns = torch.arange(width, dtype=torch.float32, device="cpu")
     from_end = torch.minimum(columns, columns.flip(0)) + 1.0
-    # As many anywhere as near the ends, there as many from 1 to 2 columns away as from 2 to 4, and so on.
+    # About half of the columns are drawn near the ends: as many at distances of 1 to 2 as of 2 to 4, and so on. The
+    # others are drawn anywhere.
     chances = 1.0 / from_end + 2.0 * math.log(width) / width
     first, second = torch.multinomial(chances, 2 * num_pairs, generator=generator).view(2, num_pairs)
 
