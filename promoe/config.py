@@ -24,7 +24,7 @@ Verify = Literal["first", "always"]
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """Parts of promoe that can be switched off, to measure what each of them gains.
+    """Switches for parts of promoe, to measure what each part gains. All are on by default.
 
     Args:
         early_preemption: start fetching as soon as the gate has chosen, before the experts' forward is called.
@@ -87,7 +87,7 @@ class PromoeConfig:
             See docs/reliability.md.
         strict: raise where an invariant is broken that production only counts, and fill a slot in RAM with NaN when its
             expert is evicted.
-        ablation: parts to switch off, for measurements; see `Ablation`.
+        ablation: parts to switch off for measurements, see `Ablation`.
     """
 
     eviction: EvictionName = "next_use"

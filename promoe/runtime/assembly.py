@@ -140,7 +140,8 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
 
 def _first_chunks(parts: Parts, layer_idx: int) -> int:
     """Return how many chunks of an expert are enough to compute its first product; 0: it is not begun early."""
-    if not parts.config.ablation.begin_early or parts.device is not None:  # kernels on a device wait for a whole expert
+    # Kernels on a device wait for a whole expert.
+    if not parts.config.ablation.begin_early or parts.device is not None:
         return 0
     count = first_chunks(parts.store, layer_idx, SECOND)
     return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0

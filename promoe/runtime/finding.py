@@ -80,7 +80,7 @@ class FoundForDisk(Found):
 
     @cached_property
     def freed_bytes(self) -> int:
-        """RAM in bytes that the experts take. Experts in a memory-mapped checkpoint take none."""
+        """RAM in bytes that the experts take, measured while they are in RAM. A memory-mapped checkpoint takes none."""
         total_bytes = sum(layer.num_experts * layer.layout.payload_bytes for layer in self.layers)
         return min(total_bytes, own_ram_bytes() or 0)
 

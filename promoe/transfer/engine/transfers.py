@@ -41,8 +41,13 @@ class Transfers(Monitor):
                 else:
                     orders = self._next_order(speculate=False)
             while orders:
-                error = self._queue(orders) if self.queues else self._transfer(orders[0], self.link.workers)
-                self._complete(orders, error, speculate=False, goes_on=not self.queues)
+                # The error must not stay in a local variable: its frames refer to this one, and to the model.
+                self._complete(
+                    orders,
+                    self._queue(orders) if self.queues else self._transfer(orders[0], self.link.workers),
+                    speculate=False,
+                    goes_on=not self.queues,
+                )
         except BaseException:
             if orders:  # made once more, since others may need it, too; workers do what else is demanded
                 self._complete(orders, self._once_more(orders), goes_on=False)
