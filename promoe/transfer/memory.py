@@ -219,11 +219,10 @@ class SlotPool:
         return region.address + offset_bytes
 
     def tensors(self, idx: int) -> Mapping[str, Row]:
-        """Return views over slot `idx`, one per TensorSpec: name -> tensor of the spec's shape and dtype, or what its format
-        makes of the bytes.
+        """Return views over slot `idx` by name: a tensor of the spec's shape and dtype, or what its format makes of it.
 
-        Created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned while
-        it reads. Do not change the mapping.
+        They are created once per slot. Their contents are what was last loaded there; the caller keeps the slot pinned
+        while it reads. Do not change the mapping.
         """
         cached = self._tensors.get(idx)
         if cached is not None:
