@@ -37,7 +37,7 @@ def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: An
 
 
 def test_what_can_be_read_is_said_of_stacked_fp8_experts(tmp_path: Path) -> None:
-    what = r"has dtype F8_E4M3.*FP8 where each expert has tensors of its own \(not stacked ones\).*MXFP4\. Open such"
+    what = r"has dtype F8_E4M3.*FP8 if each expert has tensors of its own \(not stacked ones\).*MXFP4\. Open such"
     with pytest.raises(promoe.CheckpointError, match=what):
         promoe.from_pretrained(write_stacked_fp8(tmp_path))
 

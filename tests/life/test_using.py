@@ -11,7 +11,7 @@ from untouched import leaving_untouched
 from life.models import FAMILIES, SOME_FAMILIES, ask, assert_unharmed, build, opened, patched, prompt, with_families
 from promoe.errors import UnsupportedModelError
 
-GRADIENTS = r"gradients enabled.*for inference.*torch\.no_grad\(\)"
+GRADIENTS = r"gradients enabled.*supports inference only.*torch\.no_grad\(\)"
 
 
 def loss_of(model: Any) -> torch.Tensor:

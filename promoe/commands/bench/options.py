@@ -6,12 +6,9 @@ import math
 import re
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from promoe.errors import ConfigError, check_at_least
-
-if TYPE_CHECKING:
-    from promoe.transfer.links import EmulatedLink
 
 DISK = "disk"
 
@@ -23,7 +20,7 @@ class Emulated:
     bytes_per_s: float | None = None
     ratio: float | None = None
 
-    def link(self, token_bytes: int, compute_s: float) -> EmulatedLink:
+    def link(self, token_bytes: int, compute_s: float) -> Any:
         """Return the link for a model.
 
         Args:

@@ -92,7 +92,7 @@ def test_a_cache_as_the_user_names_it(cache: str, slots: int) -> None:
 def test_a_cache_by_what_is_free() -> None:
     model = sizes(layers=2, experts=8, expert_mib=4)
     assert room(AUTO_RESERVE_BYTES + 48 * MIB, other_bytes=16 * MIB).rate_of("auto", model) == 0.5
-    for free_bytes, message in ((None, "this system does not tell"), (MIB, "only 0 B are free")):
+    for free_bytes, message in ((None, "this system does not report"), (MIB, "only 0 B are free")):
         with pytest.raises(ConfigError, match=message):
             room(free_bytes, other_bytes=16 * MIB).rate_of("auto", model)
 
