@@ -19,7 +19,7 @@ from promoe.scheduler.config import EvictionName
 from promoe.scheduler.replay import Replay
 from promoe.training.baselines import Kind, spread, used
 from promoe.training.kinds import check_kinds, note_on_training, prepare
-from promoe.training.measures import Caches, Figures, Transfer, name_of_rate, top, transfer_of
+from promoe.training.metrics import Caches, Figures, Transfer, name_of_rate, top, transfer_of
 from promoe.training.options import Evaluate, check_choice
 from promoe.training.result_table import accuracy_columns, cache_columns, legend, table
 from promoe.training.routing_traces import RoutingTrace, load_npz

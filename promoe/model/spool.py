@@ -17,7 +17,7 @@ from promoe.stores.base import read_expert
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
 from promoe.transfer.control_groups import PROC
-from promoe.transfer.links.file import drop_files
+from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
 
 IN_RAM = ("tmpfs", "ramfs")

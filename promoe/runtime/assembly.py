@@ -35,8 +35,8 @@ from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
 from promoe.transfer.lifetimes import if_alive, when_gone
 from promoe.transfer.links import FileLink, HostLink, Link
-from promoe.transfer.links.cached import CachedLink, bytes_for_all_that_fits
 from promoe.transfer.links.pinned import PinnedLink
+from promoe.transfer.links.pinned_cache import CachedLink, bytes_for_all_that_fits
 from promoe.transfer.links.verified import VerifiedLink
 from promoe.transfer.memory import Pool, SlotPool
 from promoe.transfer.threads import warn_of_threads

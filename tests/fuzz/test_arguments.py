@@ -24,7 +24,7 @@ from promoe.config import PromoeConfig
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import fixed_bytes, plan_pools
 from promoe.stores.layout import ExpertLayout
-from promoe.training.measures import transfer_of
+from promoe.training.metrics import transfer_of
 
 from .inputs import fuzzed, outcome, refused, taken
 from .mutations import INTEGERS, LEAVES, TEXTS

@@ -34,8 +34,8 @@ from promoe.runtime.sizes import plan_pools
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
 from promoe.stores import HostStore
 from promoe.transfer.links import FileLink, HostLink
-from promoe.transfer.links.cached import CachedLink
 from promoe.transfer.links.pinned import PinnedLink
+from promoe.transfer.links.pinned_cache import CachedLink
 
 START = np.array(START_WEIGHTS, dtype=np.float32)
 LINK = EmulatedLink(bandwidth_bytes_per_s=1e12)

@@ -12,7 +12,7 @@ import pytest
 
 from promoe.errors import ConfigError
 from promoe.training.evaluate import evaluate, open_trace
-from promoe.training.measures import Transfer, transfer_of
+from promoe.training.metrics import Transfer, transfer_of
 from promoe.training.options import Evaluate
 
 from . import traces

@@ -12,7 +12,7 @@ from promoe.training import hidden_states
 from promoe.training.baselines import used
 from promoe.training.hidden_states import HIDDEN_KINDS, Gate, Linear, SklearnMlp, Trained, gate_scores
 from promoe.training.kinds import NAMES_OF_HIDDEN_KINDS
-from promoe.training.measures import top
+from promoe.training.metrics import top
 from promoe.training.routing_traces import RoutingTrace, TraceError
 
 from .hidden_traces import EXPERTS, HIDDEN, LAYERS, TOP_K, random_predictor, random_trace, write_trace

@@ -15,7 +15,7 @@ from promoe.training import evaluate as evaluate_module
 from promoe.training.baselines import KINDS, Kind
 from promoe.training.evaluate import judge, replay_caches
 from promoe.training.hidden_states import Gate, Trained
-from promoe.training.measures import Caches, Transfer
+from promoe.training.metrics import Caches, Transfer
 from promoe.training.routing_traces import RoutingTrace
 
 from . import hidden_traces

@@ -8,9 +8,9 @@ from typing import TextIO
 
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.plots import save_plots
-from promoe.commands.bench.results import Report
 from promoe.commands.bench.run import Bench
 from promoe.commands.bench.show import report_lines
+from promoe.commands.bench.table import Report
 from promoe.files import check_writable, make_folder, write_atomically
 
 

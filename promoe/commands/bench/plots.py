@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from promoe.commands.bench.results import Report, Row, Table
+from promoe.commands.bench.table import Report, Row, Table
 from promoe.stats.figure_style import COLOURS, DPI, INK, MARKERS, new_figure, plain, set_title
 from promoe.units import is_number, ratio
 

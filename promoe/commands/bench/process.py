@@ -16,7 +16,7 @@ from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt
 from promoe.commands.bench.served import Served
 from promoe.errors import PromoeError
 from promoe.transfer.control_groups import MemoryGroup
-from promoe.transfer.links.file import drop_files
+from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
 
 LIMIT_FOR_ENDING_S = 20.0

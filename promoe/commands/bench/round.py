@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from promoe.commands.bench.messages import Facts, Sizes
 from promoe.commands.bench.process import OpenSystem, WorkerError
-from promoe.commands.bench.results import Row, Table
 from promoe.commands.bench.systems import System
+from promoe.commands.bench.table import Row, Table
 from promoe.commands.bench.tasks import Reference
 from promoe.commands.contention import Contention
 from promoe.commands.lower_bound import Missed, missed_by_answer, needed_share

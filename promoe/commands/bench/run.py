@@ -15,10 +15,10 @@ from promoe.commands.bench.example import find_example
 from promoe.commands.bench.messages import Opening, Reader, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
-from promoe.commands.bench.results import Report, Table
 from promoe.commands.bench.round import Round, decode_visits
 from promoe.commands.bench.served import Served
 from promoe.commands.bench.systems import KNOWN, ORACLE, RESIDENT, System, find_systems
+from promoe.commands.bench.table import Report, Table
 from promoe.commands.bench.tasks import make_tasks, refer
 from promoe.commands.contention import SECONDS as CONTENTION_SECONDS
 from promoe.commands.contention import Contention
@@ -27,7 +27,7 @@ from promoe.errors import ConfigError
 from promoe.model.opening import open_without_experts
 from promoe.transfer.control_groups import MemoryGroup, NoControlGroupError, memory_groups
 from promoe.transfer.links import EmulatedLink, FileLink
-from promoe.transfer.links.file import SPARE_RAM_BYTES
+from promoe.transfer.links.disk import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.links.probe import ProbeMode
 from promoe.units import format_memory, format_number

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from promoe.commands.bench.results import Report, Row, Table
+from promoe.commands.bench.table import Report, Row, Table
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate
 from promoe.stats.run_table import COLUMNS

@@ -15,9 +15,9 @@ import transformers
 from promoe.commands.bench.example import READABLE_LOSS, find_example
 from promoe.commands.bench.messages import Opening, Sizes
 from promoe.commands.bench.options import Emulated
-from promoe.commands.bench.results import Table
 from promoe.commands.bench.served import Served
 from promoe.commands.bench.systems import KNOWN
+from promoe.commands.bench.table import Table
 from promoe.commands.bench.tasks import Reference, Task, TokensDifferError, generate_task, refer
 from promoe.commands.charts.html_report import html_report
 from promoe.commands.demo.comparison import compare
@@ -29,7 +29,7 @@ from promoe.files import check_writable, make_folder
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.sizes import check_cache
 from promoe.transfer.cpu_contention import taken_now
-from promoe.transfer.links.file import SPARE_RAM_BYTES
+from promoe.transfer.links.disk import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.units import format_memory, format_number, format_percent, format_seconds
 

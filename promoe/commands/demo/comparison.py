@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from promoe.commands.bench.messages import Opening
-from promoe.commands.bench.results import Table
 from promoe.commands.bench.round import Round
 from promoe.commands.bench.served import Served
+from promoe.commands.bench.table import Table
 from promoe.commands.bench.tasks import Reference
 
 

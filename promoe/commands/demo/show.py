@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from promoe.commands.bench.messages import Opening
-from promoe.commands.bench.results import Table
+from promoe.commands.bench.table import Table
 from promoe.commands.demo.systems import RESIDENT, SYSTEMS
 from promoe.commands.measure import REPETITION_PENALTY
 from promoe.commands.run.command import with_what_and_when

@@ -20,7 +20,7 @@ from promoe.transfer.control_groups import CGROUPS, PROC, memory_groups
 from promoe.transfer.cpu_contention import Taken, taken_now
 from promoe.transfer.devices.cuda import CudaDevice
 from promoe.transfer.links.direct import DirectUnsupportedError
-from promoe.transfer.links.file import drop_files
+from promoe.transfer.links.disk import drop_files
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.links.probe import probe_file
 from promoe.transfer.processor import multiplies_bfloat16, num_cores, processor_name

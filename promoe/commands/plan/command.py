@@ -32,7 +32,7 @@ from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.transfer.cpu_contention import CoreWatch
 from promoe.transfer.devices import Device, open_device
-from promoe.transfer.links.file import choose_mode
+from promoe.transfer.links.disk import choose_mode
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.links.probe import ProbeMode
 from promoe.units import format_memory

@@ -18,7 +18,7 @@ from promoe.scheduler import ExpertKey
 from promoe.stores.base import compute_chunk
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.transfer.links.direct import DirectUnsupportedError
-from promoe.transfer.links.file import FileMode, drop_files
+from promoe.transfer.links.disk import FileMode, drop_files
 from promoe.transfer.links.probe import ProbeMode, ReadBandwidth, all_chunks, probe_file, probe_read_bandwidth
 
 PROMPTS = 2

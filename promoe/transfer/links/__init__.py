@@ -14,9 +14,9 @@ Links do not know how experts are used.
 from __future__ import annotations
 
 from promoe.transfer.links.base import Link
+from promoe.transfer.links.disk import FileLink
 from promoe.transfer.links.emulated import EmulatedLink
 from promoe.transfer.links.faults import Fault, FaultyLink
-from promoe.transfer.links.file import FileLink
 from promoe.transfer.links.host import HostLink
 
 __all__ = ["EmulatedLink", "Fault", "FaultyLink", "FileLink", "HostLink", "Link"]

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.results import Report, Row, Table, nothing_counted
 from promoe.commands.bench.systems import KNOWN
+from promoe.commands.bench.table import Report, Row, Table, nothing_counted
 from promoe.commands.bench.tasks import GENERATE, Task
 from promoe.commands.measure import Generation
 from promoe.stats.counts import PhaseStats

@@ -9,9 +9,9 @@ import pytest
 
 from promoe.commands.bench.messages import Answer, Facts, Prompt, Sizes
 from promoe.commands.bench.process import WorkerError
-from promoe.commands.bench.results import Table, nothing_counted
 from promoe.commands.bench.round import Measured, Round
 from promoe.commands.bench.systems import KNOWN, System
+from promoe.commands.bench.table import Table, nothing_counted
 from promoe.commands.bench.tasks import Reference, Task
 from promoe.commands.measure import Generation
 from promoe.scheduler import PoolSpec, SchedulerConfig

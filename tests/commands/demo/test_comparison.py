@@ -11,9 +11,9 @@ from tiny_checkpoint import write_checkpoint
 
 from promoe.commands.bench import served
 from promoe.commands.bench.messages import Opening, Prompt
-from promoe.commands.bench.results import Table
 from promoe.commands.bench.served import Served
 from promoe.commands.bench.stock import load_stock
+from promoe.commands.bench.table import Table
 from promoe.commands.bench.tasks import Reference, Task, TokensDifferError, refer
 from promoe.commands.demo.comparison import compare
 from promoe.commands.demo.show import words

@@ -14,9 +14,9 @@ from promoe.stores import HostStore
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.link_timetable import IN_FLIGHT
 from promoe.transfer.links import HostLink, Link
-from promoe.transfer.links.cached import CachedLink
 from promoe.transfer.links.device import DeviceLink
 from promoe.transfer.links.pinned import PinnedLink
+from promoe.transfer.links.pinned_cache import CachedLink
 
 EXPERTS, ROWS, COLUMNS = 5, 24, 64
 CHUNK_BYTES = 4096

@@ -20,7 +20,7 @@ from promoe.stores.base import Chunk, Store
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.links.base import Link
 from promoe.transfer.links.device import DeviceLink
-from promoe.transfer.links.file import SPARE_RAM_BYTES
+from promoe.transfer.links.disk import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.transfer.memory import HugePageRegion
 from promoe.units import format_memory

@@ -20,7 +20,7 @@ from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
 from promoe.transfer.links import FileLink, Link
 from promoe.transfer.links.direct import DirectFiles
-from promoe.transfer.links.file import drop_files
+from promoe.transfer.links.disk import drop_files
 from promoe.transfer.memory import HugePageRegion
 
 from .conftest import MakeStore, RawFile, RawFileStore
@@ -284,7 +284,7 @@ def test_auto_takes_the_page_cache_if_the_experts_fit_with_2_gib_to_spare(
     planned_bytes: int,
     expected: str,
 ) -> None:
-    monkeypatch.setattr("promoe.transfer.links.file.free_ram_bytes", lambda: free_bytes)
+    monkeypatch.setattr("promoe.transfer.links.disk.free_ram_bytes", lambda: free_bytes)
     store = make_store([bytes(40_000)], [[plain(0, 40_000)]])
     link = FileLink(store, planned_bytes=planned_bytes)
     assert link.mode == expected

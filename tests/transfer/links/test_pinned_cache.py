@@ -19,8 +19,8 @@ from promoe.stores import HostStore
 from promoe.stores.base import Chunk
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.links import HostLink
-from promoe.transfer.links import cached as module
-from promoe.transfer.links.cached import CachedLink, bytes_for_all_that_fits
+from promoe.transfer.links import pinned_cache as module
+from promoe.transfer.links.pinned_cache import CachedLink, bytes_for_all_that_fits
 
 EXPERTS, ROWS, COLUMNS = 6, 24, 64
 KEYS = [ExpertKey(layer, expert) for layer in range(2) for expert in range(EXPERTS)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from promoe.training.measures import Calibration, Figures, Misses, Transfer, name_of_rate, top
+from promoe.training.metrics import Calibration, Figures, Misses, Transfer, name_of_rate, top
 
 # Three tokens, four experts, two each.
 SCORES = np.array([[0.9, 0.8, 0.1, 0.0], [0.9, 0.1, 0.8, 0.0], [0.1, 0.2, 0.3, 0.4]], dtype=np.float32)
