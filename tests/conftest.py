@@ -59,7 +59,7 @@ def _no_thread_left_behind() -> Iterator[None]:
     yield
     new = [one for one in threading.enumerate() if one.name.startswith("promoe-") and one not in before]
     for thread in new:
-        if thread.name == "promoe-close":  # it closes what was collected, and ends by itself
+        if thread.name in ("promoe-close", "promoe-predictor"):  # they end by themselves once the model is collected
             thread.join(10.0)
     left = [thread.name for thread in new if thread.is_alive()]
     assert not left, f"threads left running: {left}"
