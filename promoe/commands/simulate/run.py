@@ -45,7 +45,6 @@ class Scenario:
         predictor: what is forecast, or None.
         lookahead: how many layers ahead are forecast.
         batch: sequences that are generated together; each pass has a token of each.
-        quotas: slots of each layer, for any policy but Belady's; None: as the policy has them.
     """
 
     machine: Machine
@@ -55,7 +54,6 @@ class Scenario:
     predictor: str | None = None
     lookahead: int = 1
     batch: int = 1
-    quotas: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(PolicyName):
@@ -80,19 +78,18 @@ class Scenario:
     @property
     def slots_shared(self) -> bool:
         """Return whether the layers share one pool."""
-        return self.policy in ("default", "next_use") and self.quotas is None
+        return self.policy in ("default", "next_use")
 
     def config(self) -> SchedulerConfig:
         """Return the scheduler's configuration, for any policy but Belady's."""
         layers, slots = range(self.geometry.num_layers), self.slots_per_layer
-        quotas = self.quotas or (slots,) * len(layers)
         names: dict[str, EvictionName] = {"default": PromoeConfig().eviction, "lfu": "static"}
         return SchedulerConfig(
             num_experts=[self.geometry.num_experts] * len(layers),
             chunk_bytes=[self.geometry.chunks(self.machine)] * len(layers),
             pools=[PoolSpec(slots * len(layers), tuple(layers))]
             if self.slots_shared
-            else [PoolSpec(quota, (layer_idx,)) for layer_idx, quota in zip(layers, quotas, strict=True)],
+            else [PoolSpec(slots, (layer_idx,)) for layer_idx in layers],
             eviction=names.get(self.policy, self.policy),  # type: ignore[arg-type]
             prefetch=self.predictor is not None,
         )

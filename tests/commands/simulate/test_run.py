@@ -128,16 +128,6 @@ def test_forecasts_of_a_batch_are_of_any_of_its_tokens(predictor: str) -> None:
         assert told["hit_rate"] > plain["hit_rate"] + 0.25 * (1 - plain["hit_rate"])
 
 
-def test_quotas_give_each_layer_its_own_slots() -> None:
-    trace, equal = topics(prompts=4), (4,) * LAYERS
-    found = simulate(scenario("lru"), trace)
-    assert simulate(scenario("lru", quotas=equal), trace) == found
-    quotas = (1, 7, *equal[2:])
-    other = scenario("next_use", quotas=quotas)
-    assert [pool.num_slots for pool in other.config().pools] == list(quotas)
-    assert simulate(other, trace)["slots_shared_by_layers"] is False
-
-
 def test_static_is_as_good_as_what_it_was_fitted_on() -> None:
     trace = topics(seed=1)
     hindsight = simulate(scenario("static"), trace)["misses_per_token"]
