@@ -158,13 +158,12 @@ class Runtime:
             try:
                 with visit:
                     predict = partial(self._predict_beside, layer, state)
-                    if (
-                        self.on_device
-                    ):  # the predictor's queue waits for everything that is in the model's queue by then
+                    # The predictor's queue waits for everything that is in the device's queue by now.
+                    if self.on_device:
                         predict()
                     rows = visit.all_rows()
                     if rows is not None:
-                        result = call.run_resident(_told_when_read(rows, state, predict))
+                        result = call.run_resident(_watched(rows, state, predict))
                     else:
                         at_once = (
                             self.on_device
@@ -175,7 +174,7 @@ class Runtime:
                         if at_once or not visit.anything_ready:  # it waits before it computes
                             predict()
                         groups = visit.groups(at_once, begin)
-                        result = call.run_groups(_told_when_read(rows, state, predict) for rows in groups)
+                        result = call.run_groups(_watched(rows, state, predict) for rows in groups)
             except BaseException:
                 visit.close()  # Ctrl-C may come just before the context ends, which then does not close the visit
                 raise
@@ -231,7 +230,7 @@ class Runtime:
         """Start the predictor's thread, unless that was done for this visit.
 
         The time for it is just before the forward multiplies or waits. Earlier, both threads would need the interpreter,
-        and the forward would lose as much time as the prediction takes: 2 to 3% of decode.
+        and the forward would lose as much time as the prediction takes (`benchmarks/predict_latency.py` prints that).
         """
         if state.to_predict is None:
             return
@@ -261,21 +260,21 @@ class Runtime:
             raise _bypass_error(gone, "MoE layers {}")
 
 
-class _RowsThatTell(dict[int, Mapping[str, Row]]):
-    """Rows that call `read` whenever a kernel reads an expert's tensors, which it does just before it multiplies."""
+class _WatchedRows(dict[int, Mapping[str, Row]]):
+    """Rows that call `on_read` when a kernel reads an expert's tensors, which it does just before it multiplies."""
 
-    def __init__(self, rows: ExpertRows, read: Callable[[], None]) -> None:
+    def __init__(self, rows: ExpertRows, on_read: Callable[[], None]) -> None:
         super().__init__(rows)
-        self._read = read
+        self._on_read = on_read
 
     def __getitem__(self, expert: int) -> Mapping[str, Row]:
-        self._read()
+        self._on_read()
         return super().__getitem__(expert)
 
 
-def _told_when_read(rows: ExpertRows, state: PassState, read: Callable[[], None]) -> ExpertRows:
-    """Return rows that call `read`, if there is still something to predict. First tensors are left as they are."""
-    return rows if state.to_predict is None or isinstance(rows, FirstRows) else _RowsThatTell(rows, read)
+def _watched(rows: ExpertRows, state: PassState, on_read: Callable[[], None]) -> ExpertRows:
+    """Return rows that call `on_read`, if the predictor has not been started yet. `FirstRows` stay what they are."""
+    return rows if state.to_predict is None or isinstance(rows, FirstRows) else _WatchedRows(rows, on_read)
 
 
 def _refuse_capture(tensor: torch.Tensor) -> None:

@@ -125,7 +125,17 @@ class Kernels:
         """
         if ids and isinstance(rows, SlotRows) and self._reads_slots(hidden, rows):
             return self._over_slots(hidden, weights, rows, rows.slots_of(ids), attributes)
-        return self._over_stand_ins(hidden, index, weights, rows, ids, attributes)
+        layer = self._layer
+        # Give the ids in the order in which the kernel reads experts: grouped_mm sorts the pairs by expert first. The
+        # eager loop reads one expert at a time, and needs no list.
+        if self._implementation == "eager":
+            ids = None
+        elif ids is not None and self._implementation == "grouped_mm":
+            ids = sorted(ids)
+        call, device = CallRows(rows, ids), hidden.device
+        overlay = {name: SlotBank(name, call, shape, dtype, device) for name, shape, dtype in layer.stacked_shapes}
+        stand_in = layer.adapter.stand_in(layer.experts, {**overlay, **attributes})
+        return layer.stock_forward_of(self._implementation)(stand_in, hidden, index, weights)
 
     def _reads_slots(self, hidden: torch.Tensor, rows: SlotRows) -> bool:
         """Return whether the stock kernel can run with a pool's slots as the experts, and slot numbers as the ids.
@@ -162,27 +172,6 @@ class Kernels:
         if self._implementation == "batched_mm" and len(hidden) == 1 and not attributes:
             return SlotDecode(layer.experts, stock).run(hidden, weights, slots, rows, run_stock)
         return run_stock()
-
-    def _over_stand_ins(
-        self,
-        hidden: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
-        rows: ExpertRows,
-        ids: Sequence[int] | None,
-        attributes: Mapping[str, Any],
-    ) -> torch.Tensor:
-        layer = self._layer
-        # Give the ids in the order in which the kernel reads experts: grouped_mm sorts the pairs by expert first. The
-        # eager loop reads one expert at a time, and needs no list.
-        if self._implementation == "eager":
-            ids = None
-        elif ids is not None and self._implementation == "grouped_mm":
-            ids = sorted(ids)
-        call, device = CallRows(rows, ids), hidden.device
-        overlay = {name: SlotBank(name, call, shape, dtype, device) for name, shape, dtype in layer.stacked_shapes}
-        stand_in = layer.adapter.stand_in(layer.experts, {**overlay, **attributes})
-        return layer.stock_forward_of(self._implementation)(stand_in, hidden, index, weights)
 
 
 def _row_dtype(layer: MoELayer, implementation: str, hidden: torch.Tensor) -> torch.dtype:
