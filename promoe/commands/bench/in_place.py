@@ -10,25 +10,28 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from promoe.experts.kernels.formats import FORMATS, formats_of
+from promoe.experts.kernels.formats import formats_in
 from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import chosen_experts
 from promoe.model.attach import attach
-from promoe.model.packed_files import DEFAULT_FORMAT
+from promoe.stores.layout import ExpertLayout
 from promoe.stores.slot_format import MatrixFormat
 from promoe.transfer.rows import ExpertRows, Row
 
 
-def rows_of(layers: Sequence[MoELayer], packed: Collection[str]) -> list[ExpertRows]:
-    """Return the rows of all experts of each layer. Tensors named in `packed` are packed if they can be, in other memory."""
-    formats = formats_of(layers, FORMATS[DEFAULT_FORMAT]) if packed else {}
-    return [_rows(layer, formats.get(layer.layout, {}), packed) for layer in layers]
+def rows_of(layers: Sequence[MoELayer], packed: Collection[ExpertLayout]) -> list[ExpertRows]:
+    """Return the rows of all experts of each layer, in the formats of the layouts in `packed`, and plain if it has none.
+
+    Matrices in another format are copies, in other memory.
+    """
+    formats = formats_in(packed)
+    return [_rows(layer, formats.get(layer.layout, {})) for layer in layers]
 
 
-def _rows(layer: MoELayer, formats: Mapping[str, MatrixFormat], packed: Collection[str]) -> ExpertRows:
+def _rows(layer: MoELayer, formats: Mapping[str, MatrixFormat]) -> ExpertRows:
     def row(name: str, tensor: torch.Tensor) -> Row:
-        matrix = formats.get(name) if name in packed else None
+        matrix = formats.get(name)
         return tensor if matrix is None else matrix.view(matrix.pack(tensor))
 
     stacks = layer.rows()

@@ -13,6 +13,7 @@ from promoe.config import ReadMode
 from promoe.scheduler import SchedulerConfig
 from promoe.stats.routing import RoutedPass
 from promoe.stats.totals import Stats
+from promoe.stores.layout import ExpertLayout
 from promoe.transfer.links import EmulatedLink
 from promoe.transfer.links.probe import ProbeMode
 
@@ -55,7 +56,7 @@ class Prompt:
         seconds: an answer that takes longer is cut short after a few tokens.
         record: also return the routing; such an answer is slower.
         in_place: run the experts of the unmodified model as this library does.
-        packed: names of the tensors that are packed for that.
+        packed: layouts with the formats that experts have for that; the others are plain.
     """
 
     ids: Sequence[int]
@@ -64,7 +65,7 @@ class Prompt:
     seconds: float = math.inf
     record: bool = False
     in_place: bool = False
-    packed: frozenset[str] = frozenset()
+    packed: frozenset[ExpertLayout] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,14 @@ class Facts:
         scheduler: sizes and policy of a system of this library.
         reader: how it reads files; None if it does not.
         peak_rss_bytes: the most memory that its process had in use, mapped files included.
-        packed: names of the tensors whose experts it has packed.
+        packed: layouts of its experts that have matrices in another format than the plain one.
     """
 
     stats: Stats | None
     scheduler: SchedulerConfig | None
     reader: Reader | None
     peak_rss_bytes: int
-    packed: frozenset[str] = frozenset()
+    packed: frozenset[ExpertLayout] = frozenset()
 
 
 @dataclass(frozen=True)

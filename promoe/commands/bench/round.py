@@ -18,6 +18,7 @@ from promoe.commands.contention import Contention
 from promoe.commands.lower_bound import Missed, missed_by_answer, needed_share
 from promoe.commands.measure import Generation, tpots_s, ttfts_s
 from promoe.scheduler import SchedulerConfig
+from promoe.stores.layout import ExpertLayout
 from promoe.transfer.cpu_contention import CoreWatch, Taken
 from promoe.units import is_number, ratio
 
@@ -34,7 +35,7 @@ class Measured:
         facts: what was counted.
         peaks: the most memory that counted against a limit.
         in_place: answers of the unmodified model whose experts this library ran, where they are.
-        packed: names of the tensors that a system has packed.
+        packed: layouts of a system's experts that have matrices in another format than the plain one.
         taken: what other processes took of the cores meanwhile.
     """
 
@@ -42,7 +43,7 @@ class Measured:
     facts: dict[str, Facts] = field(default_factory=dict)
     peaks: dict[str, int | None] = field(default_factory=dict)
     in_place: list[Generation] = field(default_factory=list)
-    packed: frozenset[str] = frozenset()
+    packed: frozenset[ExpertLayout] = frozenset()
     taken: Taken | None = None
 
     def reached(self, name: str) -> float:
@@ -106,7 +107,7 @@ class Round:
         self, reference: Reference, opened: Mapping[str, OpenSystem], in_place: OpenSystem | None
     ) -> Measured:
         """Run the systems in the order A B C A B C, so that what drifts in the machine drifts for all."""
-        packed = frozenset[str]().union(*(system.facts().packed for system in opened.values()))
+        packed = frozenset[ExpertLayout]().union(*(system.facts().packed for system in opened.values()))
         found = Measured({name: [] for name in opened}, packed=packed)
         prompts = reference.task.prompts
         watch = CoreWatch()

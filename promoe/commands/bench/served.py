@@ -23,7 +23,6 @@ from promoe.commands.bench.systems import ORACLE, ORACLE_LOOKAHEAD, System
 from promoe.commands.contention import Contention, measure_contention
 from promoe.commands.lower_bound import link_bandwidth
 from promoe.commands.measure import REPETITION_PENALTY, generate
-from promoe.experts.kernels.formats import formats_in
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.model.opening import open_without_experts
 from promoe.predictors import PredictorContext
@@ -31,6 +30,7 @@ from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.loading import from_pretrained
 from promoe.runtime.sizes import plan_pools
 from promoe.stats.routing import RoutingRecorder
+from promoe.stores.layout import ExpertLayout
 from promoe.transfer.links import FileLink
 from promoe.transfer.rows import ExpertRows
 
@@ -53,7 +53,7 @@ class Served:
         self.model: Any = _open(opening)
         self.handle: Any = self.model.promoe if opening.system.is_ours else None
         """The handle of the patched model; None for other systems."""
-        self._rows: dict[frozenset[str], list[ExpertRows]] = {}  # for `in_place`, by what is packed
+        self._rows: dict[frozenset[ExpertLayout], list[ExpertRows]] = {}  # for `in_place`, by what is packed
 
     @property
     def peak_limited_bytes(self) -> int | None:
@@ -135,7 +135,7 @@ class Served:
             return Facts(None, None, None, peak_bytes)
         engine = self.handle.runtime.engine
         reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
-        packed = frozenset(name for matrices in formats_in(engine.store.layouts).values() for name in matrices)
+        packed = frozenset(layout for layout in engine.store.layouts if layout.formats)
         return Facts(self.handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class Served:
         if self.handle is not None:
             self.handle.close()
 
-    def _in_place(self, packed: frozenset[str]) -> AbstractContextManager[None]:
+    def _in_place(self, packed: frozenset[ExpertLayout]) -> AbstractContextManager[None]:
         layers = self.layers()
         if packed not in self._rows:
             self._rows[packed] = rows_of(layers, packed)

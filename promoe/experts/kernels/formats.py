@@ -6,7 +6,7 @@ format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.forma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from promoe.experts.kernels.matrices import SECOND, first_name
@@ -61,6 +61,6 @@ def _of_layer(layer: MoELayer, slot_format: SlotFormat) -> dict[str, MatrixForma
     return {name: matrix for name, matrix in found.items() if matrix is not None}
 
 
-def formats_in(layouts: Sequence[ExpertLayout]) -> Formats:
+def formats_in(layouts: Iterable[ExpertLayout]) -> Formats:
     """Return the formats that a store's `layouts` have, each by the layout of the same tensors in plain format."""
     return {layout.in_formats({}): layout.formats for layout in layouts if layout.formats}

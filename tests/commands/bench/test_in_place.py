@@ -71,7 +71,8 @@ def test_packed_experts_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     (possible,) = formats_of(layers, FORMATS["packed"]).values()
     assert set(possible) == {"gate_up_proj", "down_proj"}
     for asked in (possible, list(possible)[:1]):
-        rows = rows_of(layers, packed=asked)
+        matrices = {name: possible[name] for name in asked}
+        rows = rows_of(layers, packed={layer.layout.in_formats(matrices) for layer in layers})
         for of_layer in rows:
             assert {name for name, row in of_layer[0].items() if isinstance(row, PackedMatrix)} == set(asked)
     ids = token_ids(1, 40)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from promoe.commands.bench.messages import Answer, Facts, Prompt, Sizes
 from promoe.commands.bench.process import WorkerError
@@ -17,6 +18,7 @@ from promoe.commands.measure import Generation
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.stats.counts import PhaseStats
 from promoe.stats.routing import RoutedPass
+from promoe.stores.layout import ExpertLayout
 
 
 def generations(*ttfts_s: float, tpot_s: float = 0.1) -> list[Generation]:
@@ -27,7 +29,7 @@ def table(
     resident_s: list[float],
     in_place_s: list[float],
     prompt_bytes: float,
-    packed: frozenset[str] = frozenset(),
+    packed: frozenset[ExpertLayout] = frozenset(),
     in_place_tpot_s: float = 0.05,
 ) -> Table:
     """Of a round that measured three prompts, over a link of 1 GB/s, with tokens of 100 ms in the unmodified model."""
@@ -76,7 +78,11 @@ def test_a_prompt_takes_no_less_than_what_it_misses_takes_over_the_link() -> Non
 @pytest.mark.parametrize(("in_place_tpot_s", "bound_s"), [(0.05, 0.05), (0.2, 0.1)])
 def test_a_token_takes_no_less_than_computing_it_with_packed_experts(in_place_tpot_s: float, bound_s: float) -> None:
     times = ([2.0, 3.0, 4.0], [1.0, 1.5, 1.25], 0.5e9)
-    row = table(*times, packed=frozenset({"down_proj"}), in_place_tpot_s=in_place_tpot_s).rows[1]
+    row = table(
+        *times,
+        packed=frozenset({ExpertLayout.of({"down_proj": ([2, 2], torch.bfloat16)})}),
+        in_place_tpot_s=in_place_tpot_s,
+    ).rows[1]
     assert row.tpot_bound_s == pytest.approx(bound_s)
     assert row.tpot_unmodified_s == pytest.approx(0.1)
     row = table(*times, packed=frozenset(), in_place_tpot_s=in_place_tpot_s).rows[1]
