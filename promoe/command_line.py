@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -55,7 +55,7 @@ class Command:
         return EXIT_DIFFERENT_TOKENS if getattr(import_module(module), name)(checked) is False else 0
 
 
-Commands = Mapping[str, Command | Callable[..., int]]
+Commands = Mapping[str, Command]
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -96,13 +96,12 @@ class _Parser(ArgumentParser):
             names, kwargs = (parameter,), {**shown, "nargs": "?"}
         return super().add_argument(*names, **kwargs)
 
-    def add_options(self, options: Callable[..., Any]) -> None:
-        """Add the options of a verb: the fields of a dataclass, or the parameters of a function."""
+    def add_options(self, options: type) -> None:
+        """Add the options of a verb: the fields of a dataclass."""
         parameters = inspect.signature(options, eval_str=True).parameters.values()
         self.optional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
         self.several = {p.name: get_args(p.annotation)[0] for p in parameters if get_origin(p.annotation) is list}
-        add = self.add_class_arguments if isinstance(options, type) else self.add_function_arguments
-        add(options, as_group=False, as_positional=True)
+        self.add_class_arguments(options, as_group=False, as_positional=True)
 
     def _print_message(self, message: str, file: Any = None) -> None:
         if file is sys.stdout:
@@ -118,10 +117,9 @@ def make_parser(program: str, description: str, version: str, commands: Commands
     parser.add_argument("--version", action="version", version=f"promoe {version}")
     subcommands = parser.add_subcommands(required=True, dest="command")
     for name, command in commands.items():
-        options = command.options if isinstance(command, Command) else command
-        text = re.split(r"\n(?:Args|Raises):", inspect.getdoc(options) or "")[0].strip()
+        text = re.split(r"\n(?:Args|Raises):", inspect.getdoc(command.options) or "")[0].strip()
         subparser = _Parser(description=text, formatter_class=_HelpFormatter)
-        subparser.add_options(options)
+        subparser.add_options(command.options)
         subcommands.add_subcommand(name, subparser, help=text.partition("\n")[0])
     return parser
 
@@ -191,8 +189,7 @@ def run_command(program: str, description: str, version: str, commands: Commands
         _replace_what_cannot_be_written()
         options = vars(parsed[parsed.command])
         _check_numbers(options)
-        command = commands[parsed.command]
-        code = command.run(options) if isinstance(command, Command) else command(**options)
+        code = commands[parsed.command].run(options)
         sys.stdout.flush()
         return code
     except PromoeError as error:

@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 
 import pytest
@@ -20,7 +21,7 @@ from jsonargparse import ArgumentParser
 import promoe
 from promoe import cli
 from promoe import command_line as commands
-from promoe.command_line import make_parser, run_command
+from promoe.command_line import Command, make_parser, run_command
 from promoe.training import cli as train
 
 PROGRAMS = {"promoe": cli, "promoe-train": train}
@@ -97,28 +98,37 @@ def test_help_has_an_example_that_can_be_typed(
     assert " ".join(found[0].split()) in " ".join(subparser(program, command).format_help().split())
 
 
-def test_python_names_of_options_are_accepted_and_what_follows_two_hyphens_stays_as_it_is() -> None:
-    said: list[object] = []
-
-    def say(text: str, *, how_often: int = 1) -> int:
-        """Say it.
-
-        Args:
-            text: what
-            how_often: times
-        """
-        said.append((text, how_often))
-        return 0
-
-    for arguments in (["--how_often", "2", "a_b"], ["--how_often=3", "--", "--a_b"]):
-        assert run_command("program", "", "1", {"say": say}, ["say", *arguments]) == 0
-    assert said == [("a_b", 2), ("--a_b", 3)]
-
-
-def say_a_dash() -> int:
+@dataclass(frozen=True)
+class Words:
     """Say it."""
-    print("a – b")
-    return 0
+
+    text: str = "a – b"
+    """what"""
+    _: KW_ONLY
+    how_often: int = 1
+    """times"""
+
+
+SAID: list[Words] = []
+
+
+def say(words: Words) -> None:
+    SAID.append(words)
+    print(words.text)
+
+
+def fail(words: Words) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
+
+
+VERBS = {verb.__name__: Command(Words, f"{__name__}:{verb.__name__}") for verb in (say, fail)}
+
+
+def test_python_names_of_options_are_accepted_and_what_follows_two_hyphens_stays_as_it_is() -> None:
+    SAID.clear()
+    for arguments in (["--how_often", "2", "a_b"], ["--how_often=3", "--", "--a_b"]):
+        assert run_command("program", "", "1", VERBS, ["say", *arguments]) == 0
+    assert [(words.text, words.how_often) for words in SAID] == [("a_b", 2), ("--a_b", 3)]
 
 
 def test_an_output_that_nobody_reads_ends_a_command_without_a_word(
@@ -128,7 +138,7 @@ def test_an_output_that_nobody_reads_ends_a_command_without_a_word(
     os.close(reader)
     with open(writer, "w", encoding="utf-8") as unread, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", unread)
-        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 141
+        assert run_command("program", "", "1", VERBS, ["say"]) == 141
         unread.flush()  # as when Python ends
     assert capsys.readouterr().err == ""
 
@@ -146,13 +156,13 @@ def test_an_output_without_room_is_one_sentence(
     monkeypatch.setattr(commands, "_write_nowhere", lambda: None)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", Full())
-        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 2
+        assert run_command("program", "", "1", VERBS, ["say"]) == 2
         said = capsys.readouterr().err
         assert said == (
             "program say: what it prints cannot be written: No space left on device. Send it to where there is room.\n"
         )
         patch.setattr(sys, "stderr", Full())
-        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 2
+        assert run_command("program", "", "1", VERBS, ["say"]) == 2
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -166,17 +176,13 @@ def test_a_command_into_a_full_device() -> None:
 
 
 def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
-    def fail() -> int:
-        """Fail."""
-        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
-
     with pytest.raises(OSError, match="/somewhere/file"):
-        run_command("program", "", "1", {"fail": fail}, ["fail"])
+        run_command("program", "", "1", VERBS, ["fail"])
 
 
 def test_what_an_encoding_does_not_have_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
-        assert run_command("program", "", "1", {"say": say_a_dash}, ["say"]) == 0
+        assert run_command("program", "", "1", VERBS, ["say"]) == 0
         assert written.getvalue() == b"a ? b\n"
