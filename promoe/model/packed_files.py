@@ -132,7 +132,7 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_for
     if not any(found.values()):
         raise UnsupportedModelError(
             "Packing this model's experts gains nothing on this machine. Measured speedup of one token's product by packed "
-            f"matrices: {gains_in_words(possible)}; packing is worth it from {LEAST_GAIN} on. "
+            f"matrices: {gains_in_words(possible, slot_format.name)}; packing is worth it from {LEAST_GAIN} on. "
             f"Found {_properties(layers)}. Run the model without packing."
         )
     return {layout: matrices for layout, matrices in found.items() if matrices}
