@@ -31,7 +31,8 @@ from promoe.commands.bench.stock import load_stock
 from promoe.commands.measure import estimate, paired_speedup
 from promoe.experts.kernels.packed import PackedMatrix, Packing
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import FOLDER, INDEX, packed_folder, write_packed
+from promoe.model.packing import PACKED, write_packed
+from promoe.model.slot_folders import INDEX, default_folder
 
 # Hidden and intermediate size.
 SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}
@@ -97,8 +98,8 @@ def models(
     """Print the times of the three models at one cache size."""
     opened = {
         "unmodified": stock,
-        "plain": promoe.from_pretrained(checkpoint, cache=cache, packed=None),
-        "packed": promoe.from_pretrained(checkpoint, cache=cache, packed=checkpoint / FOLDER),
+        "plain": promoe.from_pretrained(checkpoint, cache=cache, experts="checkpoint"),
+        "packed": promoe.from_pretrained(checkpoint, cache=cache, experts=PACKED),
     }
     times: dict[str, dict[str, list[float]]] = {phase: {name: [] for name in opened} for phase in ("TTFT", "TPOT")}
     for number, ids in enumerate(prompts):
@@ -132,9 +133,9 @@ def main() -> None:
     options = parser.parse_args()
     of_products = [row for name, sizes in SHAPES.items() for row in products(name, *sizes)]
     checkpoint = widened_demo()
-    if not (checkpoint / FOLDER / INDEX).is_file():
+    if not (checkpoint / f"promoe-{PACKED}" / INDEX).is_file():
         opened = open_headers(checkpoint)
-        write_packed(opened.layers, opened.store, packed_folder(opened.store))
+        write_packed(opened.layers, opened.store, default_folder(opened.store, PACKED))
         opened.store.close()
     prompts, stock = heldout_prompts(options.prompts + 1), load_stock(checkpoint, DTYPE)
     of_models = [row for cache in options.cache for row in models(checkpoint, stock, cache, prompts, options.tokens)]

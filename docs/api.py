@@ -106,7 +106,7 @@ SECTIONS = {
         Entry("promoe.runtime.assembly.PredictorChoice"),
         Entry("promoe.runtime.assembly.LinkChoice"),
         Entry("promoe.runtime.patching.StoreChoice"),
-        Entry("promoe.model.packed_files.PackedChoice"),
+        Entry("promoe.model.slot_folders.ExpertsChoice"),
         Entry("promoe.scheduler.config.EvictionName"),
         Entry("promoe.config.ReadMode"),
         Entry("promoe.config.Verify"),

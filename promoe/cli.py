@@ -12,6 +12,7 @@ from promoe.commands.demo import options as demo
 from promoe.commands.doctor import options as doctor
 from promoe.commands.pack import options as pack
 from promoe.commands.plan import options as plan
+from promoe.commands.quantize import options as quantize
 from promoe.commands.report import options as report
 from promoe.commands.run import options as run
 from promoe.commands.serve import options as serve
@@ -22,6 +23,7 @@ DESCRIPTION = "Run Mixture-of-Experts models whose experts do not fit in memory,
 COMMANDS = {
     "plan": Command(plan.Options, "promoe.commands.plan.command:run_plan"),
     "pack": Command(pack.Options, "promoe.commands.pack.command:run_pack"),
+    "quantize": Command(quantize.Options, "promoe.commands.quantize.command:run_quantize"),
     "demo": Command(demo.Options, "promoe.commands.demo.command:run_demo"),
     "run": Command(run.Options, "promoe.commands.run.command:answer"),
     "report": Command(report.Options, "promoe.commands.report.command:report"),

@@ -23,7 +23,7 @@ os.environ["COLUMNS"] = "100"
 import torch
 from transformers.utils import logging as transformers_logging
 
-from promoe.model import packed_files, spool
+from promoe.model import packing, spool
 
 transformers_logging.disable_progress_bar()
 
@@ -39,7 +39,7 @@ def _what_is_there_stays() -> None:
 def _packing_gains() -> Iterator[None]:
     """Whatever the processor: tests pack matrices that are too small to gain anything."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_files, "LEAST_GAIN", 0.0)
+        patch.setattr(packing, "LEAST_GAIN", 0.0)
         yield
 
 

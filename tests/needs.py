@@ -10,7 +10,7 @@ import torch
 
 from promoe.experts.kernels.packed import Packing
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import packable
+from promoe.model.packing import packable
 
 needs_packing = pytest.mark.skipif(
     Packing.of((128, 64), False, torch.bfloat16) is None, reason="no layout of its own here"

@@ -55,10 +55,10 @@ def test_every_bit_is_the_unmodified_models(family: str, dtype: str, tmp_path: P
     hidden, intermediate = SIZES[family]
     sizes = {"hidden": hidden, "intermediate": intermediate, "num_experts": 8, "layers": 3}
     build(family, dtype=DTYPES[dtype], max_position_embeddings=2048, **sizes).save_pretrained(tmp_path)
-    ways: dict[str, dict[str, Any]] = {"30%": {"packed": None}, "100%": {"packed": None}}
+    ways: dict[str, dict[str, Any]] = {"30%": {"experts": "checkpoint"}, "100%": {"experts": "checkpoint"}}
     if dtype == "bf16" and packs(tmp_path):
         run_pack(pack.Options(str(tmp_path)), io.StringIO())
-        ways |= {"30%, packed": {"packed": "auto"}, "100%, packed": {"packed": "auto"}}
+        ways |= {"30%, packed": {"experts": "auto"}, "100%, packed": {"experts": "auto"}}
     stock = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     for tensor in stock.parameters():
         tensor.data = tensor.data.clone()  # mapped ones are not aligned

@@ -14,6 +14,9 @@ class ModelOptions:
     model: str
     """folder of a safetensors checkpoint, or a hub id"""
     _: KW_ONLY
+    experts: str = "auto"
+    """form of the experts: "auto" (as the checkpoint has them, or packed by `promoe pack`), "int8" or "int4" (as `promoe
+    quantize` wrote them; output changes), the folder of --out, or "checkpoint" (never packed)"""
     cache: str = "50%"
     """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or
     "auto" (what is free, less 2 GiB)"""
@@ -22,17 +25,14 @@ class ModelOptions:
     predictor, or "none" for no prefetch"""
     device: str = "cpu"
     """"cuda" puts the slots and everything but the experts on the GPU"""
-    packed: str = "auto"
-    """experts that `promoe pack MODEL` packed: "auto" (beside the checkpoint, if they are there), the folder of --out, or
-    "none" to read the checkpoint's own"""
 
     def for_opening(self) -> dict[str, Any]:
         """Return the arguments of `promoe.from_pretrained` that these options stand for."""
         return {
+            "experts": self.experts,
             "cache": cache_size(self.cache),
             "predictor": _unless_none(self.predictor),
             "device": self.device,
-            "packed": _unless_none(self.packed),
         }
 
 

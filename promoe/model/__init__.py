@@ -5,7 +5,7 @@
     passes           where each forward pass begins and ends, and what it is
     placement        moves everything but the experts to the device that has the slots
     offloading       `patch(store="disk")`: takes experts out of RAM; `spool` writes them if no checkpoint has them
-    packed_files     experts in files of their own, written by `promoe pack`
+    slot_folders     experts in files of their own, as they lie in slots: `packing` for speed, `quantizing` in fewer bits
     changed_weights  notices weights in RAM that changed after patching
     refusals         what a patched model refuses
     restoring        reads experts back into ordinary tensors

@@ -19,9 +19,9 @@ from promoe.model import attach
 from promoe.model.file_tensors import Progress
 from promoe.model.offloading import Offloaded
 from promoe.model.opening import OpenedModel
-from promoe.model.packed_files import PackedChoice, open_packed
 from promoe.model.passes import check_idle
 from promoe.model.restoring import load_all_experts
+from promoe.model.slot_folders import ExpertsChoice, open_experts
 from promoe.runtime.checking import Checked
 from promoe.stores import HostStore, Store
 from promoe.stores.layout import ExpertLayout
@@ -101,7 +101,7 @@ class FoundInFiles(Found):
 
     Args:
         opened: the model.
-        packed: see `from_pretrained`; None if the model computes on a device.
+        experts: see `from_pretrained`.
         progress: called while experts are read.
         config: the settings.
     """
@@ -109,19 +109,18 @@ class FoundInFiles(Found):
     home = "memory"
 
     def __init__(
-        self, opened: OpenedModel, packed: PackedChoice, progress: Progress | None, config: PromoeConfig
+        self, opened: OpenedModel, experts: ExpertsChoice, progress: Progress | None, config: PromoeConfig
     ) -> None:
         super().__init__(opened.model, [layer.released() for layer in opened.layers])
         self._plain = self._store = opened.store
         self._progress = progress
-        if packed is not None:
-            self._store = open_packed(self.layers, opened.store, packed, config.longest_chunk())
+        self._store = open_experts(self.layers, opened.store, experts, config.longest_chunk())
         self.layouts, self.num_experts = self._store.layouts, self._store.num_experts
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
         """Return whether all experts are loaded, because the cache has room for them.
 
-        Packed experts are always served from slots: the model has no place for them.
+        Experts in a slot format are always served from slots: the model has no place for them.
         """
         return all_fit and checked.config.bypass and checked.device is None and self._store is self._plain
 

@@ -11,13 +11,14 @@ from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.model.file_tensors import Progress
 from promoe.model.opening import open_without_experts
-from promoe.model.packed_files import PackedChoice
+from promoe.model.slot_folders import ExpertsChoice
 from promoe.runtime.checking import Arguments, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import FoundInFiles
 from promoe.runtime.serving import serve
 from promoe.runtime.sizes import CacheSize
 from promoe.runtime.slot_plan import plan_slots
 from promoe.stores.safetensors_files import remedy
+from promoe.transfer.devices import Device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
 def from_pretrained(
     path_or_id: str | os.PathLike[str],
     *,
+    experts: ExpertsChoice = "auto",
     cache: CacheSize = "50%",
     predictor: PredictorChoice = "gate",
     dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     link: LinkChoice = "auto",
     config: PromoeConfig | None = None,
-    packed: PackedChoice = "auto",
     progress: Progress | None = None,
     auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
@@ -47,6 +48,11 @@ def from_pretrained(
     Args:
         path_or_id: folder of a checkpoint, or a hub id. If it has only an adapter (PEFT), its base model is opened with
             it.
+        experts: the form of the experts. "auto": as the checkpoint has them, or packed (`promoe pack`) if they are so
+            beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
+            quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
+            this form in memory. A folder that one of the two commands wrote with `--out`. "checkpoint": never packed.
+            All but "checkpoint" on a CPU only.
         cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, a number of
             bytes, or "auto" (all free memory except 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
@@ -57,8 +63,6 @@ def from_pretrained(
             files, and pinned RAM keeps as many of them as `PromoeConfig.pinned_bytes` allows.
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
         config: all other settings, see `PromoeConfig`.
-        packed: a folder that `promoe pack` wrote. "auto": the one beside the checkpoint's files, if there is one and it
-            fits this model and machine. None: read the checkpoint's own files. Used on a CPU only.
         progress: called as `progress(done_bytes, total_bytes)` while weights are loaded.
         auto_class: the Auto class or model class of Transformers to open the checkpoint with. For example,
             `AutoModelForCausalLM` opens only the text part of a vision-language model. None: the class that config.json
@@ -75,8 +79,11 @@ def from_pretrained(
     """
     if not isinstance(path_or_id, str | os.PathLike):
         raise ConfigError(f"The 'path_or_id' argument must be a folder or a hub id. Got {shown(path_or_id)} instead.")
-    if packed is not None and not isinstance(packed, str | os.PathLike):
-        raise ConfigError(f"The 'packed' argument must be a folder, \"auto\" or None. Got {shown(packed)} instead.")
+    if not isinstance(experts, str | os.PathLike):
+        raise ConfigError(
+            f'The \'experts\' argument must be "auto", "checkpoint", a slot format such as "int4", or a folder. Got '
+            f"{shown(experts)} instead."
+        )
     if progress is not None and not callable(progress):
         raise ConfigError(f"The 'progress' argument must be a function of two numbers. Got {shown(progress)} instead.")
     checked = check(Arguments(cache, predictor, link, device, config), on_disk=True)
@@ -90,7 +97,7 @@ def from_pretrained(
     )
     close = opened.store.close
     try:
-        found = FoundInFiles(opened, packed if checked.device is None else None, progress, checked.config)
+        found = FoundInFiles(opened, _on(checked.device, experts), progress, checked.config)
         close = found.close
         serve(found, plan_slots(found, checked), checked)
     except BaseException as error:
@@ -99,3 +106,19 @@ def from_pretrained(
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
     return opened.model
+
+
+def _on(device: Device | None, experts: ExpertsChoice) -> ExpertsChoice:
+    """Return the form of the experts that the slots of `device` (None: the CPU) can hold.
+
+    Raises:
+        ConfigError: they cannot hold the one that was asked for.
+    """
+    if device is None:
+        return experts
+    if experts not in ("auto", "checkpoint"):
+        raise ConfigError(
+            f"experts={shown(str(experts))} is for slots in RAM, but device={str(device.torch_device)!r} was asked for. "
+            "Leave one of the two out."
+        )
+    return "checkpoint"

@@ -45,15 +45,20 @@ def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
     """Write a layer's file to disk, replacing an existing one. Each slot is written before the next one is taken.
 
     Raises:
-        OSError: it cannot be written; it is then left incomplete.
+        OSError: it cannot be written. Nothing is then at `path`, or what was there before.
     """
-    path.unlink(missing_ok=True)  # a process that has the old file open keeps it
-    with path.open("wb") as file:
-        file.write(header)
-        for slot in slots:
-            file.write(slot)
-        file.flush()
-        os.fsync(file.fileno())
+    part = path.with_suffix(".part")
+    try:
+        with part.open("wb") as file:
+            file.write(header)
+            for slot in slots:
+                file.write(slot)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+    part.replace(path)  # a process that has the old file open keeps it
 
 
 class SlotFilesStore(SafetensorsStore):

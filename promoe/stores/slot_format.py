@@ -20,7 +20,7 @@ class SlotMatrix(Protocol):
         ...
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return `x[P, in]` times the matrix, `[P, out]` (`out`), with the bits of `torch.mm` and `dense()`."""
+        """Return `x[P, in]` times the matrix, `[P, out]` (`out`), with the bits of `torch.mm` and `dense()` if exact."""
         ...
 
     def dense(self) -> torch.Tensor:
@@ -54,8 +54,18 @@ class MatrixFormat(Protocol):
         ...
 
     @property
+    def name(self) -> str:
+        """The slot format that this is, a key of `promoe.experts.kernels.formats.FORMATS`."""
+        ...
+
+    @property
     def signature(self) -> str:
-        """Names this format in files: equal only where the same bytes are the same matrix."""
+        """Tells formats of one name apart in files: equal only where the same bytes are the same matrix."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether `dense()` is the matrix that was packed, bit by bit. If not, `multiply` may have other bits than it."""
         ...
 
     def pack(self, matrix: torch.Tensor) -> torch.Tensor:

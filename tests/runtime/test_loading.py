@@ -419,7 +419,7 @@ def test_other_settings_than_ours(folder: Path, config: Any) -> None:
     ("arguments", "match"),
     [
         ((None,), "'path_or_id' argument must be a folder"),
-        (("somewhere", {"packed": True}), "'packed' argument must be"),
+        (("somewhere", {"experts": True}), "'experts' argument must be"),
         (("somewhere", {"progress": 3}), "'progress' argument must be a function of two numbers. Got 3"),
     ],
 )

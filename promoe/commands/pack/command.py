@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from promoe.commands.pack.options import Options
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import gains_in_words, packable, packed_folder, write_packed
+from promoe.model.packing import PACKED, gains_in_words, packable, write_packed
+from promoe.model.slot_folders import default_folder
 from promoe.units import format_memory, format_seconds
 
 
@@ -29,14 +30,14 @@ def run_pack(options: Options, out: TextIO | None = None) -> None:
             bar.total = total_bytes
             bar.update(done_bytes - bar.n)
 
-        folder = packed_folder(store) if options.out is None else Path(options.out)
+        folder = default_folder(store, PACKED) if options.out is None else Path(options.out)
         nbytes = write_packed(opened.layers, store, folder, progress)
         formats = packable(opened.layers, store)
     took = format_seconds(time.perf_counter() - start_s)
     how = (
         "It is used from now on."
         if options.out is None
-        else f"Open the model with packed={str(folder)!r} (--packed of promoe run)."
+        else f"Open the model with experts={str(folder)!r} (--experts of promoe run)."
     )
     packed = {name for matrices in formats.values() for name in matrices}
     matrices = {spec.name for layer in opened.layers for spec in layer.layout.tensors if len(spec.shape) == 2}

@@ -27,7 +27,7 @@ from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PromoeError
 from promoe.experts.kernels.formats import Formats, formats_in
 from promoe.files import check_writable
-from promoe.model.packed_files import packable
+from promoe.model.packing import packable
 from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.transfer.cpu_contention import CoreWatch

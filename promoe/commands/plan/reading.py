@@ -23,8 +23,8 @@ from promoe.model.meta_model import as_loaded
 from promoe.model.model_class import class_to_open
 from promoe.model.opening import open_headers
 from promoe.model.opening_checks import prepare_config
-from promoe.model.packed_files import open_packed
 from promoe.model.placement import other_bytes
+from promoe.model.slot_folders import open_experts
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import split_at_pages
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES
@@ -75,7 +75,7 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     else:
         opened = open_headers(folder, dtype=dtype)
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
-        store = open_packed(layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
+        store = open_experts(layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
         experts = [_stored_experts(layer, store) for layer in layers]
         packed = ", experts packed" if formats_in(store.layouts) else ""
         found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}{packed}"

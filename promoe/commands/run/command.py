@@ -55,7 +55,7 @@ def answer(options: Options) -> Generation:
     with opening_bar(Path(options.model).name) as progress:
         opening = options.for_opening()
         if options.store == "host":
-            opening |= {"cache": "100%", "packed": None}  # the stock model reads the checkpoint's own experts
+            opening |= {"cache": "100%", "experts": "checkpoint"}  # the stock model reads the checkpoint's own experts
         model = from_pretrained(options.model, progress=progress, **opening)
     handle: Any = model.promoe
     try:

@@ -50,8 +50,10 @@ class Options(ModelOptions):
             raise ConfigError(f"--temperature must be 0 (greedy) or more. Got {self.temperature} instead.")
         if self.store == "host" and self.device != "cpu":
             raise ConfigError('--store host keeps all experts in RAM without slots. Leave it out with --device "cuda".')
-        if self.store == "host" and self.packed.lower() not in ("auto", "none"):
-            raise ConfigError("--store host runs the stock model, which reads no packed experts. Leave --packed out.")
+        if self.store == "host" and self.experts not in ("auto", "checkpoint"):
+            raise ConfigError(
+                "--store host runs the stock model with the checkpoint's own experts. Leave --experts out."
+            )
         if self.store == "host" and self.cache not in (ModelOptions.cache, "100%"):
             raise ConfigError(
                 f"--store host keeps all experts in RAM, without slots: --cache {self.cache} would do nothing. Leave one out."

@@ -7,8 +7,11 @@ format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.forma
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
+from promoe.errors import shown
+from promoe.experts.kernels.int4 import Int4Format
+from promoe.experts.kernels.int8 import Int8Format
 from promoe.experts.kernels.matrices import SECOND, first_name
 from promoe.experts.kernels.packed import PackedFormat
 from promoe.experts.moe_layers import MoELayer
@@ -25,10 +28,12 @@ class SlotFormat(Protocol):
     """One way to keep matrices in slots, with the kernel that multiplies by them.
 
     Attributes:
-        name: the format's name in files.
+        name: the format's name in files and arguments.
+        exact: see `MatrixFormat`.
     """
 
     name: str
+    exact: bool
 
     def of(self, matrix: TensorSpec, transposed: bool) -> MatrixFormat | None:
         """Return the format for matrices of this shape and dtype on this machine; None: they have to stay plain.
@@ -39,12 +44,18 @@ class SlotFormat(Protocol):
         """
         ...
 
+    def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> MatrixFormat | None:
+        """Return the format that has this signature; None: there is none for such matrices on this machine."""
+        ...
+
     def gain(self, matrix: MatrixFormat) -> float:
         """Return the measured speedup of one token's product in this format over the model's own format."""
         ...
 
 
-FORMATS: dict[str, SlotFormat] = {made.name: made for made in (PackedFormat(),)}
+FORMATS: dict[str, SlotFormat] = {
+    made.name: made for made in (PackedFormat(), Int8Format(), Int4Format(4), Int4Format(3), Int4Format(2))
+}
 
 
 def formats_of(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
@@ -53,12 +64,45 @@ def formats_of(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
 
 
 def _of_layer(layer: MoELayer, slot_format: SlotFormat) -> dict[str, MatrixFormat]:
-    if not layer.adapter.sums_rows or layer.implementation != IMPLEMENTATION:
+    if slot_format.exact and layer.implementation != IMPLEMENTATION:
         return {}
-    experts = layer.experts
-    names, transposed = (first_name(experts), SECOND), bool(experts.is_transposed)
-    found = {spec.name: slot_format.of(spec, transposed) for spec in layer.layout.tensors if spec.name in names}
+    found = {spec.name: slot_format.of(spec, transposed) for spec, transposed in _matrices(layer)}
     return {name: matrix for name, matrix in found.items() if matrix is not None}
+
+
+def read_formats(layer: MoELayer, entries: Any) -> dict[str, MatrixFormat]:
+    """Return the formats of a layer's tensors that a file names: for each, the format's name and signature.
+
+    Raises:
+        ValueError: a format is unknown, or cannot be read on this machine.
+    """
+    matrices = {spec.name: (spec, transposed) for spec, transposed in _matrices(layer)}
+    found: dict[str, MatrixFormat] = {}
+    for name, entry in entries.items() if isinstance(entries, dict) else ():
+        slot_format, signature = (
+            (entry.get(key) for key in ("format", "signature")) if isinstance(entry, dict) else (None, None)
+        )
+        if slot_format not in FORMATS:
+            raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not know.")
+        known = FORMATS[slot_format]
+        usable = name in matrices and (layer.implementation == IMPLEMENTATION or not known.exact)
+        matrix = known.read(*matrices[name], str(signature)) if usable else None
+        if matrix is None:
+            raise ValueError(
+                f"They are in the format {slot_format!r} of another processor, number of threads, version of torch, model, "
+                f"dtype or experts implementation (found for {name})."
+            )
+        found[name] = matrix
+    return found
+
+
+def _matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:
+    """Return the matrices of a layer's experts, and whether each is `[in, out]`."""
+    if not layer.adapter.sums_rows:
+        return []
+    experts: Any = layer.experts
+    names, transposed = (first_name(experts), SECOND), bool(experts.is_transposed)
+    return [(spec, transposed) for spec in layer.layout.tensors if spec.name in names]
 
 
 def formats_in(layouts: Iterable[ExpertLayout]) -> Formats:

@@ -45,12 +45,13 @@ def _gain_of(packing: MatrixFormat, num_threads: int) -> float:
         for one in packed:
             one.multiply(x, out)
 
-    rounds = [(_seconds(multiply_plain), _seconds(multiply_packed)) for _ in range(ROUNDS + 1)]
+    rounds = [(seconds_of(multiply_plain), seconds_of(multiply_packed)) for _ in range(ROUNDS + 1)]
     # The first round is left out, because oneDNN compiles its kernels in it.
     return statistics.median(plain_s / packed_s for plain_s, packed_s in rounds[1:])
 
 
-def _seconds(run: Callable[[], None]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
+    """Return how long a call takes."""
     start_s = time.perf_counter()
     run()
     return time.perf_counter() - start_s

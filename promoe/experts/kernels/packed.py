@@ -20,18 +20,18 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from promoe.experts.kernels.gain import gain_of
 from promoe.experts.kernels.onednn import bytes_of, library, reorder
 from promoe.experts.kernels.proofs import proof_of
+from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
 from promoe.stores.slot_format import MatrixFormat
 
@@ -75,33 +75,23 @@ class PackedFormat:
     """The slot format "packed": matrices in oneDNN's layout for this processor."""
 
     name = "packed"
+    exact = True
 
     def of(self, matrix: TensorSpec, transposed: bool) -> Packing | None:
         """Return the packing of such matrices on this machine; None: they cannot be packed."""
         return Packing.of(matrix.shape, transposed, matrix.dtype)
+
+    def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Packing | None:
+        """Return the packing that has this signature; None: such matrices would be packed otherwise on this machine."""
+        found = self.of(matrix, transposed)
+        return found if found is not None and found.signature == signature else None
 
     def gain(self, matrix: MatrixFormat) -> float:
         """Return the measured speedup of one token's product with a packed matrix."""
         return gain_of(matrix)
 
 
-class _ThreadMemory(threading.local):
-    """Memory in which a thread keeps one matrix at a time.
-
-    Memory from malloc would often be new memory of the system, because oneDNN allocates in between.
-    """
-
-    _memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    def of(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an empty tensor of this thread; the next call overwrites it."""
-        nbytes = shape[0] * shape[1] * dtype.itemsize
-        if nbytes > len(self._memory):
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        return self._memory[:nbytes].view(dtype).view(shape)
-
-
-_MEMORY = _ThreadMemory()
+_MEMORY = ThreadMemory()
 
 
 @dataclass(frozen=True)
@@ -121,6 +111,9 @@ class Packing:
     dtype: torch.dtype
     block: int
     description: bytes
+
+    name: ClassVar[str] = "packed"
+    exact: ClassVar[bool] = True
 
     @classmethod
     def of(cls, shape: Sequence[int], transposed: bool, dtype: torch.dtype) -> Packing | None:

@@ -269,7 +269,7 @@ def test_a_tokenizer_that_knows_nothing_is_said() -> None:
     [
         (["--report", "page.json"], "--report writes a page, and its numbers beside it as .json"),
         (["--store", "host", "--cache", "5%"], "--cache 5% would do nothing"),
-        (["--store", "host", "--packed", "folder"], "which reads no packed experts"),
+        (["--store", "host", "--experts", "folder"], "with the checkpoint's own experts"),
     ],
 )
 def test_options_that_do_not_go_together_are_named(
@@ -281,16 +281,16 @@ def test_options_that_do_not_go_together_are_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "packed"),
+    ("arguments", "experts"),
     [
         ([], "auto"),
-        (["--packed", "folder"], "folder"),
-        (["--packed", "none"], None),
-        (["--store", "host"], None),
+        (["--experts", "folder"], "folder"),
+        (["--experts", "checkpoint"], "checkpoint"),
+        (["--store", "host"], "checkpoint"),
     ],
 )
 def test_which_copy_of_the_experts_is_read(
-    checkpoint: str, arguments: list[str], packed: str | None, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str, arguments: list[str], experts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {}
 
@@ -300,7 +300,7 @@ def test_which_copy_of_the_experts_is_read(
 
     monkeypatch.setattr(running, "from_pretrained", opened)
     assert cli.main(["run", checkpoint, PROMPT, *arguments]) == 2
-    assert asked["packed"] == packed
+    assert asked["experts"] == experts
 
 
 def test_a_name_that_is_neither_folder_nor_id_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import promoe
 from promoe.experts.kernels.formats import FORMATS, formats_in
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import write_packed
+from promoe.model.packing import write_packed
 from promoe.stores.layout import TensorSpec
 from promoe.stores.slot_format import MatrixFormat
 
@@ -26,7 +26,9 @@ class Negated:
     shape: tuple[int, ...]
     transposed: bool
     dtype: torch.dtype
-    signature = "negated"
+    name = "negated"
+    signature = "sign bit"
+    exact = True
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +67,13 @@ class NegatedFormat:
     """The format as the registry knows it."""
 
     name = "negated"
+    exact = True
 
     def of(self, matrix: TensorSpec, transposed: bool) -> Negated | None:
         return Negated(matrix.shape, transposed, matrix.dtype)
+
+    def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Negated | None:
+        return self.of(matrix, transposed) if signature == Negated.signature else None
 
     def gain(self, matrix: MatrixFormat) -> float:
         return 2.0
@@ -88,7 +94,7 @@ def packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("cache", ["100%", "50%", "13%"])
 def test_a_model_is_served_from_a_new_format_bit_by_bit(packed: Path, cache: str) -> None:
     expected = AutoModelForCausalLM.from_pretrained(packed).eval()
-    model = promoe.from_pretrained(packed, cache=cache, packed=packed.parent / "negated")
+    model = promoe.from_pretrained(packed, cache=cache, experts=packed.parent / "negated")
     layouts = model.promoe.runtime.engine.store.layouts
     (formats,) = formats_in(layouts).values()
     assert set(formats) == {"gate_up_proj", "down_proj"}
@@ -113,4 +119,4 @@ def test_a_model_is_served_from_a_new_format_bit_by_bit(packed: Path, cache: str
 def test_a_format_that_is_not_there_any_more_is_named(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(FORMATS, "negated")
     with pytest.raises(promoe.ConfigError, match="in the slot format 'negated', which this version does not know"):
-        promoe.from_pretrained(packed, cache="50%", packed=packed.parent / "negated")
+        promoe.from_pretrained(packed, cache="50%", experts=packed.parent / "negated")

@@ -48,7 +48,7 @@ def test_it_is_how_long_plain_ones_take_over_packed_ones(transposed: bool, monke
     packing = packing_of((256, 64), transposed)
     monkeypatch.setattr(torch, "mm", plain)
     monkeypatch.setattr(PackedMatrix, "multiply", packed)
-    monkeypatch.setattr(gain, "_seconds", timed)
+    monkeypatch.setattr(gain, "seconds_of", timed)
     assert gain._gain_of.__wrapped__(packing, 1) == 1.5
     assert rounds == [{"plain"}, {"packed"}] * (gain.ROUNDS + 1)
 
@@ -60,7 +60,7 @@ def test_it_is_measured_once_for_each_packing(monkeypatch: pytest.MonkeyPatch) -
         measured.append(1.0)
         return 1.0
 
-    monkeypatch.setattr(gain, "_seconds", timed)
+    monkeypatch.setattr(gain, "seconds_of", timed)
     gain._gain_of.cache_clear()
     for _ in range(3):
         assert gain_of(packing_of((256, 64))) == 1.0

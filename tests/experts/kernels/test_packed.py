@@ -14,6 +14,7 @@ from needs import needs_packing
 from promoe.experts.kernels import packed as under_test
 from promoe.experts.kernels import proofs
 from promoe.experts.kernels.packed import FEW_ROWS, MOST_ROWS, PRODUCTS_BEFORE_COMPARING, PackedMatrix, Packing
+from promoe.experts.kernels.thread_memory import ThreadMemory
 
 BF16 = torch.bfloat16
 SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]
@@ -329,7 +330,7 @@ def test_more_rows_than_have_other_bits_are_not_compared(monkeypatch: pytest.Mon
 
 @needs_packing
 def test_products_with_many_rows_take_memory_for_one_matrix_in_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    space, x = under_test._ThreadMemory(), torch.randn(MOST_ROWS + 1, 64).to(BF16)
+    space, x = ThreadMemory(), torch.randn(MOST_ROWS + 1, 64).to(BF16)
     monkeypatch.setattr(under_test, "_MEMORY", space)
     matrices = [torch.randn(size, 64).to(BF16) for size in (64, 128, 64, 128)]
 

@@ -1,4 +1,4 @@
-"""Packed experts in files, and models that read them."""
+"""Packed experts, and models that read them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 from promoe.experts.kernels import packed, proofs
 from promoe.experts.kernels.formats import FORMATS, formats_of
 from promoe.experts.kernels.packed import PackedMatrix, Packing
-from promoe.model import packed_files
+from promoe.model import packing, slot_folders
 from promoe.model.opening import open_headers
-from promoe.model.packed_files import FOLDER, INDEX
+from promoe.model.slot_folders import INDEX
 from promoe.runtime.resident import ResidentHandle
 from promoe.stores.slot_files import SlotFilesStore
 
 pytestmark = needs_packing
+
+FOLDER = "promoe-packed"
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +136,7 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
     quicker = {"gate_up_proj": 1.05, "down_proj": 1.04}
     (possible,) = formats_of(open_headers(copied).layers, FORMATS["packed"]).values()
     gains = {packing: quicker[name] for name, packing in possible.items()}
-    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packing, "LEAST_GAIN", 1.05)
     monkeypatch.setattr(packed, "gain_of", gains.__getitem__)
     out = io.StringIO()
     run_pack(pack.Options(str(copied)), out)
@@ -156,7 +158,7 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
 
 
 def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1.05)
+    monkeypatch.setattr(packing, "LEAST_GAIN", 1.05)
     monkeypatch.setattr(packed, "gain_of", lambda packing: 1.04)
     shutil.rmtree(copied / FOLDER)
     message = (
@@ -168,7 +170,7 @@ def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_files, "LEAST_GAIN", 1e9)
+    monkeypatch.setattr(packing, "LEAST_GAIN", 1e9)
     with pytest.raises(
         UnsupportedModelError, match=r"packed into .*promoe-packed before are still used: delete that folder\."
     ):
@@ -179,8 +181,10 @@ def test_what_was_packed_before_and_would_not_be_now_is_named(copied: Path, monk
 @pytest.mark.parametrize("choice", ["none", "FOLDER"])
 def test_a_folder_without_packed_experts_is_said(choice: str, checkpoint: Path, tmp_path: Path) -> None:
     folder = str(tmp_path) if choice == "FOLDER" else choice
-    with pytest.raises(ConfigError, match=rf"packed='{folder}' is not a folder of packed experts: .* with packed=None"):
-        promoe.from_pretrained(checkpoint, cache="60%", packed=folder)
+    with pytest.raises(
+        ConfigError, match=rf"experts='{folder}' was asked for, but it is not a folder with an experts\.json"
+    ):
+        promoe.from_pretrained(checkpoint, cache="60%", experts=folder)
 
 
 def test_the_number_of_threads_may_change_while_a_model_is_open(copied: Path) -> None:
@@ -209,17 +213,17 @@ def test_what_one_row_has_other_bits_for_is_not_packed(
         run_pack(pack.Options(str(copied)), io.StringIO())
 
 
-def test_none_reads_the_checkpoint(checkpoint: Path) -> None:
-    model = promoe.from_pretrained(checkpoint, cache="60%", packed=None)
+def test_checkpoint_reads_the_checkpoint(checkpoint: Path) -> None:
+    model = promoe.from_pretrained(checkpoint, cache="60%", experts="checkpoint")
     assert not isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()
-    assert isinstance(promoe.from_pretrained(checkpoint, cache="100%", packed=None).promoe, ResidentHandle)
+    assert isinstance(promoe.from_pretrained(checkpoint, cache="100%", experts="checkpoint").promoe, ResidentHandle)
 
 
 def test_a_folder_of_ones_own(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["pack", str(checkpoint), "--out", str(tmp_path / "mine")]) == 0
-    assert f"Open the model with packed='{tmp_path / 'mine'}' (--packed of promoe run)." in capsys.readouterr().out
-    model = promoe.from_pretrained(checkpoint, cache="60%", packed=tmp_path / "mine")
+    assert f"Open the model with experts='{tmp_path / 'mine'}' (--experts of promoe run)." in capsys.readouterr().out
+    model = promoe.from_pretrained(checkpoint, cache="60%", experts=tmp_path / "mine")
     assert {file.path.parent for file in store_of(model).files} == {tmp_path / "mine"}
     model.promoe.close()
 
@@ -272,15 +276,15 @@ def of_another_checkpoint(folder: Path) -> None:
     ("damage", "what"),
     [
         (rewrite, "other files, or the checkpoint was written since"),
-        (lambda folder: another_index(folder, format=99), "not in format 2"),
-        (lambda folder: another_index(folder, packings=[]), "another processor"),
+        (lambda folder: another_index(folder, format=99), "not in format 3"),
+        (lambda folder: another_index(folder, matrices=[]), "another model, or another dtype"),
         (lambda folder: another_index(folder, layers=None), "another model"),
         (lambda folder: (folder / FOLDER / INDEX).write_text("[1"), "Expecting"),
-        (lambda folder: (folder / FOLDER / INDEX).write_text("[]"), "not in format 2"),
+        (lambda folder: (folder / FOLDER / INDEX).write_text("[]"), "not in format 3"),
         (lambda folder: (folder / FOLDER / "layer-00002.safetensors").unlink(), "layer-00002.safetensors"),
         (shorten, "truncated"),
-        (another_tensor, "layer-00001.safetensors does not belong to the packing that packed.json describes"),
-        (of_another_checkpoint, "layer-00001.safetensors does not belong to the packing that packed.json describes"),
+        (another_tensor, "layer-00001.safetensors does not belong to the experts that experts.json describes"),
+        (of_another_checkpoint, "layer-00001.safetensors does not belong to the experts that experts.json describes"),
     ],
 )
 def test_what_does_not_fit_is_not_used(copied: Path, damage: Any, what: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -288,24 +292,24 @@ def test_what_does_not_fit_is_not_used(copied: Path, damage: Any, what: str, cap
     model = promoe.from_pretrained(copied, cache="60%")
     assert not isinstance(store_of(model), SlotFilesStore)
     assert what in caplog.text
-    assert "Pack them again (promoe pack)" in caplog.text
+    assert "Write them again (promoe pack, promoe quantize)" in caplog.text
     ids = token_ids(1, 20)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, stock(copied)(ids).logits)
     model.promoe.close()
     with pytest.raises(ConfigError, match=re.escape(what)):
-        promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
+        promoe.from_pretrained(copied, cache="60%", experts=copied / FOLDER)
 
 
 def test_another_layout_is_not_used(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Packing, "signature", "that of another machine")
     with pytest.raises(ConfigError, match="another processor"):
-        promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
+        promoe.from_pretrained(copied, cache="60%", experts=copied / FOLDER)
 
 
 def test_another_dtype_is_not_used(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match="another model, or another dtype"):
-        promoe.from_pretrained(checkpoint, cache="60%", packed=checkpoint / FOLDER, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="of another processor, number of threads, version of torch, model, dtype"):
+        promoe.from_pretrained(checkpoint, cache="60%", experts=checkpoint / FOLDER, dtype=torch.float32)
 
 
 def test_what_is_replaced_under_a_model_is_not_served(copied: Path) -> None:
@@ -335,17 +339,17 @@ def test_experts_in_fewer_bits_are_not_packed(tmp_path: Path) -> None:
 
 
 def test_too_little_room(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
-    with pytest.raises(ConfigError, match=r"Packed experts take .* MiB, but .* has only 1.0 MiB free"):
+    monkeypatch.setattr(slot_folders.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**20))
+    with pytest.raises(ConfigError, match=r"The experts take .* MiB, but .* has only 1.0 MiB free"):
         run_pack(pack.Options(str(checkpoint), out=str(tmp_path / "out")), io.StringIO())
 
 
 def test_too_little_room_leaves_what_is_packed(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_files.shutil, "disk_usage", lambda folder: SimpleNamespace(free=-(2**30)))
-    with pytest.raises(ConfigError, match="Packed experts take"):
+    monkeypatch.setattr(slot_folders.shutil, "disk_usage", lambda folder: SimpleNamespace(free=-(2**30)))
+    with pytest.raises(ConfigError, match="The experts take"):
         run_pack(pack.Options(str(copied)), io.StringIO())
     monkeypatch.undo()
-    model = promoe.from_pretrained(copied, cache="60%", packed=copied / FOLDER)
+    model = promoe.from_pretrained(copied, cache="60%", experts=copied / FOLDER)
     assert isinstance(store_of(model), SlotFilesStore)
     model.promoe.close()
 
@@ -356,21 +360,34 @@ def test_a_folder_that_cannot_be_written(checkpoint: Path, tmp_path: Path) -> No
         run_pack(pack.Options(str(checkpoint), out=str(tmp_path / "file" / "out")), io.StringIO())
 
 
-def test_half_of_it_is_nothing(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_interrupted_is_not_used_and_goes_on(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ends packing again takes back what was packed before: its files may be half of each."""
     opened = open_headers(copied)
-    real = packed_files.read_expert
+    real, read = slot_folders.read_expert, []
 
     def fail(store: Any, key: Any, slot: memoryview) -> None:
-        if key.layer_idx == 1:
+        if key.layer_idx == 1 and not read:
             raise OSError(5, "injected")
         real(store, key, slot)
 
-    monkeypatch.setattr(packed_files, "read_expert", fail)
-    with pytest.raises(CheckpointError, match=r"Expert 0 of MoE layer 1 could not be read: .*injected"):
-        packed_files.write_packed(opened.layers, opened.store, copied / FOLDER)
-    opened.store.close()
-    assert not list((copied / FOLDER).iterdir())  # gigabytes that nobody could use
+    monkeypatch.setattr(slot_folders, "read_expert", fail)
+    with pytest.raises(CheckpointError, match=r"Expert 0 of MoE layer 1 could not be read: .*injected.* goes on from"):
+        packing.write_packed(opened.layers, opened.store, copied / FOLDER)
+    assert {path.name for path in (copied / FOLDER).iterdir()} == {"layer-00000.safetensors", f"{INDEX}.part"}
     model = promoe.from_pretrained(copied, cache="60%")
     assert not isinstance(store_of(model), SlotFilesStore)
+    model.promoe.close()
+
+    def count(store: Any, key: Any, slot: memoryview) -> None:
+        read.append(key.layer_idx)
+        real(store, key, slot)
+
+    monkeypatch.setattr(slot_folders, "read_expert", count)
+    packing.write_packed(opened.layers, opened.store, copied / FOLDER)
+    assert set(read) == {1, 2}
+    opened.store.close()
+    expected, model = stock(copied), promoe.from_pretrained(copied, cache="60%", experts="packed")
+    ids = token_ids(1, 20)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
     model.promoe.close()

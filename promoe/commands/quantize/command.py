@@ -1,0 +1,71 @@
+"""`promoe quantize`: quantises, and prints what came of it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import TextIO
+
+from tqdm import tqdm
+
+from promoe.commands.quantize.options import Options
+from promoe.experts.kernels.formats import FORMATS, SlotFormat
+from promoe.experts.kernels.int4 import Int4Format
+from promoe.model.opening import open_headers
+from promoe.model.quantizing import Quantization, write_quantized
+from promoe.model.slot_folders import default_folder
+from promoe.units import format_memory, format_seconds
+
+
+def run_quantize(options: Options, out: TextIO | None = None) -> None:
+    """Quantise a checkpoint's experts, and print to `out` (None: stdout) sizes, errors, and how to use them.
+
+    Raises:
+        PromoeError: as `open_headers` and `write_quantized`.
+    """
+    slot_format = _slot_format(options)
+    opened = open_headers(options.model, dtype=options.dtype)
+    start_s = time.perf_counter()
+    with closing(opened.store) as store, tqdm(unit="B", unit_scale=True, disable=None, desc="quantising") as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        folder = default_folder(store, slot_format.name) if options.out is None else Path(options.out)
+        done = write_quantized(opened.layers, store, folder, slot_format, options.method, progress)
+    took = format_seconds(time.perf_counter() - start_s)
+    share = done.nbytes / done.plain_bytes
+    print(
+        f"{format_memory(done.plain_bytes)} of experts are {format_memory(done.nbytes)} in {slot_format.name} ({share:.0%}), "
+        f"written into {folder} in {took}.",
+        file=out,
+    )
+    for line in _errors(done):
+        print(line, file=out)
+    if done.plain:
+        print(f"Left in 16 bits, because their sizes are not multiples of 64: {', '.join(done.plain)}.", file=out)
+    chosen = slot_format.name if options.out is None else str(folder)
+    print(
+        f"Use them: promoe run {options.model} --experts {chosen}, or promoe.from_pretrained({options.model!r}, "
+        f"experts={chosen!r}).\nMeasure what that changes: promoe quality {options.model} --experts {chosen}",
+        file=out,
+    )
+
+
+def _slot_format(options: Options) -> SlotFormat:
+    return FORMATS["int8"] if options.bits == 8 else Int4Format(options.bits, options.group)
+
+
+def _errors(done: Quantization) -> list[str]:
+    """Return the errors of the layers as text: a table of at most a few lines for many layers."""
+    if not done.errors:
+        return []
+    ranked = sorted(done.errors.items(), key=lambda item: -item[1])
+    mean = sum(done.errors.values()) / len(ranked)
+    worst = ", ".join(f"{name} {error:.2%}" for name, error in ranked[:3])
+    return [
+        f"Relative error of the weights, layer by layer: {mean:.2%} on average, {ranked[-1][1]:.2%} to {ranked[0][1]:.2%}. "
+        f"Largest: {worst}."
+    ]

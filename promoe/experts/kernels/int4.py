@@ -1,0 +1,202 @@
+"""The slot formats "int4", "int3" and "int2": groups of inputs share a scale and a zero.
+
+In a slot: the codes, then scales and zeros `[in / group, out, 2]`, bf16. torch's kernel multiplies by codes of 4 bits. It
+reads them in blocks of outputs, `[out / block, in, block / 2]`: a byte has output j of a block in its low bits, and
+output j + block / 2 in its high bits. The block is 64 with AVX-512 and 32 with AVX2, so files belong to one of the two.
+
+3 and 2 bits are for those whose link is the limit. Their codes lie in planes, and are put together for each product:
+
+* Plane 1 has the low two bits of every code, in bytes half as many as those of 4 bits: the first half of these bytes is
+  in bits 0, 1, 4 and 5, the second half in bits 2, 3, 6 and 7.
+* Plane 2 (3 bits only) has the third bit of every code: quarter i of these bytes is in bits i and i + 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from promoe.experts.kernels.crossover import dense_from
+from promoe.experts.kernels.gain import gain_of
+from promoe.experts.kernels.quantization import METHODS, MIDDLE, quantize_groups
+from promoe.experts.kernels.quantized import INPUTS, Quantized
+from promoe.experts.kernels.thread_memory import ThreadMemory
+from promoe.stores.layout import TensorSpec
+from promoe.stores.slot_format import MatrixFormat
+
+BITS, GROUPS, BLOCKS = (4, 3, 2), (32, 64, 128), (64, 32)
+DEFAULT_GROUP = 64
+# Of each 4-bit code in 8 bytes: the low two bits, and the lowest bit.
+_LOW_TWO, _LOWEST = 0x3333333333333333, 0x1111111111111111
+
+_CODES = ThreadMemory()
+
+
+@dataclass(frozen=True)
+class Int4(Quantized):
+    """Matrices of one shape in 4, 3 or 2 bits.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale and a zero.
+        block: outputs of a block.
+    """
+
+    bits: int
+    group: int
+    block: int
+
+    @property
+    def name(self) -> str:
+        """See `MatrixFormat`."""
+        return f"int{self.bits}"
+
+    @classmethod
+    def smallest(cls) -> Int4:
+        """See `Quantized.smallest`."""
+        return cls((128, 2 * INPUTS), False, None, 4, 32, kernel_block() or BLOCKS[0])
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this version and processor can read matrices in this format."""
+        numbers = (self.bits in BITS, self.group in GROUPS, self.block in BLOCKS)
+        fits = super().is_known and all(numbers) and self.linear_shape[1] % self.group == 0
+        return fits and kernel_block() in (None, self.block)
+
+    @property
+    def nbytes(self) -> int:
+        """See `MatrixFormat`: `bits` for each weight, four bytes for each group."""
+        outputs, inputs = self.linear_shape
+        return self._code_bytes + outputs * (inputs // self.group) * 4
+
+    @property
+    def _code_bytes(self) -> int:
+        return self.shape[0] * self.shape[1] * self.bits // 8
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight, with its share of scales and zeros."""
+        return self.bits + 32 / self.group
+
+    def quantize(self, matrix: torch.Tensor, method: str) -> torch.Tensor:
+        """See `Quantized.quantize`."""
+        found = quantize_groups(self.as_linear(matrix), self.bits, self.group, METHODS[method])
+        memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+        codes, scales_and_zeros = self.parts(memory)
+        outputs, inputs = self.linear_shape
+        low, high = found.codes.view(outputs // self.block, 2, self.block // 2, inputs).unbind(1)
+        in_blocks = (low | (high << 4)).transpose(1, 2).contiguous().flatten()
+        codes.copy_(in_blocks if self.bits == 4 else _planes(in_blocks, self.bits))
+        scales_and_zeros.copy_(torch.stack((found.scales.t(), found.zeros.t()), dim=2))
+        return memory
+
+    def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the bytes of the codes, and scales and zeros `[in / group, out, 2]`."""
+        outputs, inputs = self.linear_shape
+        rest = memory[self._code_bytes :].view(torch.bfloat16).view(inputs // self.group, outputs, 2)
+        return memory[: self._code_bytes], rest
+
+    def _in_blocks(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the codes in 4 bits, as torch's kernel reads them, `[out * in / 2]`."""
+        if self.bits == 4:
+            return codes
+        whole = _CODES.of((self.shape[0] * self.shape[1] // 2,), torch.uint8)
+        return _from_planes(codes, self.bits, whole)
+
+    def product(self, x: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """See `Quantized.product`."""
+        codes, scales_and_zeros = parts
+        in_blocks = self._in_blocks(codes).view(self.linear_shape[0], -1)
+        multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
+        return multiply(x, in_blocks, self.group, scales_and_zeros)  # type: ignore[no-any-return]
+
+    def expand(self, parts: tuple[torch.Tensor, ...], memory: ThreadMemory) -> torch.Tensor:
+        """See `Quantized.expand`. Each weight is rounded once: `addcmul` computes in fp32."""
+        codes, scales_and_zeros = parts
+        outputs, inputs = self.linear_shape
+        blocks, half = outputs // self.block, self.block // 2
+        packed = self._in_blocks(codes).view(blocks, inputs, half)
+        factor = memory.of((inputs, outputs), self.dtype)
+        low, high = factor.view(inputs, blocks, 2, half).unbind(2)
+        low.copy_((packed & 15).view(torch.int8).sub_(MIDDLE).transpose(0, 1))
+        high.copy_((packed >> 4).view(torch.int8).sub_(MIDDLE).transpose(0, 1))
+        by_group = factor.view(-1, self.group, outputs)
+        scales, zeros = (part.contiguous().unsqueeze(1) for part in scales_and_zeros.unbind(2))
+        torch.addcmul(zeros, by_group, scales, out=by_group)
+        return factor
+
+
+class Int4Format:
+    """One of the slot formats "int4", "int3" and "int2".
+
+    Args:
+        bits: of a code.
+        group: inputs that share a scale and a zero.
+    """
+
+    exact = False
+
+    def __init__(self, bits: int, group: int = DEFAULT_GROUP) -> None:
+        self.name = f"int{bits}"
+        self._bits = bits
+        self._group = group
+
+    def of(self, matrix: TensorSpec, transposed: bool) -> Int4 | None:
+        """Return the format of such matrices on this machine; None: they have to stay plain."""
+        if not Int4.can_hold(matrix.shape, matrix.dtype):
+            return None
+        rows, columns = matrix.shape
+        made = Int4((rows, columns), transposed, None, self._bits, self._group, kernel_block() or BLOCKS[0])
+        return replace(made, dense_from=dense_from(made)) if made.is_known else None
+
+    def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Int4 | None:
+        """Return the format with this signature; None: there is none for such matrices, or for this processor."""
+        found = Int4.from_signature(signature, matrix.shape, transposed)
+        return found if isinstance(found, Int4) and found.bits == self._bits else None
+
+    def gain(self, matrix: MatrixFormat) -> float:
+        """Return the measured speedup of one token's product."""
+        return gain_of(matrix)
+
+
+@cache
+def kernel_block() -> int | None:
+    """Return how many outputs are in a block of torch's kernel on this processor; None: it has no such kernel."""
+    pattern = (torch.arange(128 * INPUTS, dtype=torch.int32, device="cpu") * 40503 >> 7) & 15
+    pattern = pattern.view(128, INPUTS)
+    try:
+        found = torch.ops.aten._convert_weight_to_int4pack_for_cpu(pattern, 1).flatten()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return None
+    for block in BLOCKS:
+        low, high = pattern.to(torch.uint8).view(-1, 2, block // 2, INPUTS).unbind(1)
+        if torch.equal(found, (low | (high << 4)).transpose(1, 2).flatten()):
+            return block
+    return None
+
+
+def _planes(in_blocks: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return codes of 2 or 3 bits, which lie in 4 bits each, as planes."""
+    words = in_blocks.view(torch.int64)
+    first, second = (words & _LOW_TWO).chunk(2)
+    planes = [first | (second << 2)]
+    if bits == 3:
+        plane = torch.zeros_like(words[: len(words) // 4])
+        for quarter, part in enumerate(words.chunk(4)):
+            plane |= ((part >> 2) & _LOWEST) << quarter
+        planes.append(plane)
+    return torch.cat(planes).view(torch.uint8)
+
+
+def _from_planes(planes: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
+    """Undo `_planes`: write the codes into `out`, and return it."""
+    words, plane = out.view(torch.int64), planes.view(torch.int64)
+    half, quarter = len(words) // 2, len(words) // 4
+    torch.bitwise_and(plane[:half], _LOW_TWO, out=words[:half])
+    torch.bitwise_and(plane[:half] >> 2, _LOW_TWO, out=words[half:])
+    if bits == 3:
+        for idx in range(4):
+            words[idx * quarter : (idx + 1) * quarter].bitwise_or_(((plane[half:] >> idx) & _LOWEST) << 2)
+    return out

@@ -1,0 +1,105 @@
+"""Write the experts of a checkpoint in fewer bits (`promoe quantize`), and measure how much they change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from promoe.errors import UnsupportedModelError
+from promoe.experts.kernels.formats import SlotFormat, formats_of
+from promoe.experts.kernels.quantized import Quantized
+from promoe.experts.moe_layers import MoELayer
+from promoe.model.file_tensors import Progress
+from promoe.model.packing import properties, stored_bytes
+from promoe.model.slot_folders import write_slots
+from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.slot_format import MatrixFormat
+from promoe.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Quantization:
+    """What was written.
+
+    Attributes:
+        nbytes: of all experts in the folder, in slots.
+        plain_bytes: of all experts in slots, as the model has them.
+        errors: for each layer that was written by this call, by name: `norm(quantised - original) / norm(original)` over
+            all its matrices.
+        plain: names of matrices that stayed as they are.
+    """
+
+    nbytes: int = 0
+    plain_bytes: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    plain: list[str] = field(default_factory=list)
+
+
+def write_quantized(
+    layers: Sequence[MoELayer],
+    store: SafetensorsStore,
+    folder: Path,
+    slot_format: SlotFormat,
+    method: str = "rtn",
+    progress: Progress | None = None,
+) -> Quantization:
+    """Write the experts of a checkpoint into `folder` in a quantised format (see `write_slots`).
+
+    Raises:
+        UnsupportedModelError: no matrix of this model can be quantised.
+        ConfigError: there is too little disk space, or the folder cannot be written.
+        CheckpointError: an expert cannot be read, or has NaN or infinity.
+    """
+    formats = formats_of(layers, slot_format)
+    if not any(formats.values()):
+        raise UnsupportedModelError(
+            f"No expert of this model can be kept in {slot_format.name}. That needs matrices in bfloat16 "
+            "(dtype=torch.bfloat16, --dtype bfloat16) whose sizes are multiples of 64 and of the group, and experts that "
+            f"Transformers' own kernels compute. Found {properties(layers)}. Run the model with its experts as they are."
+        )
+    _warn_twice(layers, store)
+    squares: dict[str, list[float]] = {}
+
+    def encode(layer: MoELayer, name: str, matrix: torch.Tensor, matrix_format: MatrixFormat) -> torch.Tensor:
+        assert isinstance(matrix_format, Quantized), matrix_format
+        content = matrix_format.quantize(matrix, method)
+        original = matrix.float()
+        error = matrix_format.view(content).dense().float().sub_(original)
+        sums = squares.setdefault(layer.name, [0.0, 0.0])
+        sums[0] += float(error.square().sum())
+        sums[1] += float(original.square().sum())
+        return content
+
+    nbytes = write_slots(layers, store, folder, formats, encode, method, progress)
+    return Quantization(
+        nbytes=nbytes,
+        plain_bytes=sum(layer.num_experts * layer.layout.slot_bytes for layer in layers),
+        errors={name: (error / max(total, 1e-30)) ** 0.5 for name, (error, total) in squares.items()},
+        plain=sorted(
+            {
+                spec.name
+                for layer in layers
+                for spec in layer.layout.tensors
+                if len(spec.shape) == 2 and spec.name not in formats[layer.layout]
+            }
+        ),
+    )
+
+
+def _warn_twice(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
+    layer = layers[0]
+    nbytes = stored_bytes(layer, store)
+    if nbytes < layer.layout.payload_bytes:
+        logger.warning(
+            "The experts of this checkpoint are in fewer bits already (%s each, %s in %s). Quantising them again adds a second "
+            "error.",
+            format_memory(nbytes),
+            format_memory(layer.layout.payload_bytes),
+            str(layer.layout.tensors[0].dtype).removeprefix("torch."),
+        )

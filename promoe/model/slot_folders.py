@@ -1,0 +1,340 @@
+"""Folders of experts in a slot format: written once from a checkpoint, and opened together with it.
+
+A folder has one safetensors file for each MoE layer. Its only tensor, `slots[E, slot_bytes]`, holds each expert as it
+lies in a slot. The folder's `experts.json` names the files that the experts came from and the format of each matrix. It
+is written last: a folder without it cannot be opened. `experts.json.part` is written first: with it, writing goes on
+after an interruption, layer by layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from promoe.errors import CheckpointError, ConfigError, shown
+from promoe.experts.kernels.formats import FORMATS, Formats, read_formats
+from promoe.experts.moe_layers import MoELayer
+from promoe.files import read_json
+from promoe.model.file_tensors import Progress
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import read_expert
+from promoe.stores.layout import ExpertLayout
+from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.stores.slot_format import MatrixFormat
+from promoe.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+INDEX, FORMAT = "experts.json", 3
+# "auto", "checkpoint", the name of a slot format, or a folder.
+ExpertsChoice: TypeAlias = "str | os.PathLike[str]"
+# Takes a layer, a tensor's name, the matrix and its format; returns the bytes.
+Encode: TypeAlias = Callable[[MoELayer, str, torch.Tensor, MatrixFormat], torch.Tensor]
+
+
+def default_folder(store: SafetensorsStore, slot_format: str) -> Path:
+    """Return the folder in which experts in a slot format are looked for: beside the checkpoint's files."""
+    return store.files[0].path.parent / f"promoe-{slot_format}"
+
+
+def command_for(slot_format: str) -> str:
+    """Return the command that writes experts in this slot format."""
+    return "promoe pack MODEL" if FORMATS[slot_format].exact else f"promoe quantize MODEL --bits {slot_format[3:]}"
+
+
+def write_slots(
+    layers: Sequence[MoELayer],
+    store: SafetensorsStore,
+    folder: Path,
+    formats: Formats,
+    encode: Encode,
+    method: str,
+    progress: Progress | None = None,
+) -> int:
+    """Write the experts of a checkpoint into `folder`, and replace those that were there before.
+
+    Memory is bounded by two experts. After an error or Ctrl-C, finished layers stay, and the same call goes on with the
+    next one.
+
+    Args:
+        layers: the model's MoE layers.
+        store: the checkpoint's experts.
+        folder: created if it does not exist.
+        formats: of the matrices of each layout.
+        encode: returns a matrix in its format.
+        method: how `encode` does it. Layers that were written by another method are not kept.
+        progress: called as `progress(done_bytes, total_bytes)` after each layer.
+
+    Returns:
+        The number of bytes of all experts in the folder.
+
+    Raises:
+        ConfigError: there is too little disk space, or the folder cannot be written.
+        CheckpointError: an expert cannot be read.
+    """
+    begun = _begun(layers, store, folder, method, formats)
+    layouts = _layouts(layers, formats if begun is None else begun)
+    sizes = [layer.num_experts * layout.slot_bytes for layer, layout in zip(layers, layouts, strict=True)]
+    index, paths = _index(layers, layouts, store, method), _paths(layers, folder)
+    digest = _digest(index)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _check_room(folder, sum(sizes), paths)
+        if begun is None:
+            for path in (folder / INDEX, *paths):
+                path.unlink(missing_ok=True)
+            _write_whole(_part(folder), index)
+        for layer, layout, path, done_bytes in zip(layers, layouts, paths, accumulate(sizes), strict=True):
+            if not path.is_file():
+                write_layer(path, _header(layer, layout, digest), _slots(layer, layout, store, encode))
+            if progress is not None:
+                progress(done_bytes, sum(sizes))
+        _write_whole(folder / INDEX, index)
+        _part(folder).unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"Experts could not be written into {folder}: {error}. Choose another folder with --out."
+        ) from error
+    return sum(sizes)
+
+
+def _part(folder: Path) -> Path:
+    return folder / f"{INDEX}.part"
+
+
+def _begun(
+    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, method: str, formats: Formats
+) -> Formats | None:
+    """Return the formats of an interrupted call that can go on; None: there is none, or it was for something else.
+
+    They may differ from `formats` in what is measured.
+    """
+    try:
+        index = read_json(_part(folder))
+        layouts = _layouts_in(index, layers)
+    except (OSError, ValueError):
+        return None
+    if index != json.loads(json.dumps(_index(layers, layouts, store, method))):
+        return None
+    begun = {layer.layout: layout.formats for layer, layout in zip(layers, layouts, strict=True)}
+    same_sizes = all(
+        {name: made.nbytes for name, made in matrices.items()}
+        == {name: made.nbytes for name, made in begun.get(layout, {}).items()}
+        for layout, matrices in formats.items()
+    )
+    return begun if same_sizes else None
+
+
+def open_experts(
+    layers: Sequence[MoELayer], store: SafetensorsStore, choice: ExpertsChoice, chunk_bytes: int
+) -> SafetensorsStore:
+    """Return a store of the experts of `store` in the form that was chosen. It then owns `store`, or is `store` itself.
+
+    Args:
+        layers: the model's MoE layers.
+        store: the checkpoint.
+        choice: see `promoe.from_pretrained`.
+        chunk_bytes: longest chunk.
+
+    Raises:
+        ConfigError: there are no experts in this form that fit this checkpoint, machine and dtype.
+    """
+    if choice == "checkpoint":
+        return store
+    if choice == "auto":
+        return _open_packed(layers, store, chunk_bytes)
+    folder = default_folder(store, str(choice)) if choice in FORMATS else Path(choice)
+    if not (folder / INDEX).is_file():
+        if choice in FORMATS:
+            found = f"{folder} has no {INDEX}. Write them once with `{command_for(str(choice))}`"
+        else:
+            found = f"it is not a folder with an {INDEX}. Write one with `promoe quantize MODEL --out FOLDER` or `promoe pack`"
+        raise ConfigError(
+            f'experts={shown(str(choice))} was asked for, but {found}, or open the model with experts="checkpoint" (--experts '
+            "checkpoint), which reads the checkpoint's own files."
+        )
+    try:
+        return _open_folder(layers, store, folder, chunk_bytes)
+    # Torch raises RuntimeError if there is too little memory.
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
+        raise ConfigError(f'{_cannot(folder, error)} Or open the model with experts="checkpoint".') from error
+
+
+def _open_packed(layers: Sequence[MoELayer], store: SafetensorsStore, chunk_bytes: int) -> SafetensorsStore:
+    """Return a store of packed experts, if they are beside the checkpoint and fit; else `store`."""
+    folder = default_folder(store, "packed")
+    if not (folder / INDEX).is_file():
+        return store
+    try:
+        return _open_folder(layers, store, folder, chunk_bytes, exact=True)
+    except (OSError, ValueError, RuntimeError, CheckpointError) as error:
+        logger.warning("%s The checkpoint's own files are read instead.", _cannot(folder, error))
+        return store
+
+
+def _cannot(folder: Path, error: BaseException) -> str:
+    return (
+        f"The experts in {folder} cannot be used: {str(error).removesuffix('.')}. Write them again (promoe pack, promoe "
+        "quantize)."
+    )
+
+
+def _open_folder(
+    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chunk_bytes: int, exact: bool = False
+) -> SlotFilesStore:
+    """Return a store of the experts in `folder`, which then owns `store`. If `exact`, they must not be quantised.
+
+    Raises:
+        ValueError: they are of another checkpoint, machine or dtype, or quantised.
+        CheckpointError: the files are damaged.
+        OSError: they cannot be read.
+    """
+    index = read_json(folder / INDEX)
+    layouts = _layouts_in(index, layers)
+    if exact and not all(matrix.exact for layout in layouts for matrix in layout.formats.values()):
+        raise ValueError("They are quantised, which experts=FOLDER has to ask for.")
+    expected = _index(layers, layouts, store, index["method"])
+    for key, what in _DIFFERENCES.items():
+        if index.get(key) != json.loads(json.dumps(expected[key])):
+            raise ValueError(f"They are of {what}.")
+    digest = _digest(expected)
+    files = SafetensorsFiles.open(_paths(layers, folder))
+    try:
+        for layer, layout, file in zip(layers, layouts, files.files, strict=True):
+            if file.fingerprint.header_crc != zlib.crc32(_header(layer, layout, digest)):
+                raise ValueError(f"{file.path.name} does not belong to the experts that {INDEX} describes.")
+        return SlotFilesStore(files, layouts, store.num_experts, chunk_bytes, source=store)
+    except BaseException:
+        files.close()
+        raise
+
+
+def _layouts_in(index: Any, layers: Sequence[MoELayer]) -> list[ExpertLayout]:
+    """Return the layouts that an index describes.
+
+    Raises:
+        ValueError: it is not an index, or has formats that cannot be read here.
+    """
+    if not isinstance(index, dict) or index.get("format") != FORMAT or not isinstance(index.get("method"), str):
+        raise ValueError(f"{INDEX} is not in format {FORMAT}.")
+    entries = index.get("matrices")
+    if not isinstance(entries, list) or len(entries) != len(layers):
+        raise ValueError(f"They are of {_DIFFERENCES['layers']}.")
+    return [layer.layout.in_formats(read_formats(layer, entry)) for layer, entry in zip(layers, entries, strict=True)]
+
+
+def _layouts(layers: Sequence[MoELayer], formats: Formats) -> list[ExpertLayout]:
+    """Return how an expert of each layer lies in its slot."""
+    return [layer.layout.in_formats(formats.get(layer.layout, {})) for layer in layers]
+
+
+# For each entry of the index: what is different if the entry is.
+_DIFFERENCES = {
+    "checkpoint": "other files, or the checkpoint was written since",
+    "layers": "another model, or another dtype",
+    "matrices": "another model, or another dtype",
+    "method": "another method",
+}
+
+
+def _index(
+    layers: Sequence[MoELayer], layouts: Sequence[ExpertLayout], store: SafetensorsStore, method: str
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "method": method,
+        "torch": torch.__version__,
+        "checkpoint": [
+            {
+                "name": file.path.name,
+                "size_bytes": file.fingerprint.size_bytes,
+                "header_crc": file.fingerprint.header_crc,
+                "samples_crc": file.fingerprint.samples_crc,
+            }
+            for file in store.files
+        ],
+        "layers": [
+            _layer_entry(layer.name, layer.num_experts, layout) for layer, layout in zip(layers, layouts, strict=True)
+        ],
+        "matrices": [
+            {name: {"format": one.name, "signature": one.signature} for name, one in layout.formats.items()}
+            for layout in layouts
+        ],
+    }
+
+
+def _layer_entry(name: str, num_experts: int, layout: ExpertLayout) -> dict[str, Any]:
+    tensors = [[spec.name, list(spec.shape), str(spec.dtype), spec.offset_bytes] for spec in layout.tensors]
+    return {"name": name, "num_experts": num_experts, "slot_bytes": layout.slot_bytes, "tensors": tensors}
+
+
+def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
+    return [layer_path(folder, layer.layer_idx) for layer in layers]
+
+
+def _digest(index: Mapping[str, Any]) -> str:
+    """Return a checksum of what was written."""
+    what = json.dumps({key: index[key] for key in _DIFFERENCES}, sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
+
+
+def _header(layer: MoELayer, layout: ExpertLayout, digest: str) -> bytes:
+    """Return the header of a layer's file. Its checksum tells the files of two calls in one folder apart."""
+    return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layout)
+
+
+def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    free_bytes += sum(path.stat().st_size for path in replaced if path.is_file())
+    if nbytes > free_bytes:
+        raise ConfigError(
+            f"The experts take {format_memory(nbytes)}, but {folder} has only {format_memory(free_bytes)} free. Free some "
+            "space, or choose another folder with --out."
+        )
+
+
+def _slots(layer: MoELayer, layout: ExpertLayout, store: SafetensorsStore, encode: Encode) -> Iterator[bytearray]:
+    """Yield each expert of a layer as it lies in a slot of `layout`; the next one overwrites it."""
+    plain, slot = bytearray(layer.layout.slot_bytes), bytearray(layout.slot_bytes)
+    for expert_idx in range(layer.num_experts):
+        _read(store, ExpertKey(layer.layer_idx, expert_idx), plain)
+        for spec, target in zip(layer.layout.tensors, layout.tensors, strict=True):
+            if target.format is None:
+                slot[target.offset_bytes : target.end_bytes] = memoryview(plain)[spec.offset_bytes : spec.end_bytes]
+                continue
+            count = spec.nbytes // spec.dtype.itemsize
+            matrix = torch.frombuffer(plain, dtype=spec.dtype, count=count, offset=spec.offset_bytes).view(spec.shape)
+            content = encode(layer, spec.name, matrix, target.format).numpy().data
+            slot[target.offset_bytes : target.end_bytes] = content
+        yield slot
+
+
+def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
+    try:
+        read_expert(store, key, memoryview(slot))
+    except OSError as error:
+        raise CheckpointError(
+            f"Expert {key.expert_idx} of MoE layer {key.layer_idx} could not be read: {error}. Remove the cause and type the "
+            "same command again: it goes on from there."
+        ) from error
+
+
+def _write_whole(path: Path, index: Mapping[str, Any]) -> None:
+    part = path.with_name(f"{path.name}.new")
+    with part.open("wb") as file:
+        file.write(json.dumps(index, indent=1).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
