@@ -97,10 +97,11 @@ def read_formats(layer: MoELayer, entries: Any) -> dict[str, MatrixFormat]:
 
 
 def _matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:
-    """Return the matrices of a layer's experts, and whether each is `[in, out]`."""
-    if not layer.adapter.sums_rows:
-        return []
+    """Return the matrices of a layer's experts that kernels here multiply by, and whether each is `[in, out]`."""
     experts: Any = layer.experts
+    # Experts that Transformers' `use_experts_implementation` did not make compute by code of their own.
+    if not layer.adapter.sums_rows or not hasattr(experts, "is_transposed"):
+        return []
     names, transposed = (first_name(experts), SECOND), bool(experts.is_transposed)
     return [(spec, transposed) for spec in layer.layout.tensors if spec.name in names]
 

@@ -117,7 +117,7 @@ METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq}
 
 
 def _finite(matrix: torch.Tensor) -> torch.Tensor:
-    weights = matrix.to(torch.float32)
+    weights = matrix.detach().to(torch.float32)
     if not bool(weights.isfinite().all()):
         raise CheckpointError(
             f"A matrix {list(matrix.shape)} of an expert has NaN or infinity, which has no code in fewer bits. Run this "

@@ -1,0 +1,279 @@
+"""The promise for quantised experts: no bit depends on the cache, the predictor, the timing or the number of threads.
+
+The reference is the same model with all experts in slots in the same form. How far that is from the model itself is
+checked against the *twin*: the unmodified model whose experts are the expanded weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import (
+    PREDICTORS,
+    PROMPTS,
+    LinkOver,
+    check_integrity,
+    close,
+    config,
+    delayed,
+    greedy,
+    load_stock,
+    plain_link,
+    predictor_of,
+    record,
+    stock,
+)
+from tiny_models import MOE_FAMILIES, build, token_ids
+from transformers import PreTrainedModel
+from zoo import families
+from zoo.exactness import assert_equal, outputs
+
+import promoe
+from promoe.experts.kernels.formats import formats_in, formats_of
+from promoe.experts.kernels.int4 import Int4Format
+from promoe.experts.kernels.int8 import Int8Format
+from promoe.experts.moe_layers import find_moe_layers
+from promoe.model.opening import open_headers
+from promoe.model.quantizing import write_quantized
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import read_expert
+
+FORMS = {"int8": Int8Format(), "int4": Int4Format(4, 32), "int3": Int4Format(3, 32), "int2": Int4Format(2, 32)}
+# Experts of these families compute by code of their own, or have sizes that no tiny model makes multiples of 64.
+PLAIN = {"dbrx", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers"}
+# Of the norm of a layer's output. The twin's weights are rounded to bf16, those in torch's kernels are not. (Of whole
+# models nothing can be said: where two experts of a random model are nearly equal, the other one is chosen.)
+TWIN_TOLERANCE = 0.01
+
+
+def quantised(folder: Path, *forms: str) -> Path:
+    """The folder of a checkpoint, with its experts in some forms beside it."""
+    opened = open_headers(folder)
+    for form in forms:
+        write_quantized(opened.layers, opened.store, folder / f"promoe-{form}", FORMS[form])
+    opened.store.close()
+    return folder
+
+
+@functools.cache
+def checkpoint(family: str) -> Path:
+    folder = Path(_scratch().name) / family
+    build(family, dtype=torch.bfloat16, top_k=3, intermediate=64).save_pretrained(folder, max_shard_size="200KB")
+    return quantised(folder, *FORMS)
+
+
+@functools.cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def opened(folder: Path, form: str, cache: str | int, **arguments: Any) -> PreTrainedModel:
+    settings = {"predictor": None, "link": LinkOver(plain_link), "config": config(), **arguments}
+    return promoe.from_pretrained(folder, experts=form, cache=cache, **settings)
+
+
+@functools.cache
+def reference(family: str, form: str, prompt: str) -> Any:
+    model = opened(checkpoint(family), form, "100%")
+    try:
+        return greedy(model, PROMPTS[prompt])
+    finally:
+        close(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_every_cache_size(family: str, form: str) -> None:
+    slot_bytes = open_slot_bytes(checkpoint(family), form)
+    for cache, prompt in ((slot_bytes, "padded"), (2 * slot_bytes, "one"), ("25%", "padded"), ("50%", "one")):
+        model = opened(checkpoint(family), form, cache, predictor="gate")
+        try:
+            greedy(model, PROMPTS[prompt]).assert_equals(reference(family, form, prompt))
+            check_integrity(model)
+            assert model.promoe.stats().evictions > 0
+        finally:
+            close(model)
+
+
+def open_slot_bytes(folder: Path, form: str) -> int:
+    model = opened(folder, form, "100%")
+    try:
+        return int(model.promoe._pools[0].layout.slot_bytes)
+    finally:
+        close(model)
+
+
+@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_every_prediction(form: str, predictor: str | None) -> None:
+    family = MOE_FAMILIES[PREDICTORS.index(predictor) % len(MOE_FAMILIES)]
+    _, visits = record(family, torch.float32, "grouped_mm", "short")
+    chosen = predictor_of(predictor, stock(family), visits, lookahead=3)
+    model = opened(checkpoint(family), form, "50%", predictor=chosen, link=delayed(7))
+    try:
+        greedy(model, PROMPTS["short"]).assert_equals(reference(family, form, "short"))
+        check_integrity(model)
+    finally:
+        close(model)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_and_two_threads_and_prompts_of_any_length(form: str) -> None:
+    """Also where products have so many rows that matrices are expanded, and where promoe computes in parts."""
+    folder = checkpoint("qwen3_moe")
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        full, few = opened(folder, form, "100%"), opened(folder, form, "30%", predictor="gate")
+        try:
+            with torch.no_grad():
+                for batch, length in ((1, 1), (1, 3), (3, 17), (1, 90), (2, 250)):
+                    ids = token_ids(batch, length, seed=length)
+                    assert torch.equal(few(ids).logits, full(ids).logits), (threads, batch, length)
+        finally:
+            close(full)
+            close(few)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_beams_and_sampling(form: str) -> None:
+    folder = checkpoint("mixtral")
+    full, few = opened(folder, form, "100%"), opened(folder, form, "25%", predictor="gate")
+    try:
+        for settings in ({"num_beams": 3, "do_sample": False}, {"do_sample": True, "temperature": 0.9}):
+            found = []
+            for model in (full, few):
+                torch.manual_seed(0)
+                found.append(model.generate(**PROMPTS["padded"], max_new_tokens=6, **settings))
+            assert torch.equal(*found)
+    finally:
+        close(full)
+        close(few)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_implementations_compute_with_the_expanded_weights(implementation: str) -> None:
+    """Bit by bit as the twin: their kernels are given bf16 matrices."""
+    folder = checkpoint("qwen2_moe")
+    expected, model = twin(folder, "int4"), opened(folder, "int4", "30%")
+    try:
+        for one in (expected, model):
+            one.set_experts_implementation(implementation)
+        greedy(model, PROMPTS["one"]).assert_equals(greedy(expected, PROMPTS["one"]))
+    finally:
+        close(model)
+
+
+def test_unpatching_gives_the_checkpoints_own_experts_back() -> None:
+    folder = checkpoint("qwen3_moe")
+    model = opened(folder, "int4", "30%")
+    greedy(model, PROMPTS["one"])
+    promoe.unpatch(model)
+    greedy(model, PROMPTS["one"]).assert_equals(greedy(load_stock(folder), PROMPTS["one"]))
+
+
+def test_without_asking_nothing_is_quantised() -> None:
+    folder = checkpoint("olmoe")
+    expected = greedy(load_stock(folder), PROMPTS["one"])
+    for arguments in ({}, {"experts": "auto"}, {"experts": "checkpoint"}):
+        model = promoe.from_pretrained(folder, cache="30%", config=config(), **arguments)
+        try:
+            greedy(model, PROMPTS["one"]).assert_equals(expected)
+            assert not formats_in(model.promoe.runtime.engine.store.layouts)
+        finally:
+            close(model)
+
+
+def test_a_miss_moves_the_forms_bytes() -> None:
+    """Bits / 16 of the 16-bit bytes, and two bytes per output or four per group."""
+    folder = checkpoint("qwen3_moe")
+    moved = {}
+    for form in ("checkpoint", *FORMS):
+        model = opened(folder, form, "30%")
+        try:
+            greedy(model, PROMPTS["one"])
+            stats = model.promoe.stats()
+            moved[form] = stats.bytes_demand / (stats.evictions + sum(pool.num_slots for pool in model.promoe._pools))
+        finally:
+            close(model)
+    weights = 3 * 64 * 64  # gate, up and down of an expert
+    assert moved["checkpoint"] == 2 * weights
+    assert moved["int8"] == weights + 2 * 3 * 64
+    for form, bits in (("int4", 4), ("int3", 3), ("int2", 2)):
+        assert moved[form] == weights * bits / 8 + 4 * weights / 32
+
+
+# -- every family -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models whose experts have sizes that can be quantised."""
+    for name, size in families.SIZES.items():
+        if size in (32, 48) and any(part in name for part in ("moe", "expert", "ffn")):
+            monkeypatch.setitem(families.SIZES, name, 64)
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("name", families.names())
+def test_every_family(name: str, tmp_path: Path) -> None:
+    if not families.family_of(name).runs_in_bf16:
+        pytest.skip("the unmodified model does not run in bf16")
+    model = families.build(name, torch.bfloat16)
+    if name.split()[0] in PLAIN:
+        assert not any(formats_of(find_moe_layers(model), FORMS["int4"]).values())
+        return
+    model.save_pretrained(tmp_path)
+    quantised(tmp_path, "int8", "int4")
+    tokens = families.inputs(name, model)
+    arguments = {"auto_class": type(model)} if families.family_of(name).whole else {}
+    for form in ("int8", "int4"):
+        full = opened(tmp_path, form, "100%", **arguments)
+        few = opened(tmp_path, form, "40%", predictor="gate", **arguments)
+        try:
+            expected = outputs(full, tokens)
+            assert_equal(outputs(few, tokens), expected)
+            assert few.promoe.stats().bytes_demand > 0
+            check_integrity(few)
+            for error in errors_of_layers(full, twin(tmp_path, form, type(model))):
+                assert error < TWIN_TOLERANCE
+        finally:
+            close(full)
+            close(few)
+
+
+@torch.inference_mode()
+def errors_of_layers(model: PreTrainedModel, other: PreTrainedModel) -> Iterator[float]:
+    """How far apart the experts of two models are, layer by layer, for the same random tokens and choices."""
+    for one, two in zip(find_moe_layers(model), find_moe_layers(other), strict=True):
+        sizes = next(shape for name, shape, _ in two.stacked_shapes if name == "down_proj")
+        hidden = torch.randn((9, sizes[2 if two.experts.is_transposed else 1])).to(torch.bfloat16)
+        index = torch.stack([torch.randperm(two.num_experts)[:2] for _ in range(9)])
+        weights = torch.rand((9, 2)).to(torch.bfloat16)
+        found, expected = (layer.experts(hidden, index, weights).float() for layer in (one, two))
+        yield float((found - expected).norm() / expected.norm())
+
+
+def twin(folder: Path, form: str, model_class: Any = None) -> PreTrainedModel:
+    """The unmodified model with the expanded weights of a form as its experts."""
+    model = load_stock(folder) if model_class is None else model_class.from_pretrained(folder).eval()
+    served = opened(folder, form, "100%", **({} if model_class is None else {"auto_class": model_class}))
+    store = served.promoe.runtime.engine.store
+    with torch.no_grad():
+        for layer in find_moe_layers(model):
+            layout = store.layouts[layer.layer_idx]
+            own = layer.rows()
+            for expert in range(layer.num_experts):
+                slot = bytearray(layout.slot_bytes)
+                read_expert(store, ExpertKey(layer.layer_idx, expert), memoryview(slot))
+                for spec in layout.tensors:
+                    if spec.format is not None:
+                        memory = torch.frombuffer(slot, dtype=torch.uint8)[spec.offset_bytes : spec.end_bytes]
+                        own[spec.name][expert].copy_(spec.format.view(memory).dense())
+    close(served)
+    return model
