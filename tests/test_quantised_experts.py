@@ -7,6 +7,7 @@ checked against the *twin*: the unmodified model whose experts are the expanded 
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,3 +278,65 @@ def twin(folder: Path, form: str, model_class: Any = None) -> PreTrainedModel:
                         own[spec.name][expert].copy_(spec.format.view(memory).dense())
     close(served)
     return model
+
+
+# -- a model that was in memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_model_that_was_in_memory(form: str, has_checkpoint: bool, tmp_path: Path) -> None:
+    """The same answers at any cache size; its own experts come back bit by bit."""
+    model = load_stock(checkpoint("qwen2_moe"))
+    if not has_checkpoint:
+        model.config._name_or_path = ""
+    own = greedy(model, PROMPTS["one"])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    answers = []
+    for cache in ("100%", "30%"):
+        promoe.patch(model, store="disk", experts=form, cache=cache, config=config(spool_folder=tmp_path))
+        assert not list(tmp_path.iterdir())  # nobody else can change the files
+        answers.append(greedy(model, PROMPTS["one"]))
+        assert formats_in(model.promoe.runtime.engine.store.layouts)
+        check_integrity(model)
+        promoe.unpatch(model)
+    answers[1].assert_equals(answers[0])
+    assert not torch.equal(answers[0].logits[0], own.logits[0])
+    greedy(model, PROMPTS["one"]).assert_equals(own)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"experts": "int5", "store": "disk"}, r"must be \"auto\" or one of int8, int4, int3, int2. Got 'int5'"),
+        ({"experts": "packed", "store": "disk"}, r"must be \"auto\" or one of int8"),
+        ({"experts": "int4"}, r'needs store="disk" and device="cpu"'),
+        ({"experts": "int4", "store": "disk", "device": "cuda"}, r'needs store="disk" and device="cpu"'),
+    ],
+)
+def test_what_patch_cannot_quantise(arguments: dict[str, Any], message: str) -> None:
+    model = build("qwen3_moe", dtype=torch.bfloat16, intermediate=64)
+    with pytest.raises(promoe.ConfigError, match=message):
+        promoe.patch(model, **arguments)
+    assert not hasattr(model, "promoe")
+
+
+def test_a_model_without_experts_to_quantise_is_left_alone() -> None:
+    model = build("qwen3_moe", dtype=torch.float32, intermediate=64)
+    with pytest.raises(promoe.UnsupportedModelError, match="needs matrices in bfloat16"):
+        promoe.patch(model, store="disk", experts="int4")
+    assert not hasattr(model, "promoe")
+
+
+def test_a_disk_that_is_too_small_leaves_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second set of files does not fit any more."""
+    sizes = iter([2**40, 1])
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": next(sizes)}))
+    model = load_stock(checkpoint("qwen2_moe"))
+    model.config._name_or_path = ""
+    own = greedy(model, PROMPTS["one"])
+    with pytest.raises(promoe.ConfigError, match=r"experts take .* has only .* free"):
+        promoe.patch(model, store="disk", experts="int4", config=config(spool_folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+    greedy(model, PROMPTS["one"]).assert_equals(own)

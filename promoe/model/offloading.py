@@ -32,6 +32,7 @@ from promoe.model.spool import spool
 from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore, SafetensorsStore, Store
 from promoe.stores.base import read_expert
+from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_files import remedy
 
 logger = logging.getLogger(__name__)
@@ -88,26 +89,42 @@ class Offloaded:
         model: a model in RAM. It is not changed before `guarded`.
         layers: its MoE layers.
         config: the settings.
+        layouts: how an expert of each layer is to lie in its slot. If one is not plain, the experts are also written to
+            files in these formats.
 
     Raises:
         ConfigError: the experts have to be written to files, and cannot be.
         UnsupportedModelError: they are not plain tensors in RAM, or another module shares them.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[MoELayer], config: PromoeConfig, layouts: Sequence[ExpertLayout]
+    ) -> None:
         self._layers = layers
         self._experts = [_ExpertParameter.of(layer, path) for layer in layers for path in layer.paths]
         _check_nobody_else_computes_with(self._experts, model)
-        self._spooled: TemporaryDirectory[str] | None = None
+        self._spooled: list[TemporaryDirectory[str]] = []
         live = HostStore([layer.rows() for layer in layers], config.longest_chunk())
         self._rests = [_rests(layer) for layer in layers]
         try:
             store = _checkpoint(model, layers, live, config.longest_chunk())
             if store is None:
-                store, self._spooled = spool(layers, live, config.spool_folder, config.longest_chunk())
+                store, folder = spool(layers, live, config.spool_folder, config.longest_chunk())
+                self._spooled.append(folder)
+            self.store: SafetensorsStore = store
+            self._plain = store
+            if list(layouts) != list(live.layouts):
+                try:
+                    self.store, folder = spool(
+                        layers, live, config.spool_folder, config.longest_chunk(), layouts, source=store
+                    )
+                except BaseException:
+                    store.close()
+                    self._remove_spooled()
+                    raise
+                self._spooled.append(folder)
         finally:
             live.close()
-        self.store: SafetensorsStore = store
 
     @contextmanager
     def guarded(self, model: nn.Module) -> Iterator[None]:
@@ -141,8 +158,11 @@ class Offloaded:
             raise
         finally:
             # The readers have the files open already. Without names, nobody else can change the files.
-            if self._spooled is not None:
-                self._spooled.cleanup()
+            self._remove_spooled()
+
+    def _remove_spooled(self) -> None:
+        for folder in self._spooled:
+            folder.cleanup()
 
     def restore(self) -> None:
         """Read all experts back into the model's own parameters, or change nothing.
@@ -150,7 +170,7 @@ class Offloaded:
         Raises:
             CheckpointError: the files cannot be read.
         """
-        banks = read_all_experts(self._layers, self.store)
+        banks = read_all_experts(self._layers, self._plain)
         of_layer = {layer.name: bank for layer, bank in zip(self._layers, banks, strict=True)}
         for bank, rests in zip(banks, self._rests, strict=True):
             for path, rest in rests.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from promoe.errors import UnsupportedModelError
-from promoe.experts.kernels.formats import SlotFormat, formats_of
+from promoe.experts.kernels.formats import Formats, SlotFormat, formats_of
 from promoe.experts.kernels.quantized import Quantized
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
@@ -56,13 +56,7 @@ def write_quantized(
         ConfigError: there is too little disk space, or the folder cannot be written.
         CheckpointError: an expert cannot be read, or has NaN or infinity.
     """
-    formats = formats_of(layers, slot_format)
-    if not any(formats.values()):
-        raise UnsupportedModelError(
-            f"No expert of this model can be kept in {slot_format.name}. That needs matrices in bfloat16 "
-            "(dtype=torch.bfloat16, --dtype bfloat16) whose sizes are multiples of 64 and of the group, and experts that "
-            f"Transformers' own kernels compute. Found {properties(layers)}. Run the model with its experts as they are."
-        )
+    formats = quantizable(layers, slot_format)
     _warn_twice(layers, store)
     squares: dict[str, list[float]] = {}
 
@@ -90,6 +84,22 @@ def write_quantized(
             }
         ),
     )
+
+
+def quantizable(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
+    """Return the matrices that can be kept in a quantised format.
+
+    Raises:
+        UnsupportedModelError: there are none.
+    """
+    formats = formats_of(layers, slot_format)
+    if not any(formats.values()):
+        raise UnsupportedModelError(
+            f"No expert of this model can be kept in {slot_format.name}. That needs matrices in bfloat16 "
+            "(dtype=torch.bfloat16, --dtype bfloat16) whose sizes are multiples of 64 and of the group, and experts that "
+            f"Transformers' own kernels compute. Found {properties(layers)}. Run the model with its experts as they are."
+        )
+    return formats
 
 
 def _warn_twice(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:

@@ -27,7 +27,7 @@ from promoe.experts.moe_layers import MoELayer
 from promoe.files import read_json
 from promoe.model.file_tensors import Progress
 from promoe.scheduler import ExpertKey
-from promoe.stores.base import read_expert
+from promoe.stores.base import Store, read_expert
 from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -98,7 +98,7 @@ def write_slots(
             _write_whole(_part(folder), index)
         for layer, layout, path, done_bytes in zip(layers, layouts, paths, accumulate(sizes), strict=True):
             if not path.is_file():
-                write_layer(path, _header(layer, layout, digest), _slots(layer, layout, store, encode))
+                write_layer(path, _header(layer, layout, digest), slots_of(layer, layout, store, encode))
             if progress is not None:
                 progress(done_bytes, sum(sizes))
         _write_whole(folder / INDEX, index)
@@ -305,7 +305,7 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
         )
 
 
-def _slots(layer: MoELayer, layout: ExpertLayout, store: SafetensorsStore, encode: Encode) -> Iterator[bytearray]:
+def slots_of(layer: MoELayer, layout: ExpertLayout, store: Store, encode: Encode) -> Iterator[bytearray]:
     """Yield each expert of a layer as it lies in a slot of `layout`; the next one overwrites it."""
     plain, slot = bytearray(layer.layout.slot_bytes), bytearray(layout.slot_bytes)
     for expert_idx in range(layer.num_experts):
@@ -321,7 +321,7 @@ def _slots(layer: MoELayer, layout: ExpertLayout, store: SafetensorsStore, encod
         yield slot
 
 
-def _read(store: SafetensorsStore, key: ExpertKey, slot: bytearray) -> None:
+def _read(store: Store, key: ExpertKey, slot: bytearray) -> None:
     try:
         read_expert(store, key, memoryview(slot))
     except OSError as error:

@@ -1,21 +1,25 @@
-"""Write the experts of a model in RAM to temporary files, for `promoe.patch(model, store="disk")`."""
+"""Write the experts of a model in RAM to temporary files, plain or quantised, for `promoe.patch(model, store="disk")`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+
 from promoe.errors import ConfigError
 from promoe.experts.moe_layers import MoELayer
-from promoe.scheduler import ExpertKey
+from promoe.model.slot_folders import slots_of
 from promoe.stores import HostStore
-from promoe.stores.base import read_expert
+from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
+from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.stores.slot_format import MatrixFormat
 from promoe.transfer.control_groups import PROC
 from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
@@ -28,7 +32,12 @@ class SpooledStore(SlotFilesStore):
 
 
 def spool(
-    layers: Sequence[MoELayer], live: HostStore, parent: str | os.PathLike[str] | None, chunk_bytes: int
+    layers: Sequence[MoELayer],
+    live: HostStore,
+    parent: str | os.PathLike[str] | None,
+    chunk_bytes: int,
+    layouts: Sequence[ExpertLayout] | None = None,
+    source: SafetensorsStore | None = None,
 ) -> tuple[SpooledStore, TemporaryDirectory[str]]:
     """Write all experts to a new folder.
 
@@ -37,6 +46,8 @@ def spool(
         live: a store of their experts in RAM.
         parent: the folder to make the new one in. None: the system's folder for temporary files.
         chunk_bytes: longest chunk of the store.
+        layouts: how an expert of each layer lies in its slot; None: plain.
+        source: a store of the same experts that the new one is to own; None: there is none.
 
     Returns:
         A store over the files, and the new folder. The folder is removed when that object is deleted, at the latest;
@@ -46,17 +57,19 @@ def spool(
         ConfigError: there is too little space, the folder is in RAM, or it cannot be written. No files are left behind.
     """
     place = Path(tempfile.gettempdir() if parent is None else parent)
-    nbytes = sum(layer.num_experts * layer.layout.slot_bytes for layer in layers)
+    layouts = live.layouts if layouts is None else layouts
+    nbytes = sum(layer.num_experts * layout.slot_bytes for layer, layout in zip(layers, layouts, strict=True))
     folder: TemporaryDirectory[str] | None = None
     try:
         _check_place(place, nbytes)
         folder = TemporaryDirectory(prefix="promoe-spool-", dir=place, ignore_cleanup_errors=True)
         paths = [layer_path(Path(folder.name), layer.layer_idx) for layer in layers]
-        for layer, path in zip(layers, paths, strict=True):
-            write_layer(path, header_of({"layer": layer.name}, layer.num_experts, layer.layout), _slots(layer, live))
+        for layer, layout, path in zip(layers, layouts, paths, strict=True):
+            header = header_of({"layer": layer.name}, layer.num_experts, layout)
+            write_layer(path, header, slots_of(layer, layout, live, _pack))
         drop_files(paths)  # otherwise the page cache keeps what was written, as much as all experts
         files = SafetensorsFiles.open(paths)
-        return SpooledStore(files, live.layouts, live.num_experts, chunk_bytes), folder
+        return SpooledStore(files, layouts, live.num_experts, chunk_bytes, source), folder
     except BaseException as error:
         if folder is not None:
             folder.cleanup()
@@ -68,11 +81,8 @@ def spool(
         raise
 
 
-def _slots(layer: MoELayer, live: HostStore) -> Iterator[bytearray]:
-    slot = bytearray(layer.layout.slot_bytes)
-    for expert_idx in range(layer.num_experts):
-        read_expert(live, ExpertKey(layer.layer_idx, expert_idx), memoryview(slot))
-        yield slot
+def _pack(layer: MoELayer, name: str, matrix: torch.Tensor, matrix_format: MatrixFormat) -> torch.Tensor:
+    return matrix_format.pack(matrix)
 
 
 def _check_place(place: Path, nbytes: int) -> None:

@@ -14,12 +14,14 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import PatchStateError, UnsupportedModelError
+from promoe.experts.kernels.formats import SlotFormat, formats_in
 from promoe.experts.moe_layers import MoELayer, check_module, find_moe_layers
 from promoe.model import attach
 from promoe.model.file_tensors import Progress
 from promoe.model.offloading import Offloaded
 from promoe.model.opening import OpenedModel
 from promoe.model.passes import check_idle
+from promoe.model.quantizing import quantizable
 from promoe.model.restoring import load_all_experts
 from promoe.model.slot_folders import ExpertsChoice, open_experts
 from promoe.runtime.checking import Checked
@@ -76,7 +78,22 @@ class Found:
 
 
 class FoundForDisk(Found):
-    """A model whose experts are to be moved from its tensors to files."""
+    """A model whose experts are to be moved from its tensors to files.
+
+    Args:
+        model: the model.
+        layers: its MoE layers, released.
+        slot_format: the slot format to write them in; None: plain.
+
+    Raises:
+        UnsupportedModelError: none of its experts can be in this format.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[MoELayer], slot_format: SlotFormat | None) -> None:
+        super().__init__(model, layers)
+        if slot_format is not None:
+            formats = quantizable(layers, slot_format)
+            self.layouts = [layer.layout.in_formats(formats[layer.layout]) for layer in layers]
 
     @cached_property
     def freed_bytes(self) -> int:
@@ -86,12 +103,12 @@ class FoundForDisk(Found):
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
         """Return whether the experts stay in RAM, because the cache has room for all of them."""
-        return all_fit and checked.config.bypass and checked.device is None
+        return all_fit and checked.config.bypass and checked.device is None and not formats_in(self.layouts)
 
     @contextmanager
     def serving(self, config: PromoeConfig, on_device: bool) -> Iterator[Served]:
         """Compare the experts with the checkpoint, or write them to files, and free their RAM (see `Offloaded`)."""
-        offloaded = Offloaded(self.model, self.layers, config)
+        offloaded = Offloaded(self.model, self.layers, config, self.layouts)
         with offloaded.guarded(self.model):
             yield Served(offloaded.store, offloaded.restore)
 
@@ -138,12 +155,13 @@ class FoundInFiles(Found):
         self._store.close()
 
 
-def find_in_ram(model: nn.Module, on_disk: bool) -> Found:
+def find_in_ram(model: nn.Module, on_disk: bool, slot_format: SlotFormat | None = None) -> Found:
     """Find the experts of a model in RAM. Changes nothing.
 
     Args:
         model: a model in eval mode, on the CPU.
         on_disk: whether its experts are to be moved to files.
+        slot_format: the slot format of these; None: plain.
 
     Raises:
         ConfigError: `model` is not a torch module.
@@ -155,7 +173,7 @@ def find_in_ram(model: nn.Module, on_disk: bool) -> Found:
     layers = [layer.released() for layer in find_moe_layers(model)]
     check_state(model, layers)
     check_idle(model, layers)
-    return (FoundForDisk if on_disk else Found)(model, layers)
+    return FoundForDisk(model, layers, slot_format) if on_disk else Found(model, layers)
 
 
 def check_unpatched(model: nn.Module) -> None:

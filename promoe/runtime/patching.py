@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from promoe.config import PromoeConfig
-from promoe.errors import ConfigError, PatchStateError
+from promoe.errors import ConfigError, PatchStateError, shown
+from promoe.experts.kernels.formats import FORMATS, SlotFormat
 from promoe.runtime.checking import Arguments, Checked, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import find_in_ram
 from promoe.runtime.handle import Handle
@@ -24,6 +25,7 @@ StoreChoice = Literal["auto", "host", "disk"]
 def patch(
     model: Model,
     *,
+    experts: Literal["auto", "int8", "int4", "int3", "int2"] = "auto",
     cache: CacheSize = "50%",
     predictor: PredictorChoice = "gate",
     store: StoreChoice = "auto",
@@ -37,6 +39,10 @@ def patch(
 
     Args:
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
+        experts: the form of the experts. "auto": as the model has them. "int8", "int4", "int3", "int2": quantised, with
+            `store="disk"`; they are then written to new files in this form (`PromoeConfig.spool_folder`). This changes
+            the output: it is that of the same model with all experts in this form in memory. `unpatch` gives the
+            model its own experts back.
         cache: fast memory for experts (GPU memory if the slots are there): "6GiB", "50%" of the routed experts, a
             number of bytes, or "auto" (all free memory except 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
@@ -66,13 +72,35 @@ def patch(
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto", "host" or "disk". Got {store!r} instead.')
     on_disk = store == "disk"
+    slot_format = _slot_format(experts, on_disk, device)
     checked = check(Arguments(cache, predictor, link, device, config), on_disk)
-    found = find_in_ram(model, on_disk)
+    found = find_in_ram(model, on_disk, slot_format)
     plan = plan_slots(found, checked)
     if not plan.pools and checked.device is None and (why := _why_in_place(checked, on_disk)):
         warnings.warn(why, stacklevel=2)
     serve(found, plan, checked)
     return model
+
+
+def _slot_format(experts: str, on_disk: bool, device: str | torch.device) -> SlotFormat | None:
+    """Return the slot format that was asked for; None: plain.
+
+    Raises:
+        ConfigError: there is no such format, or it cannot be served from where the experts are kept.
+    """
+    if experts == "auto":
+        return None
+    names = [name for name, known in FORMATS.items() if not known.exact]
+    if experts not in names:
+        raise ConfigError(
+            f"The 'experts' argument of patch must be \"auto\" or one of {', '.join(names)}. Got {shown(experts)} instead. (A "
+            "folder is opened by promoe.from_pretrained.)"
+        )
+    if not on_disk or torch.device(device).type != "cpu":
+        raise ConfigError(
+            f'experts="{experts}" needs store="disk" and device="cpu": quantised experts are kept in files and in slots in RAM.'
+        )
+    return FORMATS[experts]
 
 
 def _why_in_place(checked: Checked, on_disk: bool) -> str | None:
