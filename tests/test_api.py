@@ -102,6 +102,7 @@ def keywords(function: Any) -> dict[str, Any]:
 
 def test_patch_signature() -> None:
     assert keywords(promoe.patch) == {
+        "experts": "auto",
         "cache": "50%",
         "predictor": "gate",
         "store": "auto",

@@ -193,12 +193,13 @@ def test_without_asking_nothing_is_quantised() -> None:
 def test_a_miss_moves_the_forms_bytes() -> None:
     """Bits / 16 of the 16-bit bytes, and two bytes per output or four per group."""
     folder = checkpoint("qwen3_moe")
-    moved = {}
+    moved, described = {}, []
     for form in ("checkpoint", *FORMS):
         model = opened(folder, form, "30%")
         try:
             greedy(model, PROMPTS["one"])
             stats = model.promoe.stats()
+            described.append(stats.store)
             moved[form] = stats.bytes_demand / (stats.evictions + sum(pool.num_slots for pool in model.promoe._pools))
         finally:
             close(model)
@@ -207,6 +208,8 @@ def test_a_miss_moves_the_forms_bytes() -> None:
     assert moved["int8"] == weights + 2 * 3 * 64
     for form, bits in (("int4", 4), ("int3", 3), ("int2", 2)):
         assert moved[form] == weights * bits / 8 + 4 * weights / 32
+    names = [f"SlotFilesStore, int{bits}, {size} bits per weight" for bits, size in ((8, 8.25), (4, 5), (3, 4), (2, 3))]
+    assert described == ["SafetensorsStore", *names]
 
 
 # -- every family -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError
+from promoe.experts.kernels.formats import form_in_words
 from promoe.model.passes import PassState, describe_forwards, threads_in_forward
 from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
@@ -77,7 +78,7 @@ class SlotHandle(Handle):
                 link=engine.link.describe(),
                 policy=self.config.eviction,
                 predictor=f"{self._predictor} (failed)" if self.runtime.predictor_failed else self._predictor,
-                store=type(self._store).__name__,
+                store=_described(self._store),
             )
 
     def reset_stats(self) -> None:
@@ -211,3 +212,8 @@ class SlotHandle(Handle):
 def _since(now: float, before: float) -> float:
     """Return the increase of a counter since it was `before`. If it is lower now, it was reset in between."""
     return now - before if now >= before else now
+
+
+def _described(store: Store) -> str:
+    """Return the kind of a store, and the form of its experts if they are not plain."""
+    return ", ".join(filter(None, (type(store).__name__, form_in_words(store.layouts))))

@@ -171,7 +171,7 @@ def test_a_model_with_packed_experts_goes_too(tmp_path: Path) -> None:
     before = descriptors() if sys.platform == "linux" else []
     for end in ENDS.values():
         model = promoe.from_pretrained(folder, cache="60%")
-        assert model.promoe.stats().store == "SlotFilesStore"
+        assert model.promoe.stats().store == "SlotFilesStore, packed"
         ask(model)
         end(model)
         watched = watch(model)

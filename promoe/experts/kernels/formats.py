@@ -6,6 +6,7 @@ format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.forma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -94,6 +95,16 @@ def read_formats(layer: MoELayer, entries: Any) -> dict[str, MatrixFormat]:
             )
         found[name] = matrix
     return found
+
+
+def form_in_words(layouts: Iterable[ExpertLayout]) -> str:
+    """Return in which form experts with these layouts are: "int4, 4.5 bits per weight", "packed", or "" if all are plain."""
+    matrices = [matrix for layout in layouts for matrix in layout.formats.values()]
+    names = "/".join(sorted({matrix.name for matrix in matrices}))
+    if all(matrix.exact for matrix in matrices):
+        return names
+    bits = 8 * sum(matrix.nbytes for matrix in matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
+    return f"{names}, {bits:.3g} bits per weight"
 
 
 def _matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:
