@@ -21,7 +21,7 @@ from promoe.commands.plan.result import Result
 from promoe.commands.plan.routing import OFTEN, SELDOM, Routing, from_trace, made_up
 from promoe.commands.plan.sizes import ModelSizes, Room, rate_name
 from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn
-from promoe.commands.plan.time_model import LinkSpeed, TimeModel
+from promoe.commands.plan.time_model import ComputeTimes, LinkSpeed, Prediction, TimeModel
 from promoe.commands.plan.verification import verify
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PromoeError
@@ -39,6 +39,8 @@ from promoe.units import format_memory
 
 # Cache rates of the table, beside the largest that fits and the chosen one.
 RATES = (0.125, 0.25, 0.5, 0.75, 1.0)
+# The quantised form that is proposed: the one that most people want.
+FEWER_BITS = "int4"
 # Share of the free memory that made-up experts may take while they are timed.
 STAND_IN_SHARE = 0.25
 
@@ -54,7 +56,7 @@ def run_plan(options: Options, out: TextIO | None = None) -> Result:
     transformers.logging.disable_progress_bar()
     trace = None if options.trace is None else open_trace(options.trace)
     device = open_device(options.device)
-    read = read_model(options.model, options.dtype)
+    read = read_model(options.model, options.dtype, options.experts)
     with ExitStack() as stack:
         if read.store is not None:
             stack.enter_context(closing(read.store))
@@ -73,6 +75,7 @@ class _Plan:
         self.options, self.read, self.sizes, self._device, self._out = options, read, read.sizes, device, out
         self.room = _room(options, read.sizes, device)
         self.largest = self.room.largest_rate(read.sizes)
+        self._formats = formats_in(layer.layout for layer in read.sizes.layers)
         self.found = Result(read.sizes, self.room, options.context)
 
     def run(self, trace: RoutingTrace | None) -> None:
@@ -96,20 +99,29 @@ class _Plan:
             self._print(["", *show.fit_lines(sizes, rates, self.room)])
             return
         found.choice = choice = self._choose(time_model, asked, fitting)
+        found.fewer_bits = self._in_fewer_bits(choice, routings)
         predictions = {one.rate: one for one in (*map(time_model, fitting), choice.prediction)}
         found.predictions = [predictions[rate] for rate in sorted(predictions)]
         self._print(show.measured_lines(time_model, found.links, found.taken))
         self._print(show.routing_lines(routings))
         too_large = [rate for rate in rates if rate not in fitting]
         self._print(["", *show.table_lines(sizes, found.predictions, too_large, choice.prediction)])
-        packing = None
-        if found.packed_compute_s is not None:
-            packing = show.packing_advice(self._pack_command(), sizes, time_model.compute_s, found.packed_compute_s)
-        self._print(["", *show.choice_lines(choice, packing, self._commands(choice))])
+        self._print(["", *show.choice_lines(choice, self._advice(choice, time_model), self._commands(choice))])
         if options.verify:
             some = [rate for rate in fitting if rate in asked] or [rate for rate in fitting if rate < 1][:3] or fitting
             found.verified = verify(time_model, some, options.prompt_tokens, options.new_tokens, self._settings())
             self._print(["", *show.verified_lines(found.verified, time_model.compute_s, self._compute_s())])
+
+    def _advice(self, choice: Choice, time_model: TimeModel) -> dict[str, str | None]:
+        """Return what other forms of the experts would change, by label; None: nothing worth saying."""
+        found, advice = self.found, dict[str, str | None]()
+        if found.packed_compute_s is not None:
+            advice["packing"] = show.packing_advice(
+                self._pack_command(), self.sizes, time_model.compute_s, found.packed_compute_s
+            )
+        if found.fewer_bits is not None:
+            advice["bits"] = show.bits_advice(self.options.model, FEWER_BITS, choice.prediction, found.fewer_bits)
+        return advice
 
     def _fits(self, rate: float) -> bool:
         return self.room.fits(self.sizes.slots(rate))
@@ -140,7 +152,7 @@ class _Plan:
                 }
                 compute = compute.quicker(measure_compute(stand_in, self.options.prompt_tokens))
                 taken = watch.taken()
-                if store is not None:
+                if store is not None and formats_in(store.layouts) == self._formats:
                     links = {mode: fit_overlap(stand_in, store, mode, compute, link) for mode, link in links.items()}
             # Not before: it takes as much memory.
             if store is not None and (formats := packable(self.read.layers, store)):
@@ -155,17 +167,42 @@ class _Plan:
 
     def _stand_in(self, read: ReadModel, formats: Formats | None = None) -> StandIn:
         spare_bytes = int(STAND_IN_SHARE * (self.room.free_bytes or EXPERTS_BYTES))
-        if formats is None:
-            formats = {} if read.store is None else formats_in(read.store.layouts)
+        formats = self._formats if formats is None else formats
         return StandIn(read.model, read.layers, min(EXPERTS_BYTES, spare_bytes), formats)
 
     def _compute_s(self, formats: Formats | None = None) -> float:
         """Return the seconds to compute a token, measured anew, as the model is or with packed experts."""
-        read = read_model(self.options.model, self.options.dtype)  # the stand-in before has taken its blocks
+        compute = self._compute(self._read_anew(self.options.experts), formats, prompt_tokens=1)
+        return TimeModel(self.sizes, compute, self._link_at, ()).compute_s
+
+    def _compute(self, read: ReadModel, formats: Formats | None, prompt_tokens: int) -> ComputeTimes:
+        with closing(self._stand_in(read, formats)) as stand_in:
+            return measure_compute(stand_in, prompt_tokens)
+
+    def _read_anew(self, experts: str) -> ReadModel:
+        """Return the model without its files. A stand-in takes a model's blocks, so each needs a new model."""
+        read = read_model(self.options.model, self.options.dtype, experts)
         if read.store is not None:
             read.store.close()
-        with closing(self._stand_in(read, formats)) as stand_in:
-            return TimeModel(self.sizes, measure_compute(stand_in, 1), self._link_at, ()).compute_s
+        return read
+
+    def _in_fewer_bits(self, choice: Choice, routings: Sequence[Routing]) -> Prediction | None:
+        """Return what quantised experts would give with the memory of the chosen cache.
+
+        None: all experts fit as they are, they are in a slot format already, or they cannot be quantised.
+        """
+        rate = choice.prediction.rate
+        if rate == 1 or self._formats:
+            return None
+        try:
+            read = self._read_anew(FEWER_BITS)
+            compute = self._compute(
+                read, formats_in(layer.layout for layer in read.sizes.layers), self.options.prompt_tokens
+            )
+        except PromoeError:
+            return None
+        share = min(1.0, choice.prediction.slots_bytes / read.sizes.slots_bytes)
+        return TimeModel(read.sizes, compute, lambda _: self._link_at(rate), routings)(share)
 
     def _mode(self, rate: float) -> ProbeMode:
         free_bytes = self.room.free_bytes
@@ -183,6 +220,8 @@ class _Plan:
         """Return the arguments of `from_pretrained` beside the cache."""
         options = self.options
         settings: dict[str, Any] = {} if options.device == "cpu" else {"device": options.device}
+        if options.experts != "auto":
+            settings["experts"] = options.experts
         if options.dtype is not None:
             settings["dtype"] = options.dtype
         if options.read_mode != "auto":
@@ -203,11 +242,12 @@ class _Plan:
             [json.dumps(model), f'cache="{cache}"', *(f"{name}={text}" for name, text in arguments.items())]
         )
         on_device = f" --device {shlex.quote(self.options.device)}" if "device" in arguments else ""
-        shell = f'promoe run {shlex.quote(model)} "PROMPT" --cache {cache}{on_device}'
+        in_form = f" --experts {shlex.quote(self.options.experts)}" if "experts" in arguments else ""
+        shell = f'promoe run {shlex.quote(model)} "PROMPT"{in_form} --cache {cache}{on_device}'
         later = ["once its weights are in that folder, beside config.json:"]
         return [
             *(later if self.read.store is None and os.path.isdir(model) else []),
-            *([] if set(arguments) - {"device"} else [shell]),
+            *([] if set(arguments) - {"device", "experts"} else [shell]),
             f"model = promoe.from_pretrained({python})",
         ]
 

@@ -61,7 +61,7 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
         expert_bytes=tokens[0].experts_bytes // tokens[0].experts_used,
         group_s=_group_cost_s(stand_in),
         how=f"{len(stand_in.blocks)} of {stand_in.num_blocks} blocks, with made-up weights"
-        + (", packed" if stand_in.packed else ""),
+        + (f", {stand_in.form}" if stand_in.form else ""),
     )
 
 

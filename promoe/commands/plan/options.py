@@ -25,6 +25,9 @@ class Options:
     model: str
     """folder of a safetensors checkpoint, or of a config.json alone; or a hub id"""
     _: KW_ONLY
+    experts: str = "auto"
+    """form of the experts: "auto" (as they are, or packed), or "int8" or "int4" (also before `promoe quantize` has written
+    them), or a folder that it wrote"""
     cache: list[str] = field(default_factory=list)
     """cache sizes to look at, as shares of the routed experts, sizes or "auto"; by default 12.5% to 100%"""
     device: str = "cpu"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, init
 from promoe.commands.plan.kv_cache import find_kv_cache
 from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
-from promoe.experts.kernels.formats import formats_in
+from promoe.experts.kernels.formats import FORMATS, SlotFormat, form_in_words
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.model.hub import base_of, is_folder
 from promoe.model.meta_model import as_loaded
@@ -24,10 +25,11 @@ from promoe.model.model_class import class_to_open
 from promoe.model.opening import open_headers
 from promoe.model.opening_checks import prepare_config
 from promoe.model.placement import other_bytes
-from promoe.model.slot_folders import open_experts
+from promoe.model.quantizing import quantizable
+from promoe.model.slot_folders import INDEX, default_folder, open_experts
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import split_at_pages
-from promoe.stores.layout import DEFAULT_CHUNK_BYTES
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore
 
@@ -54,12 +56,13 @@ class ReadModel:
     folder: Path
 
 
-def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
+def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto") -> ReadModel:
     """Read the headers where the files are here (a folder, or a hub id that was downloaded), else config.json.
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id.
         dtype: the dtype that the model is to have; None: the checkpoint's.
+        experts: the form of the experts, as for `promoe.from_pretrained`. A quantised one does not have to be written yet.
 
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
@@ -70,25 +73,45 @@ def read_model(path_or_id: str, dtype: str | None = None) -> ReadModel:
     if folder is None or not _has_weights(folder):
         store = None
         model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)
-        experts = [_assumed_experts(layer, _stored_bits(model)) for layer in layers]
+        found = [_assumed_experts(layer, layer.layout, _stored_bits(model)) for layer in layers]
         found_in = f"config.json alone; {assumed}"
     else:
         opened = open_headers(folder, dtype=dtype)
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
-        store = open_experts(layers, opened.store, "auto", DEFAULT_CHUNK_BYTES)  # as `from_pretrained` does
-        experts = [_stored_experts(layer, store) for layer in layers]
-        packed = ", experts packed" if formats_in(store.layouts) else ""
-        found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}{packed}"
+        written = not _is_quantized(experts) or (default_folder(opened.store, experts) / INDEX).is_file()
+        # As `from_pretrained` does.
+        store = open_experts(layers, opened.store, experts if written else "checkpoint", DEFAULT_CHUNK_BYTES)
+        found = [_stored_experts(layer, store) for layer in layers]
+        form = form_in_words(store.layouts)
+        found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
+        found_in += f", experts {form}" if form else ""
+    if _is_quantized(experts) and not any(one.layout.formats for one in found):
+        found = experts_in(layers, FORMATS[experts])
+        found_in += f", with experts in {form_in_words(one.layout for one in found)}"
     sizes = ModelSizes(
         name=path_or_id,
         model_type=model_type_of(model) or type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
-        layers=tuple(experts),
+        layers=tuple(found),
         other_bytes=other_bytes(model, layers),
         kv=find_kv_cache(model, layers),
         found_in=found_in,
     )
     return ReadModel(sizes, model, layers, store, folder or Path.cwd())
+
+
+def experts_in(layers: Sequence[MoELayer], slot_format: SlotFormat) -> list[ExpertsOfLayer]:
+    """Return what the experts of each layer would be in a quantised format.
+
+    Raises:
+        UnsupportedModelError: none of them can be in it.
+    """
+    formats = quantizable(layers, slot_format)
+    return [_assumed_experts(layer, layer.layout.in_formats(formats[layer.layout]), None) for layer in layers]
+
+
+def _is_quantized(experts: str) -> bool:
+    return experts in FORMATS and not FORMATS[experts].exact
 
 
 def _local_folder(path_or_id: str) -> Path | None:
@@ -145,12 +168,13 @@ def _safe_on_meta() -> AbstractContextManager[object]:
 def _stored_experts(layer: MoELayer, store: SafetensorsStore) -> ExpertsOfLayer:
     chunks = store.chunks(ExpertKey(layer.layer_idx, 0))
     stored = sum(sum(part.nbytes for part in chunk.parts) or chunk.source_nbytes for chunk in chunks)
-    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, store.chunk_bytes(layer.layer_idx))
+    layout, chunk_bytes = store.layouts[layer.layer_idx], store.chunk_bytes(layer.layer_idx)
+    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layout, stored, chunk_bytes)
 
 
-def _assumed_experts(layer: MoELayer, bits: float | None) -> ExpertsOfLayer:
-    """Assume what a checkpoint would have: `bits` per weight of its matrices, or, with None, as many as the model."""
-    tensors = layer.layout.tensors
+def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: float | None) -> ExpertsOfLayer:
+    """Assume what a checkpoint would have: `bits` per weight of its matrices, or, with None, as many as `layout`."""
+    tensors = layout.tensors
     stored = sum(
         tensor.nbytes if bits is None or len(tensor.shape) < 2 else round(math.prod(tensor.shape) * bits / 8)
         for tensor in tensors
@@ -160,7 +184,7 @@ def _assumed_experts(layer: MoELayer, bits: float | None) -> ExpertsOfLayer:
         for tensor in tensors
         for _, nbytes in split_at_pages(tensor.offset_bytes, tensor.nbytes, DEFAULT_CHUNK_BYTES)
     )
-    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layer.layout, stored, chunks)
+    return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layout, stored, chunks)
 
 
 def _stored_bits(model: PreTrainedModel) -> float | None:

@@ -28,6 +28,7 @@ class Result:
         compute: measured; None: it could not be.
         packed_compute_s: seconds of a token with every expert in memory, were they packed; None: they are, or nothing is
             gained by it.
+        fewer_bits: what quantised experts would give with the memory of the chosen cache; None: they are quantised, or all fit.
         links: measured, by how files are read.
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
@@ -40,6 +41,7 @@ class Result:
     context: int
     compute: ComputeTimes | None = None
     packed_compute_s: float | None = None
+    fewer_bits: Prediction | None = None
     links: Mapping[ProbeMode, LinkSpeed] = field(default_factory=dict)
     predictions: Sequence[Prediction] = ()
     choice: Choice | None = None
@@ -68,6 +70,7 @@ class Result:
             "room": {**asdict(room), "reserve_bytes": room.reserve_bytes, "slots_bytes": room.slots_bytes},
             "compute": None if self.compute is None else asdict(self.compute),
             "packed_compute_s": self.packed_compute_s,
+            "fewer_bits": None if self.fewer_bits is None else asdict(self.fewer_bits),
             "links": {mode: asdict(link) for mode, link in self.links.items()},
             "predictions": [asdict(one) for one in self.predictions],
             "choice": None if self.choice is None else asdict(self.choice),

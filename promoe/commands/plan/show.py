@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 
@@ -35,6 +36,8 @@ LABEL = 10
 DRIFT = 0.15
 # Packing is advised if a token takes at most this share of its time with it: less gain is within what times differ by.
 WORTH_PACKING = 0.95
+# The same for quantising, which changes the output.
+WORTH_QUANTIZING = 0.8
 
 
 def entry(label: str, text: str) -> list[str]:
@@ -187,15 +190,15 @@ def _range(one: Prediction, of: Callable[[Speed], float], write: Callable[[float
     return "-".join(dict.fromkeys(ends))
 
 
-def choice_lines(choice: Choice, packing: str | None, commands: Sequence[str]) -> list[str]:
-    """Say what to do, what limits it, what packing the experts would change, and what to copy."""
+def choice_lines(choice: Choice, advice: Mapping[str, str | None], commands: Sequence[str]) -> list[str]:
+    """Say what to do, what limits it, what other forms of the experts would change (by label), and what to copy."""
     found = choice.prediction
     speed = _range(found, lambda speed: speed.tokens_per_s, format_number)
     said = f"cache {rate_name(found.rate)} ({format_memory(found.slots_bytes)}), {choice.reason}: {speed} tokens/s"
     return [
         *entry("choice" if choice.reached else "at best", said),
         *entry("limit", choice.limit),
-        *(entry("packing", packing) if packing else ()),
+        *(line for label, text in advice.items() if text for line in entry(label, text)),
         "",
         *(f"  {line}" for line in commands),
     ]
@@ -209,6 +212,20 @@ def packing_advice(command: str, sizes: ModelSizes, compute_s: float, packed_s: 
         f"with its experts packed for this processor, a token takes {format_seconds(packed_s)} where it now takes "
         f"{format_seconds(compute_s)} with every expert in memory (measured). `{command}` does that once, and takes "
         f"{format_memory(sizes.expert_bytes)} of disk; output stays identical."
+    )
+
+
+def bits_advice(model: str, form: str, chosen: Prediction, quantized: Prediction) -> str | None:
+    """Advise to quantise the experts if a token then takes clearly less time in the same memory; else return None."""
+    before_s, after_s = chosen.slowest.tpot_s, quantized.slowest.tpot_s
+    if not after_s <= WORTH_QUANTIZING * before_s:
+        return None
+    share = "all experts" if quantized.rate == 1 else f"{format_share(quantized.rate)} of the experts"
+    return (
+        f"in {form}, {format_memory(quantized.slots_bytes)} of slots hold {share}, and a token takes "
+        f"{format_seconds(after_s)} where it now takes {format_seconds(before_s)} (predicted), "
+        f"{format_times(before_s / after_s)} as fast. Output changes: write them with `promoe quantize {shlex.quote(model)} "
+        f"--bits {form[3:]}`, and let `promoe quality` say by how much."
     )
 
 

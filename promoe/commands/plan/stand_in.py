@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from promoe.errors import UnsupportedModelError
 from promoe.experts.adapters.base import get_tensor
-from promoe.experts.kernels.formats import Formats
+from promoe.experts.kernels.formats import Formats, form_in_words
 from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.routed_ids import chosen_experts
@@ -72,7 +72,7 @@ class StandIn:
         blocks: the blocks that are kept.
         num_blocks: blocks of the whole model.
         num_layers: MoE layers of the whole model.
-        packed: whether experts are packed.
+        form: the form of the experts, in words; empty: plain.
         layer_s: least seconds that everything but experts took for each MoE layer here and one token.
         pause_s: seconds of sleep before each expert, which is then run by itself; None: all are run at once.
 
@@ -99,7 +99,7 @@ class StandIn:
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})
         self._pools = _filled_pools(self.layers, experts_bytes, formats)
-        self.packed = any(formats.get(layer.layout) for layer in self.layers)
+        self.form = form_in_words(pool.layout for pool in self._pools.values())
         self.pause_s: float | None = None
         self.layer_s = math.inf
         self._timed = Timed()

@@ -23,6 +23,7 @@ from promoe.commands.pack.command import run_pack
 from promoe.commands.plan import command, verification
 from promoe.commands.plan.command import run_plan
 from promoe.commands.plan.options import Options
+from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.sizes import Room
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES
@@ -85,9 +86,7 @@ def test_packing_is_advised_where_it_makes_tokens_quicker(
     packed_s: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path / "check point", chat=False, hidden=128, intermediate=64)
-    monkeypatch.setattr(
-        command, "measure_compute", lambda found, tokens: times(0.0, packed_s if found.packed else 1e-4)
-    )
+    monkeypatch.setattr(command, "measure_compute", lambda found, tokens: times(0.0, packed_s if found.form else 1e-4))
     result, text = planned(folder, json=tmp_path / "plan.json")
     assert (f"`promoe pack '{folder}'` does that once" in " ".join(text.split())) == said
     assert result.packed_compute_s is not None
@@ -106,8 +105,66 @@ def test_the_command_to_pack_with_has_the_dtype_that_was_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checkpoint(tmp_path / "checkpoint", chat=False, hidden=128, intermediate=64)
-    monkeypatch.setattr(command, "measure_compute", lambda found, tokens: times(0.0, 5e-5 if found.packed else 1e-4))
+    monkeypatch.setattr(command, "measure_compute", lambda found, tokens: times(0.0, 5e-5 if found.form else 1e-4))
     assert f"`promoe pack {folder} --dtype bfloat16`" in " ".join(planned(folder, dtype="bfloat16")[1].split())
+
+
+@pytest.mark.parametrize(("int4_s", "said"), [(1e-4, True), (1e-1, False)])
+def test_fewer_bits_are_advised_where_they_make_tokens_quicker(
+    int4_s: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same memory: more experts are in it, and each comes in a quarter of the time."""
+    folder = write_checkpoint(tmp_path / "check point", chat=False, hidden=128, intermediate=64)
+    monkeypatch.setattr(
+        command, "measure_compute", lambda found, tokens: times(0.0, int4_s if found.form.startswith("int4") else 1e-4)
+    )
+    little_ram(monkeypatch, folder)
+    result, text = planned(folder, json=tmp_path / "plan.json")
+    assert result.choice is not None
+    assert result.fewer_bits is not None
+    assert result.fewer_bits.slots_bytes <= result.choice.prediction.slots_bytes
+    assert result.fewer_bits.slots > 3 * result.choice.prediction.slots
+    words = " ".join(text.split())
+    assert (f"write them with `promoe quantize '{folder}' --bits 4`, and let `promoe quality`" in words) == said
+    assert json.loads((tmp_path / "plan.json").read_text())["fewer_bits"]["slots"] == result.fewer_bits.slots
+
+
+def little_ram(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A machine that has room for a quarter of the experts."""
+    sizes = read_model(str(folder)).sizes
+    free_bytes = sizes.other_bytes + AUTO_RESERVE_BYTES + sizes.slots_bytes // 4
+    monkeypatch.setattr(command, "free_ram_bytes", lambda: free_bytes)
+
+
+def test_no_fewer_bits_are_advised_where_all_fits_or_none_can_be(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = write_checkpoint(tmp_path / "wide", chat=False, hidden=128, intermediate=64)
+    assert planned(wide)[0].fewer_bits is None
+    little_ram(monkeypatch, wide)
+    assert planned(wide, experts="int8")[0].fewer_bits is None
+    little_ram(monkeypatch, folder)
+    assert planned(folder)[0].fewer_bits is None  # its matrices are too small
+
+
+def test_a_form_can_be_planned_before_it_is_written(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", chat=False, hidden=128, intermediate=64)
+    before, text = planned(folder, cache=["50%"], experts="int4")
+    assert "with experts in int4, 4.5 bits per weight" in " ".join(text.split())
+    assert f'promoe run {folder} "PROMPT" --experts int4 --cache 100%' in text
+    assert f'promoe.from_pretrained("{folder}", cache="100%", experts=\'int4\')' in text
+    assert cli.main(["quantize", str(folder)]) == 0
+    after, text = planned(folder, cache=["50%"], experts="int4")
+    assert "safetensors file, experts int4, 4.5 bits per weight" in " ".join(text.split())
+    assert [layer.layout.payload_bytes for layer in before.sizes.layers] == [
+        layer.layout.payload_bytes for layer in after.sizes.layers
+    ]
+    assert before.sizes.stored_bytes == after.sizes.stored_bytes == before.sizes.expert_bytes
+    plain, _ = planned(folder, cache=["50%"])
+    assert before.sizes.expert_bytes < 0.3 * plain.sizes.expert_bytes
+    shutil.copytree(folder, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors", "promoe-*"))
+    config_only, _ = planned(tmp_path / "config", cache=["50%"], experts="int4")
+    assert config_only.sizes.expert_bytes == before.sizes.expert_bytes
 
 
 def test_no_packing_is_advised_where_none_is_possible(folder: Path, tmp_path: Path) -> None:

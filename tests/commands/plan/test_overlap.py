@@ -88,7 +88,7 @@ def test_packed_experts_are_timed_and_served_as_they_will_be(tmp_path: Path, mon
         closing(read.store) as store,
         closing(StandIn(read.model, read.layers, formats=formats_in(store.layouts))) as stand_in,
     ):
-        assert stand_in.packed
+        assert stand_in.form == "packed"
         _, timed = stand_in.run(token_ids(stand_in.model, 1))
         assert len(multiplied) >= 2 * timed.experts_used > 0
         stand_in.layer_s = 1e-4

@@ -22,7 +22,7 @@ def test_nothing_is_wider_than_the_terminal(columns: int, monkeypatch: pytest.Mo
         *show.machine_lines(room, 0.5),
         *show.measured_lines(found, {"direct": link(slowdown=1.5, convert_s=0.001)}, Taken(2, 1.0, 0.1)),
         *show.routing_lines(found.routings),
-        *show.choice_lines(choice, "packed " * 30, []),
+        *show.choice_lines(choice, {"packing": "packed " * 30, "bits": "fewer " * 30}, []),
     ]
     assert max(map(len, lines)) <= max(NARROWEST_TEXT, min(columns, WIDEST_TEXT))
     table = show.table_lines(sizes(), [found(0.25), found(0.5)], [1.0], found(0.5))
