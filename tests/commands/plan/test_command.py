@@ -109,7 +109,7 @@ def test_the_command_to_pack_with_has_the_dtype_that_was_asked_for(
     assert f"`promoe pack {folder} --dtype bfloat16`" in " ".join(planned(folder, dtype="bfloat16")[1].split())
 
 
-@pytest.mark.parametrize(("int4_s", "said"), [(1e-4, True), (1e-1, False)])
+@pytest.mark.parametrize(("int4_s", "said"), [(1e-4, True), (10.0, False)])
 def test_fewer_bits_are_advised_where_they_make_tokens_quicker(
     int4_s: float, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
