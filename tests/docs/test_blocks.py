@@ -33,6 +33,7 @@ PLACEHOLDERS = {"MODEL": "model"}
 SMALLER = {
     "promoe run": "--max-new-tokens 4",
     "promoe report": "",
+    "promoe quantize": "",
     "promoe-train collect": "--data prompts.jsonl --max-tokens 1500",
     "promoe-train fit": "--lookahead 2 --batch-size 128 --trainer.max-epochs 1 --trainer.accelerator cpu",
     "promoe-train evaluate": "--lookahead 1 --cache 25% --policy next_use --replay-tokens 50",
@@ -142,7 +143,7 @@ def test_the_tables_list_nothing_that_is_not_there() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "model")
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "model", hidden=64, intermediate=64)
 
 
 @pytest.fixture
