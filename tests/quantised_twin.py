@@ -47,9 +47,16 @@ def write(folder: Path, family: str, slot_format: str) -> Path:
     return folder
 
 
-@functools.cache
-def twin(family: str, slot_format: str) -> PreTrainedModel:
+def twin(family: str, slot_format: str, implementation: str = "grouped_mm") -> PreTrainedModel:
     """The unmodified model with the expanded matrices of `quantised(family, slot_format)`, which nobody may patch."""
+    model = _twin(family, slot_format)
+    assert not hasattr(model, "promoe"), "the reference must be the unmodified model's"
+    model.set_experts_implementation(implementation)
+    return model
+
+
+@functools.cache
+def _twin(family: str, slot_format: str) -> PreTrainedModel:
     return twin_of(quantised(family, slot_format), slot_format)
 
 
