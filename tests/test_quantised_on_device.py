@@ -22,6 +22,7 @@ from tiny_models import IMPLEMENTATIONS, MOE_FAMILIES, token_ids
 import promoe
 from promoe.errors import ConfigError
 from promoe.experts.kernels import choosing, expanding, int4
+from promoe.experts.kernels.int4 import Int4, Int4Format
 from promoe.experts.kernels.quantized import has_kernel
 from promoe.runtime import checking
 from promoe.stores.layout import ExpertLayout
@@ -174,7 +175,7 @@ def test_a_forgotten_wait_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_for_another_processor_are_for_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = int4.kernel_block()
-    has_kernel(int4.Int4)  # it is tried once, with the block that this processor has
+    has_kernel(Int4)  # it is tried once, with the block that this processor has
     with monkeypatch.context() as patch:
         patch.setattr(int4, "kernel_block", lambda: 64 if own == 32 else 32)
         folder = write(tmp_path / "model", FAMILY, "int4")
@@ -195,6 +196,17 @@ def test_unpatched_the_model_has_the_experts_of_the_checkpoint() -> None:
     greedy(model, PROMPTS["one"]).assert_equals(greedy(load_stock(folder), PROMPTS["one"]))
 
 
+def test_a_model_that_was_in_memory(device: FakeDevice) -> None:
+    """What it is quantised to is what the checkpoint is quantised to."""
+    model = load_stock(quantised(FAMILY, "int4"))
+    own = greedy(model, PROMPTS["one"])
+    promoe.patch(model, experts="int4", store="disk", device="cuda", cache="30%", config=CONFIG)
+    greedy(model, PROMPTS["one"]).assert_equals(greedy(twin(FAMILY, "int4"), PROMPTS["one"]))
+    assert device.copied_bytes % layout_of("int4").payload_bytes == 0
+    promoe.unpatch(model)
+    greedy(model, PROMPTS["one"]).assert_equals(own)
+
+
 def test_without_being_asked_for_nothing_is_quantised() -> None:
     folder = quantised(FAMILY, "int4")
     for experts in ("auto", "checkpoint"):
@@ -202,9 +214,13 @@ def test_without_being_asked_for_nothing_is_quantised() -> None:
             greedy(model, PROMPTS["one"]).assert_equals(greedy(load_stock(folder), PROMPTS["one"]))
 
 
-def test_packed_experts_are_refused() -> None:
+def test_packed_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = quantised(FAMILY, "int4")
     with pytest.raises(ConfigError, match=r"experts='packed' is for slots in RAM.*promoe quantize"):
-        promoe.from_pretrained(quantised(FAMILY, "int4"), experts="packed", device="cuda")
+        promoe.from_pretrained(folder, experts="packed", device="cuda")
+    monkeypatch.setattr(Int4Format, "exact", True)  # as if this folder were of a format for the processor alone
+    with pytest.raises(ConfigError, match=r"promoe-int4 cannot be used: .*'int4', which only a CPU can multiply by"):
+        promoe.from_pretrained(folder, experts=folder / "promoe-int4", device="cuda")
 
 
 def test_what_was_not_written_is_refused() -> None:
