@@ -6,9 +6,9 @@
   force.
 * **Slot decode** (`slot_decode`) computes one token on a device, where `batched_mm` is in force.
 
-On a device, quantised experts are expanded first (`expanding`), and the kernels read the copies as if they were slots.
-
 The last two are used only once they have proved to have the stock kernel's bits (`proofs`).
+
+On a device, quantised experts are expanded first (`expanding`), and kernels read the copies as if they were slots.
 """
 
 from __future__ import annotations
