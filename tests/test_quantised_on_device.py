@@ -124,6 +124,11 @@ def test_ram_and_slots_hold_what_was_quantised(device: FakeDevice) -> None:
         assert before - device.memory_bytes == 7 * slot_bytes
 
 
+def test_bytes_may_be_verified_on_their_way() -> None:
+    with on_device(quantised(FAMILY, "int4"), "int4", config=replace(CONFIG, verify="always")) as model:
+        greedy(model, PROMPTS["one"]).assert_equals(greedy(twin(FAMILY, "int4"), PROMPTS["one"]))
+
+
 def test_slots_may_be_warmed_and_become_more_or_fewer_between_forwards() -> None:
     wanted = greedy(twin(FAMILY, "int4"), PROMPTS["one"])
     with on_device(quantised(FAMILY, "int4"), "int4", predictor="gate") as model:

@@ -117,6 +117,19 @@ def test_the_host_reads_nothing(make: Callable[[bool], Quantized]) -> None:
     assert torch.equal(found.stacks["up"].as_subclass(torch.Tensor), expanded(rows, CPU).stacks["up"])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("make", FORMATS)
+def test_everything_is_done_where_the_bytes_are(make: Callable[[bool], Quantized], transposed: bool) -> None:
+    """The meta device stands for any other: torch refuses to compute with tensors of two devices."""
+    matrix_format = make(transposed)
+    found = matrix_format.dense(
+        matrix_format.parts(torch.empty((3, matrix_format.nbytes), dtype=torch.uint8).to("meta"))
+    )
+    assert found.is_meta
+    assert found.shape == (3, *SHAPE)
+    assert found.is_contiguous()
+
+
 def test_groups_are_split_into_what_can_be_expanded_at_once() -> None:
     pool = pool_of(FORMATS[0](False), 5, FakeDevice())
     plain = SlotRows({1: {}, 2: {}, 3: {}}, {1: 1, 2: 2, 3: 3}, {})
