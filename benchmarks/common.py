@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from transformers import PreTrainedModel
 
 import promoe
 from promoe.commands.bench.example import find_example
+from promoe.experts.kernels.formats import FORMATS
+from promoe.model.opening import open_headers
+from promoe.model.quantizing import write_quantized
+from promoe.model.slot_folders import INDEX, default_folder
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.units import aligned
 
@@ -41,6 +46,15 @@ def make_parser(description: str | None, script: str) -> argparse.ArgumentParser
 def widened_demo(width: int = WIDTH, out: Path = OUT) -> Path:
     """Return the folder of the demo model with experts `width` times as wide; write it if it is not in `out` yet."""
     return find_example().widened(out, width, DTYPE)
+
+
+def in_form(checkpoint: Path, form: str) -> None:
+    """Write a checkpoint's experts in a slot format beside it (`promoe quantize`), unless they are there already."""
+    opened = open_headers(checkpoint)
+    with closing(opened.store) as store:
+        folder = default_folder(store, form)
+        if not (folder / INDEX).is_file():
+            write_quantized(opened.layers, store, folder, FORMATS[form])
 
 
 def heldout_prompts(count: int) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """RAM to GPU: the tests that need a GPU, then systems beside each other at several cache sizes. Takes at most 8 minutes.
 
     python benchmarks/gpu.py [--cache 12.5% 25% 50% 75% 100%] [--pairs 3] [--new-tokens 32] [--repeat 208] [--minutes 8]
-        [--no-tests] [--implementation grouped_mm] [--folder promoe-out] [--json FILE]
+        [--no-tests] [--implementation grouped_mm] [--forms int8 int4] [--form-cache 25%] [--folder promoe-out]
+        [--json FILE]
 
 Prints the bandwidth of pinned copies, how long ids take to the host, and a table per cache size: milliseconds for a
 prompt of 512 tokens and per token, relative to everything on the GPU and to the bound, hits, bytes, and how many
@@ -16,6 +17,10 @@ and the script says so.
 `accelerate cpu_offload` brings every layer's weights when it runs. `streamed layers` is the same idea at its best: the
 next layer's experts are copied while this one computes. Both bring all experts whatever the cache, and are measured
 once, over `WHOLE_TOKENS` tokens; accelerate copies from pinned memory, too.
+
+The last table compares experts in fewer bits (`--forms`) with 16 bits, in slots of the same bytes (`--form-cache`).
+They are expanded on the GPU for each call. All of them are read from files and then kept in pinned RAM. In fewer bits
+the answers are those of another model, so few have the same tokens, and `bound` is for the routing in 16 bits.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ from typing import Any
 
 import torch
 import transformers
-from common import DTYPE, OUT, heldout_prompts, make_parser, print_table, save, widened_demo
+from common import DTYPE, OUT, heldout_prompts, in_form, make_parser, print_table, save, widened_demo
+from streamed_layers import StreamedLayers
 from torch import nn
 
 import promoe
@@ -46,17 +52,20 @@ from promoe.commands.lower_bound import missed_by_answer
 from promoe.commands.measure import REPETITION_PENALTY, Generation, generate, tpots_s, ttfts_s
 from promoe.experts.adapters.base import set_tensor
 from promoe.model.placement import place
+from promoe.runtime.sizes import plan_pools
 from promoe.stats.routing import RoutedPass, RoutingRecorder
-from promoe.transfer.devices import Device, Event, open_device
+from promoe.transfer.devices import Device, open_device
 from promoe.units import format_megabytes, format_ms, format_percent, format_times, ratio
 
 MIB = 2**20
 LONG_TOKENS = 512
 RESIDENT, OFFLOAD, STREAMED = "all on the GPU", "accelerate cpu_offload", "streamed layers"
 BYPASS, IN_SLOTS = "promoe, defaults", "promoe, slots for all"
+IN_FILES = "16 bits, from files"
 PROBE_BYTES, PROBES, ID_PROBES = 64 * MIB, 20, 200
 WHOLE_TOKENS = 8
 TESTS_S = 150.0  # at most
+FORMS_S = 120.0  # to quantise the experts twice on the CPU, and to measure
 Run = Callable[[Any, Any], Generation]
 
 
@@ -87,68 +96,6 @@ def sharing_experts(model: Any) -> Any:
     """Return a copy of a model that has the very same expert tensors."""
     layers = promoe.find_moe_layers(model)
     return copy.deepcopy(model, {id(tensor): tensor for layer in layers for tensor in layer.parameters()})
-
-
-class StreamedLayers:
-    """A model's experts in pinned memory, a whole layer at a time, the next one copied while this one computes.
-
-    Args:
-        model: with experts in RAM and everything else on the device; all MoE layers alike.
-        device: that computes.
-    """
-
-    def __init__(self, model: nn.Module, device: Device) -> None:
-        self._device, self._queue = device, device.new_queue()
-        self._parameters = [layer.parameters() for layer in promoe.find_moe_layers(model)]
-        self._pinned = device.pin([tensor for layer in self._parameters for tensor in layer])
-        self._at_home = [[parameter.data for parameter in layer] for layer in self._parameters]
-        nbytes = sum(tensor.nbytes for tensor in self._at_home[0])
-        self._buffers = [device.allocate(nbytes) for _ in range(2)]
-        self._arrived: list[Event | None] = [None] * len(self._parameters)
-        self._read: list[Event | None] = [None, None]
-        self._hooks = ExitStack()
-        for idx, layer in enumerate(promoe.find_moe_layers(model)):
-            self._hooks.callback(layer.experts.register_forward_pre_hook(self._before(idx)).remove)
-            self._hooks.callback(layer.experts.register_forward_hook(self._after(idx)).remove)
-
-    def close(self) -> None:
-        """Use the experts where they lie again."""
-        self._hooks.close()
-        self._queue.mark().wait_on_host()
-        self._pinned.undo()
-
-    def _fetch(self, idx: int) -> None:
-        if (read := self._read[idx % 2]) is not None:
-            self._queue.wait(read)
-        sources = [own.view(-1).view(torch.uint8) for own in self._at_home[idx]]
-        self._queue.copy_all(list(zip(self._parts(idx), sources, strict=True)))
-        self._arrived[idx] = self._queue.mark()
-
-    def _parts(self, idx: int) -> Sequence[torch.Tensor]:
-        return self._buffers[idx % 2].split([tensor.nbytes for tensor in self._at_home[idx]])
-
-    def _before(self, idx: int) -> Callable[..., None]:
-        def before(*args: Any) -> None:
-            if self._arrived[idx] is None:
-                self._fetch(idx)
-            arrived, self._arrived[idx] = self._arrived[idx], None
-            assert arrived is not None
-            self._device.current().wait(arrived)
-            for parameter, part in zip(self._parameters[idx], self._parts(idx), strict=True):
-                parameter.data = part.view(parameter.dtype).view(parameter.shape)
-            following = (idx + 1) % len(self._parameters)
-            if following % 2 != idx % 2 and self._arrived[following] is None:
-                self._fetch(following)
-
-        return before
-
-    def _after(self, idx: int) -> Callable[..., None]:
-        def after(*args: Any) -> None:
-            self._read[idx % 2] = self._device.current().mark()
-            for parameter, own in zip(self._parameters[idx], self._at_home[idx], strict=True):
-                parameter.data = own
-
-        return after
 
 
 def with_own_experts(model: Any) -> Any:
@@ -189,6 +136,22 @@ def patched_models(base: Any, cache: str, predictor: Path | None) -> Iterator[di
             model = found[system.name] = with_own_experts(sharing_experts(base))
             promoe.patch(model, device="cuda", cache=cache, predictor=system.predictor, config=system.config)
             close.callback(promoe.unpatch, model)
+        yield found
+
+
+@contextmanager
+def models_in_forms(
+    checkpoint: Path, forms: Sequence[str], cache_bytes: int, implementation: str
+) -> Iterator[dict[str, Any]]:
+    """Open a checkpoint with its experts in files in 16 bits, then in each form, with slots of `cache_bytes`."""
+    found: dict[str, Any] = {}
+    with ExitStack() as close:
+        for name, experts in {IN_FILES: "checkpoint", **{f"{form}, expanded": form for form in forms}}.items():
+            if experts != "checkpoint":
+                in_form(checkpoint, experts)
+            model = found[name] = promoe.from_pretrained(checkpoint, experts=experts, device="cuda", cache=cache_bytes)
+            close.callback(model.promoe.close)  # type: ignore[union-attr]
+            model.set_experts_implementation(implementation)
         yield found
 
 
@@ -248,6 +211,15 @@ class Bench:
         prompts = [self.prompts[0], self.prompts[-1]]
         with whole_models(self.base, self.device, with_offload) as systems:
             return self._compare("no cache", {RESIDENT: self.resident, **systems}, run, prompts)
+
+    def in_forms(self, checkpoint: Path, forms: Sequence[str], cache: str) -> list[dict[str, Any]]:
+        """Measure experts in fewer bits beside 16 bits, with slots of the same bytes."""
+        layers = promoe.find_moe_layers(self.base)
+        plans = plan_pools(cache, [layer.layout for layer in layers], [layer.num_experts for layer in layers])
+        cache_bytes = sum(plan.nbytes for plan in plans)
+        with models_in_forms(checkpoint, forms, cache_bytes, layers[0].implementation) as systems:
+            title = f"cache {cache} of the bytes in 16 bits"
+            return self._compare(title, {RESIDENT: self.resident, **systems}, self.run, self.prompts)
 
     def _compare(self, title: str, models: dict[str, Any], run: Run, prompts: list[Any]) -> list[dict[str, Any]]:
         for model in models.values():
@@ -368,6 +340,8 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=208)
     parser.add_argument("--implementation", default="grouped_mm")
+    parser.add_argument("--forms", nargs="*", default=["int8", "int4"])
+    parser.add_argument("--form-cache", default="25%")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--folder", type=Path, default=OUT, help="for the model, 6.6 GB")
@@ -397,6 +371,8 @@ def main() -> int:
         except (RuntimeError, ValueError, TypeError, AttributeError) as error:
             print(f"no cache: left out, {error!r}")
         rows += sweep(bench, options.cache, find_example().predictor, clock)
+        if options.forms and clock.allows("experts in fewer bits", FORMS_S):
+            rows += bench.in_forms(checkpoint, options.forms, options.form_cache)
     about = {"device": device.name, "torch": torch.__version__, "bandwidth_bytes_per_s": bandwidth}
     save(options.json, about | {"id_latency_s": latency_s, "demo": rows})
     return failed

@@ -180,6 +180,13 @@ def record(
     model = stock(family, dtype)
     assert not hasattr(model, "promoe"), "the reference must be the unmodified model's"
     model.set_experts_implementation(implementation)
+    return watched(model, PROMPTS[prompt])
+
+
+def watched(
+    model: PreTrainedModel, prompt: dict[str, torch.Tensor]
+) -> tuple[Outputs, tuple[tuple[int, tuple[int, ...]], ...]]:
+    """What an unpatched model answers, and the visits as in `record`."""
     visits: list[tuple[int, tuple[int, ...]]] = []
 
     def tap(layer_idx: int) -> Callable[..., None]:
@@ -193,7 +200,7 @@ def record(
 
     hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in promoe.find_moe_layers(model)]
     try:
-        return greedy(model, PROMPTS[prompt]), tuple(visits)
+        return greedy(model, prompt), tuple(visits)
     finally:
         for hook in hooks:
             hook.remove()

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.name != "common.py")
+SHARED = ("common", "streamed_layers")  # what scripts import
+SCRIPTS = sorted(path for path in FOLDER.glob("*.py") if path.stem not in SHARED)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from quantised_twin import quantised
+from served import load_stock
 from tiny_models import build
 
 import promoe
@@ -99,6 +101,27 @@ def test_systems_beside_each_other(
         assert ("bound_s" in row) == (row["system"] in (*patched, gpu.IN_SLOTS))
     assert not hasattr(base, "promoe")
     assert device.pinned == []
+
+
+def test_experts_in_fewer_bits_beside_16_bits(
+    gpu: ModuleType, device: FakeDevice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantised("qwen2_moe", "int4")
+    base, run = load_stock(folder), gpu.answering(NEW_TOKENS)
+    layers = promoe.find_moe_layers(base)
+    cache_bytes = 24 * layers[0].layout.slot_bytes // 2
+    with gpu.models_in_forms(folder, ["int4"], cache_bytes, "grouped_mm") as models:
+        stats = {name: model.promoe.stats() for name, model in models.items()}
+    assert [stats[name].cache_slots for name in (gpu.IN_FILES, "int4, expanded")] == [12, 24]
+    assert all(one.cache_bytes <= cache_bytes for one in stats.values())
+    with gpu.Bench.of(base, random_prompts(32, 32, 20), run, 1e9, device) as bench:
+        rows = bench.in_forms(folder, ["int4"], "25%")
+    printed = capsys.readouterr().out
+    assert "cache 25% of the bytes in 16 bits" in printed
+    assert [row["system"] for row in rows] == [gpu.RESIDENT, gpu.IN_FILES, "int4, expanded"]
+    assert [row["same_answers"] for row in rows[:2]] == [3, 3]
+    assert rows[2]["bytes_per_token"] < rows[1]["bytes_per_token"]
+    assert all(row["bound_s"] > 0 for row in rows[1:])
 
 
 def test_patched_models_share_the_memory_of_experts_and_no_parameter(gpu: ModuleType, device: FakeDevice) -> None:

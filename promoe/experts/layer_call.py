@@ -1,7 +1,8 @@
 """One call of an MoE layer's experts, computed from slots, with the same bits as the unmodified layer.
 
 If every needed expert is ready, one call of the stock kernel over stand-ins computes the whole layer (`run_resident`).
-Otherwise groups of experts are computed as they get ready (`run_groups`), with one row per (token, choice) pair. The
+Otherwise groups of experts are computed as they get ready (`run_groups`), with one row per (token, choice) pair. So are
+quantised experts on a device if there are too many to expand at once (`promoe.experts.kernels.expanding`). The
 rows are combined once, in the order in which the stock kernel adds them. Few rows are always computed this way. The
 rows of a long prompt are, too, in parts: the intermediates of all its experts at once would take more memory than an
 allocator keeps.
@@ -23,10 +24,11 @@ from promoe.errors import UnsupportedModelError
 from promoe.experts.activation import WholeActivation
 from promoe.experts.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.experts.kernels.choosing import Kernels
+from promoe.experts.kernels.expanding import most_expanded, split
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.pairs import FEW_PAIRS, Pairs
 from promoe.experts.scratch import PartSpace
-from promoe.transfer.rows import ExpertRows, FirstRows
+from promoe.transfer.rows import ExpertRows, FirstRows, FormattedRows
 
 Combine = EagerSum | WeightedSum | PlacedRows
 
@@ -105,7 +107,12 @@ class LayerCall:
         Raises:
             AssertionError: an expert in `index` has no rows.
         """
-        return self.run_groups((rows,)) if self._kernels.by_rows else self._whole(rows)
+        in_groups = self._kernels.by_rows or (isinstance(rows, FormattedRows) and len(rows) > self._most_expanded)
+        return self.run_groups((rows,)) if in_groups else self._whole(rows)
+
+    @property
+    def _most_expanded(self) -> int:
+        return most_expanded(self._layer.layout.payload_bytes, self._index.shape[-1])
 
     def _whole(self, rows: ExpertRows) -> torch.Tensor:
         """Compute all experts in one stock call."""
@@ -137,6 +144,8 @@ class LayerCall:
         whole: torch.Tensor | None = None
         if layer.num_ids > layer.num_experts:  # ids that need no weights are ready from the start
             groups = chain(({idle: {} for idle in range(layer.num_experts, layer.num_ids)},), groups)
+        if self._on_host is not None:
+            groups = split(groups, self._most_expanded)
         for rows in groups:
             if isinstance(rows, FirstRows):
                 if begins:

@@ -138,7 +138,11 @@ def _begun(
 
 
 def open_experts(
-    layers: Sequence[MoELayer], store: SafetensorsStore, choice: ExpertsChoice, chunk_bytes: int
+    layers: Sequence[MoELayer],
+    store: SafetensorsStore,
+    choice: ExpertsChoice,
+    chunk_bytes: int,
+    on_device: bool = False,
 ) -> SafetensorsStore:
     """Return a store of the experts of `store` in the form that was chosen. It then owns `store`, or is `store` itself.
 
@@ -147,6 +151,7 @@ def open_experts(
         store: the checkpoint.
         choice: see `promoe.from_pretrained`.
         chunk_bytes: longest chunk.
+        on_device: whether the slots will be on a device (see `read_formats`).
 
     Raises:
         ConfigError: there are no experts in this form that fit this checkpoint, machine and dtype.
@@ -166,7 +171,7 @@ def open_experts(
             "checkpoint), which reads the checkpoint's own files."
         )
     try:
-        return _open_folder(layers, store, folder, chunk_bytes)
+        return _open_folder(layers, store, folder, chunk_bytes, on_device=on_device)
     # Torch raises RuntimeError if there is too little memory.
     except (OSError, ValueError, RuntimeError, CheckpointError) as error:
         raise ConfigError(f'{_cannot(folder, error)} Or open the model with experts="checkpoint".') from error
@@ -192,7 +197,13 @@ def _cannot(folder: Path, error: BaseException) -> str:
 
 
 def _open_folder(
-    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, chunk_bytes: int, exact: bool = False
+    layers: Sequence[MoELayer],
+    store: SafetensorsStore,
+    folder: Path,
+    chunk_bytes: int,
+    *,
+    exact: bool = False,
+    on_device: bool = False,
 ) -> SlotFilesStore:
     """Return a store of the experts in `folder`, which then owns `store`. If `exact`, they must not be quantised.
 
@@ -202,7 +213,7 @@ def _open_folder(
         OSError: they cannot be read.
     """
     index = read_json(folder / INDEX)
-    layouts = _layouts_in(index, layers)
+    layouts = _layouts_in(index, layers, on_device)
     if exact and not all(matrix.exact for layout in layouts for matrix in layout.formats.values()):
         raise ValueError("They are quantised, which experts=FOLDER has to ask for.")
     expected = _index(layers, layouts, store, index["method"])
@@ -221,7 +232,7 @@ def _open_folder(
         raise
 
 
-def _layouts_in(index: Any, layers: Sequence[MoELayer]) -> list[ExpertLayout]:
+def _layouts_in(index: Any, layers: Sequence[MoELayer], on_device: bool = False) -> list[ExpertLayout]:
     """Return the layouts that an index describes.
 
     Raises:
@@ -232,7 +243,10 @@ def _layouts_in(index: Any, layers: Sequence[MoELayer]) -> list[ExpertLayout]:
     entries = index.get("matrices")
     if not isinstance(entries, list) or len(entries) != len(layers):
         raise ValueError(f"They are of {_DIFFERENCES['layers']}.")
-    return [layer.layout.in_formats(read_formats(layer, entry)) for layer, entry in zip(layers, entries, strict=True)]
+    return [
+        layer.layout.in_formats(read_formats(layer, entry, on_device))
+        for layer, entry in zip(layers, entries, strict=True)
+    ]
 
 
 def _layouts(layers: Sequence[MoELayer], formats: Formats) -> list[ExpertLayout]:

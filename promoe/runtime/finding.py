@@ -121,17 +121,23 @@ class FoundInFiles(Found):
         experts: see `from_pretrained`.
         progress: called while experts are read.
         config: the settings.
+        on_device: whether the slots will be on a device.
     """
 
     home = "memory"
 
     def __init__(
-        self, opened: OpenedModel, experts: ExpertsChoice, progress: Progress | None, config: PromoeConfig
+        self,
+        opened: OpenedModel,
+        experts: ExpertsChoice,
+        progress: Progress | None,
+        config: PromoeConfig,
+        on_device: bool = False,
     ) -> None:
         super().__init__(opened.model, [layer.released() for layer in opened.layers])
         self._plain = self._store = opened.store
         self._progress = progress
-        self._store = open_experts(self.layers, opened.store, experts, config.longest_chunk())
+        self._store = open_experts(self.layers, opened.store, experts, config.longest_chunk(), on_device)
         self.layouts, self.num_experts = self._store.layouts, self._store.num_experts
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from promoe.config import PromoeConfig
 from promoe.errors import CheckpointError, ConfigError, shown
+from promoe.experts.kernels.formats import FORMATS
 from promoe.model.file_tensors import Progress
 from promoe.model.opening import open_without_experts
 from promoe.model.slot_folders import ExpertsChoice
@@ -52,7 +53,9 @@ def from_pretrained(
             beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
             quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
             this form in memory. A folder that one of the two commands wrote with `--out`. "checkpoint": never packed.
-            All but "checkpoint" on a CPU only.
+            On a CPU, torch's kernels multiply by the quantised weights. On a device, quantised experts are moved and kept
+            as they are and expanded to bf16 for each call: the output is that of the model with these expanded weights,
+            computed by its own kernels. Packed experts are for a CPU only.
         cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, a number of
             bytes, or "auto" (all free memory except 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
@@ -97,7 +100,8 @@ def from_pretrained(
     )
     close = opened.store.close
     try:
-        found = FoundInFiles(opened, _on(checked.device, experts), progress, checked.config)
+        on_device = checked.device is not None
+        found = FoundInFiles(opened, _on(checked.device, experts), progress, checked.config, on_device)
         close = found.close
         serve(found, plan_slots(found, checked), checked)
     except BaseException as error:
@@ -116,9 +120,9 @@ def _on(device: Device | None, experts: ExpertsChoice) -> ExpertsChoice:
     """
     if device is None:
         return experts
-    if experts not in ("auto", "checkpoint"):
+    if experts in FORMATS and FORMATS[str(experts)].exact:
         raise ConfigError(
             f"experts={shown(str(experts))} is for slots in RAM, but device={str(device.torch_device)!r} was asked for. "
-            "Leave one of the two out."
+            'Leave one of the two out, or use experts that `promoe quantize` wrote (experts="int8" or "int4").'
         )
-    return "checkpoint"
+    return "checkpoint" if experts == "auto" else experts  # "auto" would look for packed experts

@@ -41,8 +41,8 @@ def patch(
         model: a Transformers model with MoE layers, in eval mode, on the CPU.
         experts: the form of the experts. "auto": as the model has them. "int8", "int4", "int3", "int2": quantised, with
             `store="disk"`; they are then written to new files in this form (`PromoeConfig.spool_folder`). This changes
-            the output: it is that of the same model with all experts in this form in memory. `unpatch` gives the
-            model its own experts back.
+            the output: it is that of the same model with all experts in this form in memory; with `device="cuda"`,
+            that of the model whose experts are expanded from it to bf16. `unpatch` gives the model its own experts back.
         cache: fast memory for experts (GPU memory if the slots are there): "6GiB", "50%" of the routed experts, a
             number of bytes, or "auto" (all free memory except 2 GiB).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
@@ -72,7 +72,7 @@ def patch(
     if store not in ("auto", "host", "disk"):
         raise ConfigError(f'The \'store\' argument must be "auto", "host" or "disk". Got {store!r} instead.')
     on_disk = store == "disk"
-    slot_format = _slot_format(experts, on_disk, device)
+    slot_format = _slot_format(experts, on_disk)
     checked = check(Arguments(cache, predictor, link, device, config), on_disk)
     found = find_in_ram(model, on_disk, slot_format)
     plan = plan_slots(found, checked)
@@ -82,7 +82,7 @@ def patch(
     return model
 
 
-def _slot_format(experts: str, on_disk: bool, device: str | torch.device) -> SlotFormat | None:
+def _slot_format(experts: str, on_disk: bool) -> SlotFormat | None:
     """Return the slot format that was asked for; None: plain.
 
     Raises:
@@ -96,10 +96,8 @@ def _slot_format(experts: str, on_disk: bool, device: str | torch.device) -> Slo
             f"The 'experts' argument of patch must be \"auto\" or one of {', '.join(names)}. Got {shown(experts)} instead. (A "
             "folder is opened by promoe.from_pretrained.)"
         )
-    if not on_disk or torch.device(device).type != "cpu":
-        raise ConfigError(
-            f'experts="{experts}" needs store="disk" and device="cpu": quantised experts are kept in files and in slots in RAM.'
-        )
+    if not on_disk:
+        raise ConfigError(f'experts="{experts}" needs store="disk": quantised experts are kept in files and in slots.')
     return FORMATS[experts]
 
 

@@ -14,10 +14,10 @@ import torch
 from promoe.errors import ConfigError
 from promoe.transfer.devices import Device, Event, Queue
 from promoe.transfer.memory import POISON_BYTE, SLOT_ALIGNMENT_BYTES
-from promoe.transfer.rows import SlotRows
+from promoe.transfer.rows import FormattedRows, SlotRows
 
 if TYPE_CHECKING:
-    from promoe.stores.layout import ExpertLayout
+    from promoe.stores.layout import ExpertLayout, TensorSpec
 
 
 class DeviceSlot:
@@ -93,8 +93,8 @@ class DevicePool:
             )
         assert layout.slot_bytes % SLOT_ALIGNMENT_BYTES == 0, layout.slot_bytes
         self.layout = layout
+        self._formats = layout.formats
         self.num_slots = num_slots
-        assert not layout.formats, "kernels of a device read plain tensors"
         self.nbytes = num_slots * layout.slot_bytes
         self._device = device
         self._memory: torch.Tensor | None = device.allocate(self.nbytes)
@@ -112,23 +112,24 @@ class DevicePool:
         return self.slot(idx).memory.data_ptr()
 
     def tensors(self, idx: int) -> Mapping[str, torch.Tensor]:
-        """Return views over slot `idx`, name -> tensor; see `Pool.tensors`."""
+        """Return views over slot `idx`, name -> tensor; see `Pool.tensors`. A matrix in another format is its bytes."""
         cached = self._tensors.get(idx)
         if cached is not None:
             return cached
         return self._tensors.setdefault(idx, self._views(self.slot(idx).memory))
 
-    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> SlotRows:
+    def rows(self, experts: Sequence[int], slots: Sequence[int]) -> SlotRows | FormattedRows:
         """Return expert id -> the tensors of its slot. Kernels for stacks read all slots as one tensor."""
         slot_of = dict(zip(experts, slots, strict=True))
+        if self._formats:
+            return FormattedRows(slot_of, self._stacks, self._formats)
         return SlotRows({expert: self.tensors(slot) for expert, slot in slot_of.items()}, slot_of, self._stacks)
 
     def _views(self, memory: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return an expert's tensors in `memory[..., slot_bytes]`, by name: `[..., *shape]`."""
+        """Return an expert's tensors in `memory[..., slot_bytes]`, by name: `[..., *shape]`, or `[..., nbytes]`."""
         with torch.inference_mode(False):
             return {
-                spec.name: memory[..., spec.offset_bytes : spec.end_bytes].view(spec.dtype).unflatten(-1, spec.shape)
-                for spec in self.layout.tensors
+                spec.name: _view(memory[..., spec.offset_bytes : spec.end_bytes], spec) for spec in self.layout.tensors
             }
 
     def begin_read(self, slots: Sequence[int]) -> None:
@@ -181,3 +182,7 @@ class DevicePool:
             slot.wait_for_reads()
         self._memory, self._tensors, self._stacks = None, {}, {}
         self._slots = []
+
+
+def _view(memory: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    return memory if spec.format is not None else memory.view(spec.dtype).unflatten(-1, spec.shape)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
 
-from promoe.stores.slot_format import SlotMatrix
+from promoe.stores.slot_format import MatrixFormat, SlotMatrix
 
 # One of an expert's tensors: shaped like one row of the model's stack, or a matrix in another format.
 Row: TypeAlias = torch.Tensor | SlotMatrix
@@ -19,8 +19,33 @@ class FirstRows(dict[int, Mapping[str, Row]]):
     """Experts of which only the first tensors have arrived. They come again when all of them have; these may be ignored."""
 
 
+class FormattedRows(dict[int, Mapping[str, Row]]):
+    """Experts in slots of one pool on a device, some of whose matrices are in other formats. Kernels read copies of them.
+
+    Args:
+        slots: expert id -> its slot.
+        stacks: that tensor of every slot by parameter name, `[num_slots, ...]`, or its bytes, `[num_slots, nbytes]`.
+        formats: of the tensors that are bytes, by parameter name.
+    """
+
+    def __init__(
+        self, slots: Mapping[int, int], stacks: Mapping[str, torch.Tensor], formats: Mapping[str, MatrixFormat]
+    ) -> None:
+        super().__init__({expert: {} for expert in slots})  # nothing that a kernel could read by mistake
+        self.slots = slots
+        self.stacks = stacks
+        self.formats = formats
+
+    def split(self, most: int) -> Iterator[FormattedRows]:
+        """Yield these experts in ascending order, up to `most` at a time."""
+        experts = sorted(self)
+        for start in range(0, len(experts), most):
+            part = {expert: self.slots[expert] for expert in experts[start : start + most]}
+            yield FormattedRows(part, self.stacks, self.formats)
+
+
 class SlotRows(dict[int, Mapping[str, torch.Tensor]]):
-    """Expert id -> its tensors by parameter name, all in slots of one pool on a device.
+    """Expert id -> its tensors by parameter name, all in slots of one pool on a device, or in copies of slots.
 
     Args:
         rows: expert id -> its tensors.

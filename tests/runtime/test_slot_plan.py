@@ -68,7 +68,7 @@ def test_experts_that_are_to_leave_ram_stay_where_all_have_room(model: PreTraine
 
 
 def test_experts_in_files_are_loaded_where_all_have_room(opened: OpenedModel) -> None:
-    found = FoundInFiles(opened, None, None, PromoeConfig())
+    found = FoundInFiles(opened, "checkpoint", None, PromoeConfig())
     assert slots(found, checked("25%")) == EXPERTS // 4
     assert slots(found, checked("100%")) == 0
     assert slots(found, checked("100%", bypass=False)) == EXPERTS

@@ -7,6 +7,8 @@
 * **Slot decode** (`slot_decode`) computes one token on a device, where `batched_mm` is in force.
 
 The last two are used only once they have proved to have the stock kernel's bits (`proofs`).
+
+On a device, quantised experts are expanded first (`expanding`), and kernels read the copies as if they were slots.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ import torch
 
 from promoe.experts.activation import depends_on_shape
 from promoe.experts.kernels.bank import CallRows, SlotBank
+from promoe.experts.kernels.expanding import expanded
 from promoe.experts.kernels.row_kernel import RowKernel
 from promoe.experts.kernels.slot_decode import SlotDecode
 from promoe.experts.kernels.slot_windows import MAX_GROUPS, has_grouped_kernel
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.pairs import FEW_PAIRS
 from promoe.transfer.devices import send
-from promoe.transfer.rows import ExpertRows, SlotRows
+from promoe.transfer.rows import ExpertRows, FormattedRows, SlotRows
 
 # `mkldnn_gemm_min_size` of ATen's use_mkldnn_matmul: a batch with more multiplications than this goes to oneDNN.
 BMM_ONEDNN_ELEMENTS = 16**3
@@ -123,6 +126,8 @@ class Kernels:
             ids: the flattened `index` as a list, if the caller has it.
             attributes: attributes that replace those of the experts module.
         """
+        if isinstance(rows, FormattedRows):
+            rows = expanded(rows, hidden.device)
         if ids and isinstance(rows, SlotRows) and self._reads_slots(hidden, rows):
             return self._over_slots(hidden, weights, rows, rows.slots_of(ids), attributes)
         layer = self._layer

@@ -15,6 +15,7 @@ from promoe.experts.kernels.int4 import Int4Format
 from promoe.experts.kernels.int8 import Int8Format
 from promoe.experts.kernels.matrices import SECOND, first_name
 from promoe.experts.kernels.packed import PackedFormat
+from promoe.experts.kernels.quantized import Quantized
 from promoe.experts.moe_layers import MoELayer
 from promoe.stores.layout import ExpertLayout, TensorSpec
 from promoe.stores.slot_format import MatrixFormat
@@ -71,11 +72,16 @@ def _of_layer(layer: MoELayer, slot_format: SlotFormat) -> dict[str, MatrixForma
     return {name: matrix for name, matrix in found.items() if matrix is not None}
 
 
-def read_formats(layer: MoELayer, entries: Any) -> dict[str, MatrixFormat]:
+def read_formats(layer: MoELayer, entries: Any, on_device: bool) -> dict[str, MatrixFormat]:
     """Return the formats of a layer's tensors that a file names: for each, the format's name and signature.
 
+    Args:
+        layer: the layer.
+        entries: what the file says.
+        on_device: whether the slots are on a device, which expands quantised matrices and multiplies by no other format.
+
     Raises:
-        ValueError: a format is unknown, or cannot be read on this machine.
+        ValueError: a format is unknown, or cannot be read on this machine or on a device.
     """
     matrices = {spec.name: (spec, transposed) for spec, transposed in _matrices(layer)}
     found: dict[str, MatrixFormat] = {}
@@ -87,8 +93,10 @@ def read_formats(layer: MoELayer, entries: Any) -> dict[str, MatrixFormat]:
             raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not know.")
         known = FORMATS[slot_format]
         usable = name in matrices and (layer.implementation == IMPLEMENTATION or not known.exact)
+        if on_device and known.exact:
+            raise ValueError(f"They are in the format {slot_format!r}, which only a CPU can multiply by.")
         matrix = known.read(*matrices[name], str(signature)) if usable else None
-        if matrix is None:
+        if matrix is None or not (on_device or _fits_processor(matrix)):
             raise ValueError(
                 f"They are in the format {slot_format!r} of another processor, number of threads, version of torch, model, "
                 f"dtype or experts implementation (found for {name})."
@@ -105,6 +113,10 @@ def form_in_words(layouts: Iterable[ExpertLayout]) -> str:
         return names
     bits = 8 * sum(matrix.nbytes for matrix in matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     return f"{names}, {bits:.3g} bits per weight"
+
+
+def _fits_processor(matrix: MatrixFormat) -> bool:
+    return not isinstance(matrix, Quantized) or matrix.fits_processor
 
 
 def _matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:

@@ -3,6 +3,7 @@
 In a slot: the codes, then scales and zeros `[in / group, out, 2]`, bf16. torch's kernel multiplies by codes of 4 bits. It
 reads them in blocks of outputs, `[out / block, in, block / 2]`: a byte has output j of a block in its low bits, and
 output j + block / 2 in its high bits. The block is 64 with AVX-512 and 32 with AVX2, so files belong to one of the two.
+A device expands either.
 
 3 and 2 bits are for those whose link is the limit. Their codes lie in planes, and are put together for each product:
 
@@ -60,10 +61,14 @@ class Int4(Quantized):
 
     @property
     def is_known(self) -> bool:
-        """Whether this version and processor can read matrices in this format."""
+        """Whether this version can read matrices in this format."""
         numbers = (self.bits in BITS, self.group in GROUPS, self.block in BLOCKS)
-        fits = super().is_known and all(numbers) and self.linear_shape[1] % self.group == 0
-        return fits and kernel_block() in (None, self.block)
+        return super().is_known and all(numbers) and self.linear_shape[1] % self.group == 0
+
+    @property
+    def fits_processor(self) -> bool:
+        """See `Quantized.fits_processor`: the block has to be the kernel's."""
+        return kernel_block() in (None, self.block)
 
     @property
     def nbytes(self) -> int:
@@ -93,16 +98,16 @@ class Int4(Quantized):
         return memory
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the bytes of the codes, and scales and zeros `[in / group, out, 2]`."""
+        """Return the bytes of the codes, and scales and zeros `[..., in / group, out, 2]`."""
         outputs, inputs = self.linear_shape
-        rest = memory[self._code_bytes :].view(torch.bfloat16).view(inputs // self.group, outputs, 2)
-        return memory[: self._code_bytes], rest
+        rest = memory[..., self._code_bytes :].view(torch.bfloat16).unflatten(-1, (inputs // self.group, outputs, 2))
+        return memory[..., : self._code_bytes], rest
 
     def _in_blocks(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return the codes in 4 bits, as torch's kernel reads them, `[out * in / 2]`."""
+        """Return the codes in 4 bits, as torch's kernel reads them, `[..., out * in / 2]`."""
         if self.bits == 4:
             return codes
-        whole = _CODES.of((self.shape[0] * self.shape[1] // 2,), torch.uint8)
+        whole = _CODES.of((*codes.shape[:-1], self.shape[0] * self.shape[1] // 2), torch.uint8, codes.device)
         return _from_planes(codes, self.bits, whole)
 
     def product(self, x: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -117,13 +122,13 @@ class Int4(Quantized):
         codes, scales_and_zeros = parts
         outputs, inputs = self.linear_shape
         blocks, half = outputs // self.block, self.block // 2
-        packed = self._in_blocks(codes).view(blocks, inputs, half)
-        factor = memory.of((inputs, outputs), self.dtype)
-        low, high = factor.view(inputs, blocks, 2, half).unbind(2)
-        low.copy_((packed & 15).view(torch.int8).sub_(MIDDLE).transpose(0, 1))
-        high.copy_((packed >> 4).view(torch.int8).sub_(MIDDLE).transpose(0, 1))
-        by_group = factor.view(-1, self.group, outputs)
-        scales, zeros = (part.contiguous().unsqueeze(1) for part in scales_and_zeros.unbind(2))
+        packed = self._in_blocks(codes).unflatten(-1, (blocks, inputs, half))
+        factor = memory.of((*codes.shape[:-1], inputs, outputs), self.dtype, codes.device)
+        low, high = factor.unflatten(-1, (blocks, 2, half)).unbind(-2)
+        low.copy_((packed & 15).view(torch.int8).sub_(MIDDLE).transpose(-3, -2))
+        high.copy_((packed >> 4).view(torch.int8).sub_(MIDDLE).transpose(-3, -2))
+        by_group = factor.unflatten(-2, (-1, self.group))
+        scales, zeros = (part.contiguous().unsqueeze(-2) for part in scales_and_zeros.unbind(-1))
         torch.addcmul(zeros, by_group, scales, out=by_group)
         return factor
 
@@ -152,7 +157,7 @@ class Int4Format:
         return replace(made, dense_from=dense_from(made)) if made.is_known else None
 
     def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Int4 | None:
-        """Return the format with this signature; None: there is none for such matrices, or for this processor."""
+        """Return the format with this signature, of any processor; None: there is none for such matrices."""
         found = Int4.from_signature(signature, matrix.shape, transposed)
         return found if isinstance(found, Int4) and found.bits == self._bits else None
 
@@ -193,10 +198,12 @@ def _planes(in_blocks: torch.Tensor, bits: int) -> torch.Tensor:
 def _from_planes(planes: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
     """Undo `_planes`: write the codes into `out`, and return it."""
     words, plane = out.view(torch.int64), planes.view(torch.int64)
-    half, quarter = len(words) // 2, len(words) // 4
-    torch.bitwise_and(plane[:half], _LOW_TWO, out=words[:half])
-    torch.bitwise_and(plane[:half] >> 2, _LOW_TWO, out=words[half:])
+    half = words.shape[-1] // 2
+    low_two, lowest = plane[..., :half], plane[..., half:]
+    first, second = words.chunk(2, dim=-1)
+    torch.bitwise_and(low_two, _LOW_TWO, out=first)
+    torch.bitwise_and(low_two >> 2, _LOW_TWO, out=second)
     if bits == 3:
-        for idx in range(4):
-            words[idx * quarter : (idx + 1) * quarter].bitwise_or_(((plane[half:] >> idx) & _LOWEST) << 2)
+        for idx, quarter in enumerate(words.chunk(4, dim=-1)):
+            quarter.bitwise_or_(((lowest >> idx) & _LOWEST) << 2)
     return out

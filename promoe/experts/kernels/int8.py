@@ -57,10 +57,11 @@ class Int8(Quantized):
         return memory
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the codes `[out, in]` and the scales `[out]`."""
+        """Return the codes `[..., out, in]` and the scales `[..., out]`."""
         outputs, inputs = self.linear_shape
         count = outputs * inputs
-        return memory[:count].view(torch.int8).view(outputs, inputs), memory[count:].view(torch.bfloat16)
+        codes = memory[..., :count].view(torch.int8).unflatten(-1, (outputs, inputs))
+        return codes, memory[..., count:].view(torch.bfloat16)
 
     def product(self, x: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """See `Quantized.product`."""
@@ -70,7 +71,7 @@ class Int8(Quantized):
     def expand(self, parts: tuple[torch.Tensor, ...], memory: ThreadMemory) -> torch.Tensor:
         """See `Quantized.expand`. Each weight is rounded once."""
         codes, scales = parts
-        return torch.mul(codes, scales.unsqueeze(1), out=memory.of(codes.shape, self.dtype)).t()
+        return torch.mul(codes, scales.unsqueeze(-1), out=memory.of(codes.shape, self.dtype, codes.device)).mT
 
 
 class Int8Format:

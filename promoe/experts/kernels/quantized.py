@@ -5,8 +5,12 @@ expanded to bf16 first, because bf16 products have their own instructions on man
 bits, so the number of rows that decides (`dense_from`) is part of the format and of its files: the output never depends
 on which experts are in memory.
 
-The reference of a quantised model is the same model with all its experts in slots. It is not the model whose weights
-are expanded to bf16: torch's kernels do not round the weights to bf16 before they multiply.
+On a CPU, the reference of a quantised model is the same model with all its experts in slots. It is not the model whose
+weights are expanded to bf16: torch's kernels do not round the weights to bf16 before they multiply.
+
+On a device, the reference is the model whose weights are expanded to bf16 (`QuantizedMatrix.dense`). Slots hold the
+codes there, too, but the stock kernels multiply by expanded copies (`expanding`). Expanding gives the same bits on every
+device: the product of a code and a scale is exact in fp32, and what is added to it is rounded alike everywhere.
 """
 
 from __future__ import annotations
@@ -83,8 +87,13 @@ class Quantized(ABC):
 
     @property
     def is_known(self) -> bool:
-        """Whether this version and processor can read matrices in this format."""
+        """Whether this version can read matrices in this format."""
         return self.can_hold(self.shape, self.dtype)
+
+    @property
+    def fits_processor(self) -> bool:
+        """Whether this processor can multiply by matrices in this format. A device expands them in any case."""
+        return True
 
     def pack(self, matrix: torch.Tensor) -> torch.Tensor:
         """See `MatrixFormat.pack`. Rounds to nearest."""
@@ -95,6 +104,11 @@ class Quantized(ABC):
         assert memory.dtype == torch.uint8, memory.dtype
         assert memory.numel() == self.nbytes, (memory.shape, self)
         return QuantizedMatrix(self, self.parts(memory))
+
+    def dense(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return a copy of the matrix, expanded to bf16, as the model has it: `[..., *shape]`, on the device of `parts`."""
+        factor = self.expand(parts, _DENSE)
+        return (factor if self.transposed else factor.mT).clone(memory_format=torch.contiguous_format)
 
     def as_linear(self, matrix: torch.Tensor) -> torch.Tensor:
         """Return a view of `matrix`, as the model has it, as `[out, in]`."""
@@ -131,7 +145,7 @@ class Quantized(ABC):
 
     @abstractmethod
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return views of codes, scales and zeros in `memory`, as the methods below take them."""
+        """Return views of codes, scales and zeros in `memory[..., nbytes]`, as `dense` and the methods below take them."""
 
     @abstractmethod
     def product(self, x: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -139,7 +153,10 @@ class Quantized(ABC):
 
     @abstractmethod
     def expand(self, parts: tuple[torch.Tensor, ...], memory: ThreadMemory) -> torch.Tensor:
-        """Return the matrix in bf16 as the right factor `[in, out]`, in `memory`."""
+        """Return the matrix in bf16 as the right factor `[..., in, out]`, in `memory`, on the device of `parts`.
+
+        The bits are the same on every device.
+        """
 
 
 class QuantizedMatrix:
@@ -161,8 +178,7 @@ class QuantizedMatrix:
 
     def dense(self) -> torch.Tensor:
         """Return a copy of the matrix, expanded to bf16, as the model has it."""
-        factor = self.format.expand(self.parts, _DENSE)
-        return (factor if self.format.transposed else factor.t()).clone(memory_format=torch.contiguous_format)
+        return self.format.dense(self.parts)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return `x[P, in]` times the matrix, `[P, out]` (`out`)."""

@@ -239,7 +239,6 @@ def test_a_signature_gives_the_format_back(transposed: bool) -> None:
         {"bits": 3},
         {"group": 48},
         {"block": 16},
-        {"block": next(block for block in BLOCKS if block != BLOCK)},
         {"dense_from": 0},
         {"dense_from": "many"},
         {"shape": None},
@@ -254,11 +253,15 @@ def test_another_signature_is_not_read(change: dict[str, object]) -> None:
     assert Int4Format(4).read(spec(SHAPE), False, "{") is None
 
 
-def test_on_a_processor_without_the_kernel_any_block_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4, "kernel_block", lambda: None)
+@pytest.mark.parametrize("kernel_block", [32, 64, None])
+def test_any_block_is_read_but_may_not_fit_the_processor(
+    kernel_block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int4, "kernel_block", lambda: kernel_block)
     for block in BLOCKS:
         made = Int4(SHAPE, False, None, 4, 64, block)
         assert Int4Format(4).read(spec(SHAPE), False, made.signature) == made
+        assert made.fits_processor == (kernel_block in (None, block))
         assert torch.equal(made.expand(made.parts(made.pack(weights())), ThreadMemory()).t(), formula(made, weights()))
 
 
