@@ -29,11 +29,12 @@ _OF_ADAPTERS = ("lora_", "ia3_", "vera_", "modules_to_save", "trainable_tokens")
 # A config.json with more layers is damaged. Models are built layer by layer before anything is compared with the files.
 MAX_LAYERS = 4096
 # Arguments of from_pretrained that do not work with experts in files, and what to do instead.
+_QUANTISE = 'Use experts="int4" (`promoe quantize`) for the experts. The other weights stay as they are; leave it out.'
 _REFUSED: dict[str, str] = {
     "trust_remote_code": "Only the models of the transformers package are supported; leave it out.",
-    "quantization_config": 'Experts are quantised with experts="int4" (`promoe quantize`), and the other weights stay as they are; leave it out.',
-    "load_in_4bit": 'Experts are quantised with experts="int4" (`promoe quantize`), and the other weights stay as they are; leave it out.',
-    "load_in_8bit": 'Experts are quantised with experts="int4" (`promoe quantize`), and the other weights stay as they are; leave it out.',
+    "quantization_config": _QUANTISE,
+    "load_in_4bit": _QUANTISE,
+    "load_in_8bit": _QUANTISE,
     "gguf_file": "Only safetensors checkpoints are supported; convert it with model.save_pretrained(...) first.",
     "device_map": "Open the model on the CPU; leave it out.",
     "max_memory": "It belongs to device_map; leave it out and set the cache size instead.",

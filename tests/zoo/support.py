@@ -54,7 +54,7 @@ If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU),
 
 | what | what to do |
 |---|---|
-| other quantised checkpoints (AWQ, GPTQ, bitsandbytes, compressed-tensors) | open one in FP8, MXFP4 or unquantised; `promoe quantize` |
+| other quantised checkpoints (AWQ, GPTQ, bitsandbytes, compressed-tensors) | open one in FP8, MXFP4 or BF16, and quantise |
 | `experts="int4"` for a family with a kernel of its own (notes above) | leave `experts` out |
 | `quantization_config` (torchao, bitsandbytes) for the other weights | leave it out: they stay as they are |
 | experts quantised in memory as swizzled MXFP4, megamoe or torchao | use `promoe.from_pretrained`, or dequantise |
