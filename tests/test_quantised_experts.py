@@ -334,9 +334,9 @@ def test_a_model_without_experts_to_quantise_is_left_alone() -> None:
 
 def test_a_disk_that_is_too_small_leaves_the_model_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second set of files does not fit any more."""
+    model = load_stock(checkpoint("qwen2_moe"))
     sizes = iter([2**40, 1])
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": next(sizes)}))
-    model = load_stock(checkpoint("qwen2_moe"))
     model.config._name_or_path = ""
     own = greedy(model, PROMPTS["one"])
     with pytest.raises(promoe.ConfigError, match=r"experts take .* has only .* free"):
