@@ -66,8 +66,8 @@ def write_quantized(
         original = matrix.float()
         error = matrix_format.view(content).dense().float().sub_(original)
         sums = squares.setdefault(layer.name, [0.0, 0.0])
-        sums[0] += float(error.square().sum())
-        sums[1] += float(original.square().sum())
+        sums[0] += float(torch.linalg.vector_norm(error)) ** 2
+        sums[1] += float(torch.linalg.vector_norm(original)) ** 2
         return content
 
     nbytes = write_slots(layers, store, folder, formats, encode, method, progress)

@@ -10,6 +10,7 @@ that codes fit the scales that are stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -118,7 +119,7 @@ METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq}
 
 def _finite(matrix: torch.Tensor) -> torch.Tensor:
     weights = matrix.detach().to(torch.float32)
-    if not bool(weights.isfinite().all()):
+    if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(weights)).tolist()):
         raise CheckpointError(
             f"A matrix {list(matrix.shape)} of an expert has NaN or infinity, which has no code in fewer bits. Run this "
             "model with its experts as they are."
