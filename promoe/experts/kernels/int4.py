@@ -5,7 +5,8 @@ reads them in blocks of outputs, `[out / block, in, block / 2]`: a byte has outp
 output j + block / 2 in its high bits. The block is 64 with AVX-512 and 32 with AVX2, so files belong to one of the two.
 A device expands either.
 
-3 and 2 bits are for those whose link is the limit. Their codes lie in planes, and are put together for each product:
+3 and 2 bits are for those whose link is the limit. Their codes lie in planes. For each product they are put together and
+moved to the middle of 4 bits: 0..7 become 4..11, and 0..3 become 6..9.
 
 * Plane 1 has the low two bits of every code, in bytes half as many as those of 4 bits: the first half of these bytes is
   in bits 0, 1, 4 and 5, the second half in bits 2, 3, 6 and 7.
@@ -21,7 +22,7 @@ import torch
 
 from promoe.experts.kernels.crossover import dense_from
 from promoe.experts.kernels.gain import gain_of
-from promoe.experts.kernels.quantization import METHODS, MIDDLE, quantize_groups
+from promoe.experts.kernels.quantization import METHODS, middle_code, quantize_groups
 from promoe.experts.kernels.quantized import INPUTS, Quantized
 from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
@@ -29,6 +30,8 @@ from promoe.stores.slot_format import MatrixFormat
 
 BITS, GROUPS, BLOCKS = (4, 3, 2), (32, 64, 128), (64, 32)
 DEFAULT_GROUP = 64
+# The code that torch's kernel takes for the zero.
+MIDDLE = middle_code(4)
 # Of each 4-bit code in 8 bytes: the low two bits, and the lowest bit.
 _LOW_TWO, _LOWEST = 0x3333333333333333, 0x1111111111111111
 
@@ -196,7 +199,7 @@ def _planes(in_blocks: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _from_planes(planes: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
-    """Undo `_planes`: write the codes into `out`, and return it."""
+    """Undo `_planes`, and move the codes to the middle of 4 bits: write them into `out`, and return it."""
     words, plane = out.view(torch.int64), planes.view(torch.int64)
     half = words.shape[-1] // 2
     low_two, lowest = plane[..., :half], plane[..., half:]
@@ -206,4 +209,5 @@ def _from_planes(planes: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Te
     if bits == 3:
         for idx, quarter in enumerate(words.chunk(4, dim=-1)):
             quarter.bitwise_or_(((lowest >> idx) & _LOWEST) << 2)
+    words.add_((MIDDLE - middle_code(bits)) * _LOWEST)
     return out

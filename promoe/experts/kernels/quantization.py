@@ -4,8 +4,8 @@ Matrices are `[out, in]`, as linear layers have them. Scales and zeros are round
 that codes fit the scales that are stored.
 
 * int8: `weight = code * scale`, one scale per output; codes are -127..127.
-* grouped: `weight = (code - 8) * scale + zero`, one scale and one zero for each group of inputs of an output; codes are
-  0..15 (4 bits), 0..7 (3 bits) or 0..3 (2 bits).
+* grouped: `weight = (code - middle) * scale + zero`, one scale and one zero for each group of inputs of an output. Codes
+  are 0..15 and the middle is 8 (4 bits), 0..7 and 4 (3 bits), or 0..3 and 2 (2 bits).
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import torch
 
 from promoe.errors import CheckpointError
 
-# The code that stands for `zero`, whatever the number of bits: that of torch's int4 kernel.
-MIDDLE = 8
-# HQQ's settings, as its authors published them: the norm, the weight of the penalty and its growth, and the steps.
-HQQ_NORM, HQQ_BETA, HQQ_GROWTH, HQQ_STEPS = 0.7, 10.0, 1.01, 20
+# HQQ's settings, as in its authors' package (hqq 0.2.8): the norm, the weight of the penalty, and the most steps.
+HQQ_NORM, HQQ_BETA, HQQ_STEPS = 0.7, 10.0, 20
 
 
 class Rows(NamedTuple):
@@ -44,8 +42,13 @@ class Groups(NamedTuple):
     """`[out, in / group]`, bf16."""
 
 
-# Takes groups `[out, in / group, group]` in fp32 and the largest code; returns their scales and zeros `[out, in / group, 1]`.
+# Takes groups `[out, in / group, group]` in fp32 and the bits; returns their scales and zeros `[out, in / group, 1]`.
 Method: TypeAlias = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def middle_code(bits: int) -> int:
+    """Return the code that stands for `zero`."""
+    return 1 << (bits - 1)
 
 
 def quantize_rows(matrix: torch.Tensor) -> Rows:
@@ -74,44 +77,42 @@ def quantize_groups(matrix: torch.Tensor, bits: int, group: int, method: Method)
         CheckpointError: it has NaN or infinity.
     """
     weights = _finite(matrix).unflatten(1, (-1, group))
-    largest = 2**bits - 1
-    scales, zeros = (found.to(torch.bfloat16) for found in method(weights, largest))
+    scales, zeros = (found.to(torch.bfloat16) for found in method(weights, bits))
     divisors = scales.float().masked_fill(scales == 0, 1.0)
-    codes = ((weights - zeros.float()) / divisors).round_().add_(MIDDLE).clamp_(0, largest)
+    codes = ((weights - zeros.float()) / divisors).round_().add_(middle_code(bits)).clamp_(0, 2**bits - 1)
     return Groups(codes.to(torch.uint8).flatten(1), scales.squeeze(2), zeros.squeeze(2))
 
 
-def rtn(groups: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rtn(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Round to nearest: spread the codes evenly from a group's smallest weight to its largest."""
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
-    scales = (high - low) / largest
-    # The stored scale is rounded. With the exact one, the zero would be off by up to 8 times what the scale is.
-    return scales, low + MIDDLE * scales.to(torch.bfloat16).float()
+    scales = (high - low) / (2**bits - 1)
+    # The stored scale is rounded. With the exact one, the zero would be off by up to `middle` times what the scale is.
+    return scales, low + middle_code(bits) * scales.to(torch.bfloat16).float()
 
 
-def hqq(groups: torch.Tensor, largest: int) -> tuple[torch.Tensor, torch.Tensor]:
+def hqq(groups: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Half-quadratic quantisation: move the zeros so that the error's 0.7-norm falls, which spares outliers.
 
     Source: Badri and Shaji, "Half-Quadratic Quantization of Large Machine Learning Models" (2023). The scales are those
     of `rtn`; the zeros are stepped until the mean absolute error stops falling.
     """
     low, high = groups.amin(dim=2, keepdim=True), groups.amax(dim=2, keepdim=True)
+    largest = 2**bits - 1
     scales = (high - low) / largest
     divisors = scales.masked_fill(scales == 0, 1.0)
     scaled = groups / divisors
     offsets = -low / divisors  # weight = scale * (code - offset)
-    best, least, beta = offsets, float("inf"), HQQ_BETA
+    least = float("inf")
     for _ in range(HQQ_STEPS):
         codes = (scaled + offsets).round_().clamp_(0, largest)
         errors = groups - (codes - offsets) * divisors
-        error = float(errors.abs().mean())
-        if error >= least:
-            break
-        best, least = offsets, error
-        shrunk = errors.sign() * (errors.abs() - errors.abs().pow(HQQ_NORM - 1) / beta).clamp_(min=0)
+        shrunk = errors.sign() * (errors.abs() - errors.abs().pow(HQQ_NORM - 1) / HQQ_BETA).clamp_(min=0)
         offsets = (codes - (groups - shrunk) / divisors).mean(dim=2, keepdim=True)
-        beta *= HQQ_GROWTH
-    return scales, torch.where(scales == 0, low, (MIDDLE - best) * scales.to(torch.bfloat16).float())
+        if (error := float(errors.abs().mean())) >= least:
+            break
+        least = error
+    return scales, torch.where(scales == 0, low, (middle_code(bits) - offsets) * scales.to(torch.bfloat16).float())
 
 
 METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq}

@@ -14,7 +14,7 @@ from unread import Unread
 from promoe.experts.kernels.expanding import expanded, most_expanded, split
 from promoe.experts.kernels.int4 import Int4
 from promoe.experts.kernels.int8 import Int8
-from promoe.experts.kernels.quantization import MIDDLE, quantize_groups, quantize_rows, rtn
+from promoe.experts.kernels.quantization import middle_code, quantize_groups, quantize_rows, rtn
 from promoe.experts.kernels.quantized import Quantized
 from promoe.stores.layout import ExpertLayout
 from promoe.transfer.device_pool import DevicePool
@@ -44,7 +44,7 @@ def by_definition(matrix_format: Quantized, plain: torch.Tensor) -> torch.Tensor
     linear = matrix_format.as_linear(plain)
     if isinstance(matrix_format, Int4):
         codes, scales, zeros = quantize_groups(linear, matrix_format.bits, matrix_format.group, rtn)
-        steps = codes.float().unflatten(1, (-1, matrix_format.group)) - MIDDLE
+        steps = codes.float().unflatten(1, (-1, matrix_format.group)) - middle_code(matrix_format.bits)
         found = (steps * scales.float().unsqueeze(2) + zeros.float().unsqueeze(2)).flatten(1)
     else:
         found = (rows := quantize_rows(linear)).codes.float() * rows.scales.float().unsqueeze(1)

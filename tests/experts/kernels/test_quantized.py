@@ -44,7 +44,7 @@ def formula(made: Quantized, matrix: torch.Tensor) -> torch.Tensor:
         return (codes.float() * scales.float().unsqueeze(1)).to(torch.bfloat16)
     assert isinstance(made, Int4)
     codes, scales, zeros = quantize_groups(linear, made.bits, made.group, METHODS["rtn"])
-    by_group = (codes.float() - 8).unflatten(1, (-1, made.group))
+    by_group = (codes.float() - 2 ** (made.bits - 1)).unflatten(1, (-1, made.group))
     exact = by_group.double() * scales.double().unsqueeze(2) + zeros.double().unsqueeze(2)
     return exact.flatten(1).float().to(torch.bfloat16)
 
@@ -85,7 +85,7 @@ def test_products_are_those_of_the_weights(transposed: bool) -> None:
 
 
 def test_three_and_two_bits_have_the_bits_of_four() -> None:
-    """Codes below 8 and 4 are the same codes, in fewer bytes."""
+    """Their codes, moved to the middle of 4 bits, are the same codes in fewer bytes."""
     for bits in (3, 2):
         small = Int4(SHAPE, False, None, bits, 64, BLOCK)
         memory = small.pack(weights())
