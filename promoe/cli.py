@@ -12,6 +12,7 @@ from promoe.commands.demo import options as demo
 from promoe.commands.doctor import options as doctor
 from promoe.commands.pack import options as pack
 from promoe.commands.plan import options as plan
+from promoe.commands.quality import options as quality
 from promoe.commands.quantize import options as quantize
 from promoe.commands.report import options as report
 from promoe.commands.run import options as run
@@ -24,6 +25,7 @@ COMMANDS = {
     "plan": Command(plan.Options, "promoe.commands.plan.command:run_plan"),
     "pack": Command(pack.Options, "promoe.commands.pack.command:run_pack"),
     "quantize": Command(quantize.Options, "promoe.commands.quantize.command:run_quantize"),
+    "quality": Command(quality.Options, "promoe.commands.quality.command:run_quality"),
     "demo": Command(demo.Options, "promoe.commands.demo.command:run_demo"),
     "run": Command(run.Options, "promoe.commands.run.command:answer"),
     "report": Command(report.Options, "promoe.commands.report.command:report"),

@@ -1,0 +1,93 @@
+"""Finds the forms of a checkpoint's experts, and their sizes. Reads the headers of files only."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from promoe.errors import ConfigError
+from promoe.experts.kernels.formats import FORMATS
+from promoe.model.opening import open_headers
+from promoe.model.slot_folders import INDEX, default_folder, open_experts
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES
+
+# The form of the reference.
+REFERENCE = "checkpoint"
+_FOLDERS = "promoe-int*"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a model's experts.
+
+    Attributes:
+        experts: as `promoe.from_pretrained` takes it.
+        bits_per_weight: mean over all weights of all experts, with scales and zeros.
+        nbytes: of all experts in slots.
+    """
+
+    experts: str
+    bits_per_weight: float
+    nbytes: int
+
+    @property
+    def name(self) -> str:
+        """A short name: of a folder, its last part."""
+        return Path(self.experts).name or self.experts
+
+
+def read_forms(model: str, asked: list[str], dtype: str | None) -> list[Form]:
+    """Return the reference, then the forms that were asked for.
+
+    Args:
+        model: folder or hub id.
+        asked: forms as `promoe.from_pretrained` takes them. If there are none, all quantised ones beside the checkpoint's
+            files, the one with the most bits first.
+        dtype: of the model; None: the checkpoint's.
+
+    Raises:
+        ConfigError: nothing was asked for and there is none, or one does not exist or does not fit the model.
+        PromoeError: the checkpoint cannot be opened.
+    """
+    found = [read_form(model, experts, dtype) for experts in asked or _beside(model, dtype)]
+    if not asked:
+        found.sort(key=lambda form: -form.bits_per_weight)
+    return [read_form(model, REFERENCE, dtype), *found]
+
+
+def read_form(model: str, experts: str, dtype: str | None) -> Form:
+    """Return a form with its sizes, if the model can be opened with it."""
+    opened = open_headers(model, dtype=dtype)
+    try:
+        store = open_experts(opened.layers, opened.store, experts, DEFAULT_CHUNK_BYTES)
+    except BaseException:
+        opened.store.close()
+        raise
+    with closing(store):
+        layers = list(zip(store.layouts, store.num_experts, strict=True))
+    weights = sum(count * math.prod(spec.shape) for layout, count in layers for spec in layout.tensors)
+    return Form(
+        experts=experts,
+        bits_per_weight=8 * sum(count * layout.payload_bytes for layout, count in layers) / weights,
+        nbytes=sum(count * layout.slot_bytes for layout, count in layers),
+    )
+
+
+def _beside(model: str, dtype: str | None) -> list[str]:
+    """Return the forms of which there is a folder beside the checkpoint's files.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    with closing(open_headers(model, dtype=dtype).store) as store:
+        place = default_folder(store, "any").parent
+    names = {f"promoe-{name}": name for name in FORMATS}
+    folders = sorted(folder for folder in place.glob(_FOLDERS) if (folder / INDEX).is_file())
+    if not folders:
+        raise ConfigError(
+            f"There is nothing to compare: {place} has no folder {_FOLDERS} with an {INDEX}. Write one with `promoe quantize "
+            f"{model} --bits 4`, or name a folder of its --out with --experts."
+        )
+    return [names.get(folder.name, str(folder)) for folder in folders]
