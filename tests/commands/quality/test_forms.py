@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_checkpoint import write_checkpoint
+
+import promoe
+from promoe.commands.quality.forms import read_form, read_forms
+from promoe.errors import ConfigError
+from promoe.experts.kernels.quantized import Quantized
+from promoe.model.slot_folders import INDEX
+
+
+def test_by_default_all_quantised_forms_beside_the_files(checkpoint: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    shutil.copytree(checkpoint.parent / "coarse", model / "promoe-int4-coarse")
+    (model / "promoe-int3").mkdir()  # interrupted: it has no index
+    found = read_forms(str(model), [], None)
+    assert [form.experts for form in found] == [
+        "checkpoint", "int8", "int4", str(model / "promoe-int4-coarse"), "int2",
+    ]  # fmt: skip
+    assert [form.name for form in found] == ["checkpoint", "int8", "int4", "promoe-int4-coarse", "int2"]
+
+
+def test_forms_in_the_order_in_which_they_are_asked_for(checkpoint: Path) -> None:
+    coarse = str(checkpoint.parent / "coarse")
+    found = read_forms(str(checkpoint), ["int2", coarse], None)
+    assert [(form.experts, form.name) for form in found] == [
+        ("checkpoint", "checkpoint"), ("int2", "int2"), (coarse, "coarse"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("experts", "bits"), [("checkpoint", 16), ("int4", 4 + 32 / 32), ("int2", 2 + 32 / 32)])
+def test_bits_of_a_weight(checkpoint: Path, experts: str, bits: float) -> None:
+    assert read_form(str(checkpoint), experts, None).bits_per_weight == bits
+
+
+@pytest.mark.parametrize("experts", ["int8", "int4"])
+def test_sizes_are_those_of_the_slots(checkpoint: Path, experts: str) -> None:
+    found = read_form(str(checkpoint), experts, None)
+    model = promoe.from_pretrained(checkpoint, experts=experts, cache="50%")
+    layout = model.promoe._pools[0].layout
+    model.promoe.close()
+    formats = [spec.format for spec in layout.tensors]
+    weights = [spec.shape[0] * spec.shape[1] for spec in layout.tensors]
+    bits = [made.bits_per_weight for made in formats if isinstance(made, Quantized)]
+    assert len(bits) == len(weights) == 2
+    mean = sum(one * count for one, count in zip(bits, weights, strict=True)) / sum(weights)
+    assert found.bits_per_weight == pytest.approx(mean, rel=1e-12)
+    assert found.nbytes == 3 * 8 * layout.slot_bytes
+
+
+def test_nothing_to_compare(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "model")
+    message = (
+        rf"There is nothing to compare: {model} has no folder promoe-int\* with an {INDEX}\. Write one with `promoe"
+    )
+    with pytest.raises(ConfigError, match=message):
+        read_forms(str(model), [], None)
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"), [("int3", r"promoe quantize MODEL --bits 3"), ("int5", "it is not a folder with an")]
+)
+def test_a_form_that_is_not_there(checkpoint: Path, experts: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_forms(str(checkpoint), ["int4", experts], None)
