@@ -45,6 +45,7 @@ SMALLER = {
 NOT_RUN = {
     "promoe demo": "takes minutes and 4 GB; tests/commands/demo runs it on a tiny model",
     "promoe bench": "takes minutes and 4 GB; tests/commands/bench runs it on a tiny model",
+    "promoe quality": "needs experts that can be quantised; tests/commands/quality runs it on a tiny model",
     "promoe simulate": "its trace is the reader's; tests/commands/simulate runs it",
     "promoe plan": "measures the machine for half a minute; tests/commands/plan runs it",
     "promoe doctor": "measures the disk for seconds; tests/commands/doctor runs it",
@@ -66,6 +67,7 @@ PYTHON_NOT_RUN = {
         "docs/howto.md",
         'model = promoe.from_pretrained(path, cache="25%", device="cuda")',
     ): "needs a GPU; tests/cuda runs it",
+    ("docs/howto.md", "import lm_eval"): "needs a package and data from the network",
     ("docs/serving.md", "from openai import OpenAI"): "asks a server; tests/commands/serve does",
 }
 # Pages whose Python is signatures, not programs.

@@ -234,10 +234,23 @@ COMMANDS: dict[str, list[str]] = {
         "max-waiting",
     ],
     "report": ["out", "baseline"],
+    "quality": [
+        "experts",
+        "data",
+        "tokens",
+        "window",
+        "prompts",
+        "max-new-tokens",
+        "cache",
+        "predictor",
+        "dtype",
+        "spool",
+    ],
 }
 NEEDED = {
     "plan": ["no-such-model"],
     "serve": ["no-such-model"],
+    "quality": ["no-such-model"],
     "report": ["no-such-run.json"],
     "simulate": ["--trace", "trace.npz"],
     "run": ["no-such-model", "Why?"],

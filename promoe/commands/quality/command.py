@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+import transformers
+
 from promoe.commands.quality.forms import read_forms
 from promoe.commands.quality.measuring import Result, measure
 from promoe.commands.quality.options import Options
@@ -29,6 +31,7 @@ def run_quality(options: Options, out: TextIO | None = None) -> list[Result]:
     plot = None if options.plot is None else check_writable(options.plot)
     if plot is not None:
         check_matplotlib()
+    transformers.logging.disable_progress_bar()  # ours shows bytes
     forms = read_forms(options.model, options.experts, options.dtype)
     sample = read_sample(options, load_tokenizer(options.model))
     results = measure(options, forms, sample)

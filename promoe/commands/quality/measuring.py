@@ -15,7 +15,6 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from tqdm import tqdm
 
 from promoe.commands.measure import generate
@@ -74,7 +73,6 @@ def measure(options: Options, forms: Sequence[Form], sample: Sample) -> list[Res
         PromoeError: a model cannot be opened, computes NaN, or the disk has no room for the reference's logits.
     """
     assert forms[0].experts == REFERENCE, forms
-    transformers.logging.disable_progress_bar()  # ours shows bytes
     with LogitsSpool(options.spool, sample.num_predicted) as spool:
 
         def keep(logits: torch.Tensor, start: int, targets: torch.Tensor) -> Scores:

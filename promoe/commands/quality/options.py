@@ -50,7 +50,8 @@ class Options:
     max_new_tokens: int = 64
     """longest answer, in tokens"""
     cache: str = ModelOptions.cache
-    """RAM for experts, for each model: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto" """
+    """RAM for experts, for each model: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"; it
+    changes no figure"""
     predictor: str = ModelOptions.predictor
     """what predicts the experts to prefetch, see `promoe run --help`; it changes no figure"""
     dtype: str | None = None

@@ -41,6 +41,7 @@ def save_plot(results: Sequence[Result], title: str, subtitle: str, path: Path) 
         axis.set_ylabel(y, fontsize=9)
         axis.set_xlim(0, 1.08 * max(result.form.nbytes for result in results) / divisor)
         plain(axis)
+        axis.tick_params(which="minor", length=0)
     agreement.set_ylim(top=101)
     reference_x = results[0].form.nbytes / divisor
     divergence.axvline(reference_x, color=SOFT, linestyle=":", linewidth=1)
@@ -70,6 +71,7 @@ def _scale(axis: Axes, values: Sequence[float]) -> None:
     """Make the y axis logarithmic if all values allow it, else begin it at zero."""
     if values and min(values) > 0:
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axis.set_ylim(min(values) / 2, max(values) * 2)
     else:
         axis.set_ylim(bottom=0)

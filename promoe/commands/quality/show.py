@@ -15,7 +15,7 @@ import promoe
 from promoe.commands.quality.measuring import Result
 from promoe.commands.quality.options import Options
 from promoe.commands.quality.sample import Sample
-from promoe.units import DASH, aligned, format_memory, format_number, format_percent
+from promoe.units import DASH, aligned, format_memory, format_percent
 
 WIDTH = 120
 # With fewer, a line says so.
@@ -30,12 +30,11 @@ class Column(NamedTuple):
     words: str = ""
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.4f}" if value else "0"
-
-
-def _or_dash(value: float, digits: int) -> str:
-    return DASH if math.isnan(value) else f"{value:.{digits}f}"
+def _fixed(value: float, digits: str) -> str:
+    """Write a number with a fixed number of digits, so that a column can be compared at a glance; exactly 0 as `0`."""
+    if math.isnan(value):
+        return DASH
+    return f"{value:{digits}}" if value else "0"
 
 
 def _columns(options: Options) -> list[Column]:
@@ -45,22 +44,21 @@ def _columns(options: Options) -> list[Column]:
         Column("memory", lambda r: format_memory(r.form.nbytes), "all experts in slots"),
         Column("loss", lambda r: f"{r.figures.loss:.4f}", "negative log-likelihood, in nats per token"),
         Column("perplexity", lambda r: f"{r.figures.perplexity:.2f}", "exp(loss)"),
-        Column("increase", lambda r: _signed(r.figures.loss_increase), "of the loss, over the first row's"),
-        Column("±", lambda r: _or_dash(r.figures.loss_increase_error, 4), "standard error of the increase"),
-        Column("KL", lambda r: format_number(r.figures.kl), "divergence KL(first row || form), in nats per token"),
+        Column("increase", lambda r: _fixed(r.figures.loss_increase, "+.4f"), "of the loss, over the first row's"),
+        Column("±", lambda r: _fixed(r.figures.loss_increase_error, ".4f"), "standard error of the increase"),
+        Column("KL", lambda r: _fixed(r.figures.kl, ".5f"), "divergence KL(first row || form), in nats per token"),
         Column(
             "top-1, %",
             lambda r: format_percent(r.figures.agreement),
-            "tokens whose most likely prediction is the first row's",
+            "share of tokens whose most likely prediction is the first row's",
         ),
     ]
     if options.prompts:
         columns.append(
             Column(
-                "answer",
-                lambda r: DASH if r.same_tokens is None else format_number(r.same_tokens),
-                f"tokens of a greedy answer, of {options.max_new_tokens}, before the first one that differs from the first "
-                "row's; mean",
+                "same tokens",
+                lambda r: DASH if r.same_tokens is None else f"{r.same_tokens:.1f}",
+                f"of greedy answers of {options.max_new_tokens} tokens: how many come before the first that differs; mean",
             )
         )
     return columns
@@ -70,7 +68,8 @@ def lines(options: Options, sample: Sample, results: Sequence[Result]) -> list[s
     """Return the lines to print: conditions, the table, and what its heads mean."""
     columns = _columns(options)
     rows = [[column.head for column in columns], *([column.cell(one) for column in columns] for one in results)]
-    words = "; ".join(f"{column.head}: {column.words}" for column in columns if column.words)
+    explained = [column for column in columns if column.words]
+    widest = max(len(column.head) for column in explained)
     few = "With so few tokens only large changes can be told from chance: give more with --data and --tokens."
     return [
         *_wrapped(_conditions(options, sample)),
@@ -78,7 +77,7 @@ def lines(options: Options, sample: Sample, results: Sequence[Result]) -> list[s
         "",
         *aligned(rows),
         "",
-        *_wrapped(f"{words}."),
+        *(f"{column.head.ljust(widest)}  {column.words}" for column in explained),
     ]
 
 
