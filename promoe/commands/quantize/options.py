@@ -13,8 +13,8 @@ class Options:
     """Write a copy of a checkpoint's experts in fewer bits, so that more of them fit into memory and each is read faster.
 
     Output changes, so the copy is used only where you ask for it: from_pretrained(MODEL, experts="int4"), --experts int4.
-    How much it changes is measured by `promoe quality`. 8 bits are hardly noticed; 4 bits are a good choice where memory
-    is short. 3 and 2 bits are slower to compute with, for disks that are slower still.
+    `promoe quality MODEL` measures how much it changes. 8 bits are hardly noticed; 4 bits are a good choice where
+    memory is short. 3 and 2 bits are slower to compute with, for disks that are slower still.
 
     Ctrl-C loses nothing: the same command goes on where it was. The copy is for this kind of processor (AVX2, AVX-512).
 
