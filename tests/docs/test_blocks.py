@@ -34,6 +34,7 @@ SMALLER = {
     "promoe run": "--max-new-tokens 4",
     "promoe report": "",
     "promoe quantize": "",
+    "promoe quality": "--tokens 200 --prompts 1 --max-new-tokens 4",
     "promoe-train collect": "--data prompts.jsonl --max-tokens 1500",
     "promoe-train fit": "--lookahead 2 --batch-size 128 --trainer.max-epochs 1 --trainer.accelerator cpu",
     "promoe-train evaluate": "--lookahead 1 --cache 25% --policy next_use --replay-tokens 50",
@@ -45,7 +46,6 @@ SMALLER = {
 NOT_RUN = {
     "promoe demo": "takes minutes and 4 GB; tests/commands/demo runs it on a tiny model",
     "promoe bench": "takes minutes and 4 GB; tests/commands/bench runs it on a tiny model",
-    "promoe quality": "needs experts that can be quantised; tests/commands/quality runs it on a tiny model",
     "promoe simulate": "its trace is the reader's; tests/commands/simulate runs it",
     "promoe plan": "measures the machine for half a minute; tests/commands/plan runs it",
     "promoe doctor": "measures the disk for seconds; tests/commands/doctor runs it",
@@ -161,6 +161,7 @@ def folder(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (here / "model").symlink_to(tiny)
     records = [{"prompt": f"Question {number}: what is {'very ' * (number % 7)}good?"} for number in range(40)]
     (here / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (here / "texts.jsonl").write_text('{"text": "What is very good?"}\n' * 20, encoding="utf-8")
     repository = tmp_path / "hub" / "models--org--name"
     shutil.copytree(tiny, repository / "snapshots" / ("0" * 40))
     (repository / "refs").mkdir()

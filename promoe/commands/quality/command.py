@@ -32,7 +32,7 @@ def run_quality(options: Options, out: TextIO | None = None) -> list[Result]:
     if plot is not None:
         check_matplotlib()
     transformers.logging.disable_progress_bar()  # ours shows bytes
-    forms = read_forms(options.model, options.experts, options.dtype)
+    forms = read_forms(options.model, options.experts, options.dtype, on_device=options.device != "cpu")
     sample = read_sample(options, load_tokenizer(options.model))
     results = measure(options, forms, sample)
     print(*lines(options, sample, results), sep="\n", file=out)

@@ -38,7 +38,7 @@ class Form:
         return Path(self.experts).name or self.experts
 
 
-def read_forms(model: str, asked: list[str], dtype: str | None) -> list[Form]:
+def read_forms(model: str, asked: list[str], dtype: str | None = None, on_device: bool = False) -> list[Form]:
     """Return the reference, then the forms that were asked for.
 
     Args:
@@ -46,22 +46,23 @@ def read_forms(model: str, asked: list[str], dtype: str | None) -> list[Form]:
         asked: forms as `promoe.from_pretrained` takes them. If there are none, all quantised ones beside the checkpoint's
             files, the one with the most bits first.
         dtype: of the model; None: the checkpoint's.
+        on_device: whether the slots will be on a device.
 
     Raises:
         ConfigError: nothing was asked for and there is none, or one does not exist or does not fit the model.
         PromoeError: the checkpoint cannot be opened.
     """
-    found = [read_form(model, experts, dtype) for experts in asked or _beside(model, dtype)]
+    found = [read_form(model, experts, dtype, on_device) for experts in asked or _beside(model, dtype)]
     if not asked:
         found.sort(key=lambda form: -form.bits_per_weight)
-    return [read_form(model, REFERENCE, dtype), *found]
+    return [read_form(model, REFERENCE, dtype, on_device), *found]
 
 
-def read_form(model: str, experts: str, dtype: str | None) -> Form:
+def read_form(model: str, experts: str, dtype: str | None = None, on_device: bool = False) -> Form:
     """Return a form with its sizes, if the model can be opened with it."""
     opened = open_headers(model, dtype=dtype)
     try:
-        store = open_experts(opened.layers, opened.store, experts, DEFAULT_CHUNK_BYTES)
+        store = open_experts(opened.layers, opened.store, experts, DEFAULT_CHUNK_BYTES, on_device)
     except BaseException:
         opened.store.close()
         raise

@@ -108,7 +108,8 @@ def _read(options: Options, form: Form, sample: Sample, score_window: ScoreWindo
         scores, start = [], 0
         for window in bar:
             check_known(model, window)
-            logits = model(input_ids=window.unsqueeze(0), use_cache=False).logits[0, :-1]
+            ids = window.unsqueeze(0).to(model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].cpu()
             scores.append(score_window(logits, start, window[1:]))
             start += len(logits)
         read = _Read(joined(scores), tuple(_answer(model, prompt, options.max_new_tokens) for prompt in sample.prompts))
@@ -140,7 +141,7 @@ def _check_window(model: PreTrainedModel, window: int) -> None:
 
 def _answer(model: PreTrainedModel, prompt: torch.Tensor, max_new_tokens: int) -> tuple[int, ...]:
     """Return the tokens of a greedy answer to `prompt[n]`."""
-    ids = prompt.unsqueeze(0)
+    ids = prompt.unsqueeze(0).to(model.device)
     # The padding is never used, but without a token for it there would be a warning.
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return generate(model, inputs, max_new_tokens, pad_token_id=0).tokens

@@ -50,10 +50,12 @@ class Options:
     max_new_tokens: int = 64
     """longest answer, in tokens"""
     cache: str = ModelOptions.cache
-    """RAM for experts, for each model: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or "auto"; it
-    changes no figure"""
+    """RAM (with --device cuda, GPU memory) for the experts of each model: a size ("6GiB"), a share of the routed experts
+    ("25%"), bytes, or "auto"; it changes no figure"""
     predictor: str = ModelOptions.predictor
     """what predicts the experts to prefetch, see `promoe run --help`; it changes no figure"""
+    device: str = ModelOptions.device
+    """"cuda" puts slots, and everything but the experts, on the GPU, which computes with other bits than a CPU"""
     dtype: str | None = None
     """dtype of the model, as given to `promoe quantize`; the checkpoint's by default"""
     spool: str | None = None
@@ -73,5 +75,7 @@ class Options:
 
     def for_opening(self, experts: str) -> dict[str, Any]:
         """Return the arguments of `promoe.from_pretrained` that open the model with this form of the experts."""
-        shared = ModelOptions(self.model, experts=experts, cache=self.cache, predictor=self.predictor)
+        shared = ModelOptions(
+            self.model, experts=experts, cache=self.cache, predictor=self.predictor, device=self.device
+        )
         return {**shared.for_opening(), "dtype": self.dtype}

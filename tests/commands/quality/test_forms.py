@@ -17,7 +17,7 @@ def test_by_default_all_quantised_forms_beside_the_files(checkpoint: Path, tmp_p
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     shutil.copytree(checkpoint.parent / "coarse", model / "promoe-int4-coarse")
     (model / "promoe-int3").mkdir()  # interrupted: it has no index
-    found = read_forms(str(model), [], None)
+    found = read_forms(str(model), [])
     assert [form.experts for form in found] == [
         "checkpoint", "int8", "int4", str(model / "promoe-int4-coarse"), "int2",
     ]  # fmt: skip
@@ -26,7 +26,7 @@ def test_by_default_all_quantised_forms_beside_the_files(checkpoint: Path, tmp_p
 
 def test_forms_in_the_order_in_which_they_are_asked_for(checkpoint: Path) -> None:
     coarse = str(checkpoint.parent / "coarse")
-    found = read_forms(str(checkpoint), ["int2", coarse], None)
+    found = read_forms(str(checkpoint), ["int2", coarse])
     assert [(form.experts, form.name) for form in found] == [
         ("checkpoint", "checkpoint"), ("int2", "int2"), (coarse, "coarse"),
     ]  # fmt: skip
@@ -34,12 +34,12 @@ def test_forms_in_the_order_in_which_they_are_asked_for(checkpoint: Path) -> Non
 
 @pytest.mark.parametrize(("experts", "bits"), [("checkpoint", 16), ("int4", 4 + 32 / 32), ("int2", 2 + 32 / 32)])
 def test_bits_of_a_weight(checkpoint: Path, experts: str, bits: float) -> None:
-    assert read_form(str(checkpoint), experts, None).bits_per_weight == bits
+    assert read_form(str(checkpoint), experts).bits_per_weight == bits
 
 
 @pytest.mark.parametrize("experts", ["int8", "int4"])
 def test_sizes_are_those_of_the_slots(checkpoint: Path, experts: str) -> None:
-    found = read_form(str(checkpoint), experts, None)
+    found = read_form(str(checkpoint), experts)
     model = promoe.from_pretrained(checkpoint, experts=experts, cache="50%")
     layout = model.promoe._pools[0].layout
     model.promoe.close()
@@ -58,7 +58,7 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
         rf"There is nothing to compare: {model} has no folder promoe-int\* with an {INDEX}\. Write one with `promoe"
     )
     with pytest.raises(ConfigError, match=message):
-        read_forms(str(model), [], None)
+        read_forms(str(model), [])
 
 
 @pytest.mark.parametrize(
@@ -66,4 +66,4 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
 )
 def test_a_form_that_is_not_there(checkpoint: Path, experts: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_forms(str(checkpoint), ["int4", experts], None)
+        read_forms(str(checkpoint), ["int4", experts])
