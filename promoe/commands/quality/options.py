@@ -22,8 +22,9 @@ class Options:
     one's logits are kept in a temporary file.
 
     Texts are encoded one by one, put one after the other, and cut into windows that do not overlap. The model reads each
-    window by itself, and predicts all its tokens but the first. A conversation goes through the model's chat template; a
-    single text is read as it is. If the tokenizer begins each text with a token (BOS), each window begins with it, too.
+    window by itself, and predicts all its tokens but the first. A conversation goes through the model's chat template
+    (without one, its messages are lines); a single text is read as it is. If the tokenizer begins each text with a token
+    (BOS), each window begins with it, too.
 
     Example: `promoe quality MODEL --experts int8 int4 --data texts.jsonl --tokens 50000 --plot quality.png`
 

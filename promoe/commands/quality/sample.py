@@ -113,6 +113,7 @@ def _records(data: str | None) -> Iterator[tuple[Prompt, bool]]:
 
 
 def _whole_chat(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation: by the chat template, or as lines if there is none or it refuses them."""
     if tokenizer.chat_template is not None:
         try:
             ids: list[int] = tokenizer.apply_chat_template(
