@@ -7,7 +7,7 @@ fp64. Disk: the reference's logits of all windows (see `LogitsSpool`).
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from promoe.commands.measure import generate
 from promoe.commands.quality.forms import REFERENCE, Form
-from promoe.commands.quality.metrics import Figures, Scores, figures_of, joined, same_tokens, score
+from promoe.commands.quality.metrics import Figures, Scores, figures_of, same_tokens, score
 from promoe.commands.quality.options import Options
 from promoe.commands.quality.sample import Sample
 from promoe.commands.quality.spool import LogitsSpool
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 # Logits that are compared at a time: 32 MiB in fp64.
 BLOCK_ELEMENTS = 2**22
-# Takes a window's logits `[n, vocabulary]`, the number of its first row among all rows, and its targets `[n]`.
-ScoreWindow = Callable[[torch.Tensor, int, torch.Tensor], Scores]
 
 
 @dataclass(frozen=True)
@@ -74,51 +72,41 @@ def measure(options: Options, forms: Sequence[Form], sample: Sample) -> list[Res
     """
     assert forms[0].experts == REFERENCE, forms
     with LogitsSpool(options.spool, sample.num_predicted) as spool:
-
-        def keep(logits: torch.Tensor, start: int, targets: torch.Tensor) -> Scores:
-            spool.append(logits)
-            return compare(logits, start, targets)
-
-        def compare(logits: torch.Tensor, start: int, targets: torch.Tensor) -> Scores:
-            return _in_blocks(logits, spool, start, targets)
-
-        reference = _read(options, forms[0], sample, keep)
-        read = [reference, *(_read(options, form, sample, compare) for form in forms[1:])]
-    return [_result(form, one, reference, options) for form, one in zip(forms, read, strict=True)]
+        reference, *others = (_read(options, form, sample, spool) for form in forms)
+    return [_result(form, one, reference, options) for form, one in zip(forms, (reference, *others), strict=True)]
 
 
-def _in_blocks(logits: torch.Tensor, spool: LogitsSpool, start: int, targets: torch.Tensor) -> Scores:
-    """Compare a window with the reference, whose rows begin at `start`, in blocks, because fp64 takes four times as much."""
-    rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
-    return joined(
-        [
-            score(
-                logits[i : i + rows], spool.read(start + i, start + min(i + rows, len(logits))), targets[i : i + rows]
-            )
-            for i in range(0, len(logits), rows)
-        ]
-    )
-
-
-def _read(options: Options, form: Form, sample: Sample, score_window: ScoreWindow) -> _Read:
-    """Open the model in a form, and let it read the windows and answer the prompts."""
+def _read(options: Options, form: Form, sample: Sample, spool: LogitsSpool) -> _Read:
+    """Open the model in a form, and let it read the windows and answer the prompts. The first one fills the spool."""
+    # Allocated at once: small tensors that stay, between large ones that go, would keep the large ones' memory in pieces.
+    scores = Scores.empty(sample.num_predicted)
     with _opened(options, form) as model, torch.inference_mode():
         _check_window(model, options.window)
-        bar = tqdm(sample.windows, desc=form.name, unit="window", disable=None, leave=False)
-        scores, start = [], 0
-        for window in bar:
+        start = 0
+        for window in tqdm(sample.windows, desc=form.name, unit="window", disable=None, leave=False):
             check_known(model, window)
             ids = window.unsqueeze(0).to(model.device)
             logits = model(input_ids=ids, use_cache=False).logits[0, :-1].cpu()
-            scores.append(score_window(logits, start, window[1:]))
+            if len(spool) == start:
+                spool.append(logits)
+            _compare(logits, spool, start, window[1:], scores)
             start += len(logits)
-        read = _Read(joined(scores), tuple(_answer(model, prompt, options.max_new_tokens) for prompt in sample.prompts))
-    if bool(read.scores.nll.isnan().any()):
+        answers = tuple(_answer(model, prompt, options.max_new_tokens) for prompt in sample.prompts)
+    if bool(scores.nll.isnan().any()):
         raise CheckpointError(
             f"The model computes NaN with its experts as {form.name}. Check the checkpoint (promoe run {options.model} ... "
             f"--experts {form.experts}), and quantise it again."
         )
-    return read
+    return _Read(scores, answers)
+
+
+def _compare(logits: torch.Tensor, spool: LogitsSpool, start: int, targets: torch.Tensor, scores: Scores) -> None:
+    """Compare a window with the reference, whose rows begin at `start`, in blocks, because fp64 takes four times as much."""
+    rows = max(1, BLOCK_ELEMENTS // logits.shape[1])
+    for i in range(0, len(logits), rows):
+        block = logits[i : i + rows]
+        reference = spool.read(start + i, start + i + len(block))
+        scores.put(start + i, score(block, reference, targets[i : i + rows]))
 
 
 @contextmanager

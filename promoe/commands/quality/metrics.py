@@ -20,6 +20,17 @@ class Scores(NamedTuple):
     agrees: torch.Tensor
     """Whether the most likely token is the reference's, bool."""
 
+    @classmethod
+    def empty(cls, count: int) -> Scores:
+        """Return room for the scores of `count` tokens."""
+        nll, kl = torch.empty((2, count), dtype=torch.float64)
+        return cls(nll, kl, torch.empty(count, dtype=torch.bool))
+
+    def put(self, start: int, part: Scores) -> None:
+        """Write the scores of tokens from number `start` on."""
+        for whole, tensor in zip(self, part, strict=True):
+            whole[start : start + len(tensor)] = tensor
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -65,11 +76,6 @@ def score(logits: torch.Tensor, reference: torch.Tensor, targets: torch.Tensor) 
         kl=terms.sum(dim=1),
         agrees=logits.argmax(dim=1) == reference.argmax(dim=1),
     )
-
-
-def joined(parts: Sequence[Scores]) -> Scores:
-    """Return the scores of all parts, one after the other."""
-    return Scores(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def figures_of(scores: Scores, reference: Scores) -> Figures:

@@ -35,6 +35,7 @@ class LogitsSpool:
         self._folder = Path(tempfile.gettempdir() if folder is None else folder)
         self._num_rows = num_rows
         self._row_bytes = 0
+        self._written = 0
         self._dtype = torch.float32
         try:
             self._file = tempfile.TemporaryFile(prefix="promoe-quality-", dir=self._folder)  # noqa: SIM115
@@ -50,6 +51,10 @@ class LogitsSpool:
     ) -> None:
         """Remove the file."""
         self._file.close()
+
+    def __len__(self) -> int:
+        """Return the number of rows that were written."""
+        return self._written
 
     def append(self, logits: torch.Tensor) -> None:
         """Write rows `[n, vocabulary]`, all of one dtype and width.
@@ -67,6 +72,7 @@ class LogitsSpool:
             self._file.flush()
         except OSError as error:
             raise self._cannot_write(error) from error
+        self._written += len(logits)
 
     def read(self, start: int, end: int) -> torch.Tensor:
         """Return rows `start` to `end` (exclusive), `[end - start, vocabulary]`."""

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from promoe.commands.quality.metrics import Scores, figures_of, joined, same_tokens, score
+from promoe.commands.quality.metrics import Scores, figures_of, same_tokens, score
 
 
 def random_logits(rows: int = 20, vocabulary: int = 50, seed: int = 0) -> torch.Tensor:
@@ -64,7 +64,10 @@ def test_figures_are_means_over_all_tokens_of_all_parts() -> None:
         return Scores(torch.tensor(nll).double(), torch.tensor(kl).double(), torch.tensor(agrees))
 
     parts = [scores([1.0], [0.5], [True]), scores([2.0, 6.0], [0.0, 1.0], [False, True])]
-    found = figures_of(joined(parts), scores([1.0, 1.0, 4.0], [0.0] * 3, [True] * 3))
+    whole = Scores.empty(3)
+    whole.put(1, parts[1])
+    whole.put(0, parts[0])
+    found = figures_of(whole, scores([1.0, 1.0, 4.0], [0.0] * 3, [True] * 3))
     assert (found.loss, found.loss_increase, found.kl) == (3, 1, 0.5)
     assert found.agreement == pytest.approx(2 / 3)
     assert found.perplexity == pytest.approx(math.exp(3))
