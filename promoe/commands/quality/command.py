@@ -47,4 +47,4 @@ def run_quality(options: Options, out: TextIO | None = None) -> list[Result]:
 
 def _draw(options: Options, sample: Sample, results: Sequence[Result], path: Path) -> None:
     title = f"{Path(options.model).name}: what fewer bits change"
-    save_plot(results, title, f"{sample.num_predicted:,} predicted tokens ({sample.source})", path)
+    save_plot(results, title, f"{sample.num_predicted:,} predicted tokens ({Path(sample.source).name})", path)
