@@ -27,9 +27,10 @@ from promoe.runtime.hot_path import Runtime
 from promoe.runtime.prediction import Forecaster
 from promoe.runtime.sizes import PoolPlan
 from promoe.runtime.slot_handle import SlotHandle
-from promoe.scheduler import Scheduler, SchedulerConfig
+from promoe.scheduler import ExpertKey, HotExperts, Scheduler, SchedulerConfig
 from promoe.stats.recorder import Recorder
-from promoe.stores import Store, first_chunks
+from promoe.stores import Store, first_chunks, kinds
+from promoe.stores.layout import ExpertLayout
 from promoe.transfer.device_pool import DevicePool
 from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
@@ -122,10 +123,19 @@ def _link_into_ram(choice: LinkChoice, store: Store, config: PromoeConfig, plann
 
 def scheduler_config(parts: Parts) -> SchedulerConfig:
     """Return the scheduler's settings for these parts."""
-    config, layers = parts.config, parts.layers
+    config, layers, store = parts.config, parts.layers, parts.store
+    examples = [kinds(store, layer.layer_idx) for layer in layers]
+    hot = None
+    if store.hot is not None:
+        of_hot = [keys[1] for keys in examples]
+        hot = HotExperts(
+            store.hot.experts,
+            [_chunk_bytes(store, key) for key in of_hot],
+            [_first_chunks(parts, key) for key in of_hot],
+        )
     return SchedulerConfig(
         num_experts=[layer.num_experts for layer in layers],
-        chunk_bytes=[parts.store.chunk_bytes(layer.layer_idx) for layer in layers],
+        chunk_bytes=[_chunk_bytes(store, keys[0]) for keys in examples],
         pools=[plan.spec for plan in parts.plans],
         eviction=config.eviction,
         reorder=config.ablation.reorder,
@@ -133,18 +143,23 @@ def scheduler_config(parts: Parts) -> SchedulerConfig:
         prefetch=parts.predictor is not None,
         min_probability=config.min_probability,
         waste_share=config.waste_share,
-        first_chunks=[_first_chunks(parts, layer.layer_idx) for layer in layers],
+        first_chunks=[_first_chunks(parts, keys[0]) for keys in examples],
         strict=config.strict,
+        hot=hot,
     )
 
 
-def _first_chunks(parts: Parts, layer_idx: int) -> int:
+def _chunk_bytes(store: Store, key: ExpertKey) -> tuple[int, ...]:
+    return tuple(chunk.nbytes for chunk in store.chunks(key))
+
+
+def _first_chunks(parts: Parts, key: ExpertKey) -> int:
     """Return how many chunks of an expert are enough to compute its first product; 0: it is not begun early."""
     # Kernels on a device wait for a whole expert.
     if not parts.config.ablation.begin_early or parts.device is not None:
         return 0
-    count = first_chunks(parts.store, layer_idx, SECOND)
-    return count if sum(parts.store.chunk_bytes(layer_idx)[:count]) >= parts.config.min_group_bytes else 0
+    count = first_chunks(parts.store, key, SECOND)
+    return count if sum(_chunk_bytes(parts.store, key)[:count]) >= parts.config.min_group_bytes else 0
 
 
 def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: Callable[[], None]) -> SlotHandle:
@@ -161,7 +176,7 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
         pools = []
         for plan in parts.plans:
             # Bytes in another layout, or of another format, would silently be other weights.
-            assert {parts.store.layouts[layer] for layer in plan.spec.layers} == {plan.layout}, plan
+            assert _layouts_in(plan, parts.store) == {plan.layout}, plan
             pools.append(_pool(plan, parts))
             undo.callback(pools[-1].close)
         if parts.device is None:
@@ -209,6 +224,12 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
             undo.callback(if_alive(owner, lambda owner: delattr(owner, "promoe")))
         handle.keep(undo.pop_all())
     return handle
+
+
+def _layouts_in(plan: PoolPlan, store: Store) -> set[ExpertLayout]:
+    """Return the layouts that the store has for the experts of a pool."""
+    kind = store.hot if plan.spec.hot else store
+    return set() if kind is None else {kind.layouts[layer] for layer in plan.spec.layers}
 
 
 def _pool(plan: PoolPlan, parts: Parts) -> Pool:

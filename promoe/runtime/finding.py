@@ -25,7 +25,7 @@ from promoe.model.quantizing import quantizable
 from promoe.model.restoring import load_all_experts
 from promoe.model.slot_folders import ExpertsChoice, open_experts
 from promoe.runtime.checking import Checked
-from promoe.stores import HostStore, Store
+from promoe.stores import HostStore, HotLayouts, Store
 from promoe.stores.layout import ExpertLayout
 from promoe.transfer.links.free_ram import own_ram_bytes
 
@@ -46,6 +46,8 @@ class Found:
         layers: its MoE layers, released (`MoELayer.released`).
     """
 
+    hot: HotLayouts | None = None
+    """Experts that have other layouts than `layouts` says."""
     home = "host"
     """Where the report says that the experts are, if they need no slots."""
 
@@ -139,6 +141,7 @@ class FoundInFiles(Found):
         self._progress = progress
         self._store = open_experts(self.layers, opened.store, experts, config.longest_chunk(), on_device)
         self.layouts, self.num_experts = self._store.layouts, self._store.num_experts
+        self.hot = self._store.hot
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
         """Return whether all experts are loaded, because the cache has room for them.

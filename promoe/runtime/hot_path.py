@@ -170,7 +170,7 @@ class Runtime:
                             or call.depends_on_groups
                             or self._work_bytes(layer, len(ids), index.numel()) < self._min_group_bytes
                         )
-                        begin = not at_once and bool(self.engine.first_names[layer.layer_idx]) and call.can_begin
+                        begin = not at_once and any(self.engine.first_names[layer.layer_idx]) and call.can_begin
                         if at_once or not visit.anything_ready:  # it waits before it computes
                             predict()
                         groups = visit.groups(at_once, begin)

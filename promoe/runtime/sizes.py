@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from promoe.errors import ConfigError, shown
 from promoe.scheduler import PoolSpec
+from promoe.stores.base import HotLayouts
 from promoe.stores.layout import ExpertLayout
 from promoe.units import format_memory
 
@@ -27,7 +29,7 @@ CacheSize = str | int
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """A pool to be made, for the layers whose experts have this layout."""
+    """A pool to be made, for the experts that have this layout."""
 
     layout: ExpertLayout
     spec: PoolSpec
@@ -43,7 +45,11 @@ AUTO_RESERVE_BYTES = 2 * 2**30
 
 
 def plan_pools(
-    cache: CacheSize, layouts: Sequence[ExpertLayout], num_experts: Sequence[int], free_bytes: int | None = None
+    cache: CacheSize,
+    layouts: Sequence[ExpertLayout],
+    num_experts: Sequence[int],
+    free_bytes: int | None = None,
+    hot: HotLayouts | None = None,
 ) -> list[PoolPlan]:
     """Plan one pool for each distinct layout, in order of first appearance.
 
@@ -55,15 +61,14 @@ def plan_pools(
         layouts: the layout of each MoE layer's experts.
         num_experts: the number of experts of each MoE layer.
         free_bytes: fast memory that is free now, for "auto"; None: unknown.
+        hot: experts that have other layouts, and so pools of their own.
 
     Raises:
         ConfigError: `cache` is malformed, or too small for one expert of each layout.
     """
-    groups: dict[ExpertLayout, list[int]] = {}
-    for layer_idx, layout in enumerate(layouts):
-        groups.setdefault(layout, []).append(layer_idx)
-    experts = [sum(num_experts[layer] for layer in layers) for layers in groups.values()]
-    total_bytes = sum(layout.slot_bytes * count for layout, count in zip(groups, experts, strict=True))
+    groups = _groups(layouts, num_experts, hot)
+    experts = [sum(layers.values()) for layers in groups.values()]
+    total_bytes = sum(layout.slot_bytes * count for (layout, _), count in zip(groups, experts, strict=True))
     share = _share(_auto_bytes(free_bytes) if cache == "auto" else cache, total_bytes)
     slots = [int(share * count + 1e-9) for count in experts]
     if min(slots) < 1:
@@ -75,9 +80,22 @@ def plan_pools(
             f'Try cache="{percent}%" ({_mib(total_bytes * percent / 100)}) or more.'
         )
     return [
-        PoolPlan(layout, PoolSpec(num_slots, tuple(layers)))
-        for (layout, layers), num_slots in zip(groups.items(), slots, strict=True)
+        PoolPlan(layout, PoolSpec(num_slots, tuple(layers), hot=is_hot))
+        for ((layout, is_hot), layers), num_slots in zip(groups.items(), slots, strict=True)
     ]
+
+
+def _groups(
+    layouts: Sequence[ExpertLayout], num_experts: Sequence[int], hot: HotLayouts | None
+) -> dict[tuple[ExpertLayout, bool], dict[int, int]]:
+    """Return the experts that share a pool: how many of each layer, by layout and whether they are hot."""
+    groups: dict[tuple[ExpertLayout, bool], dict[int, int]] = {}
+    num_hot = Counter(key.layer_idx for key in hot.experts) if hot is not None else Counter[int]()
+    for layer_idx, layout in enumerate(layouts):
+        groups.setdefault((layout, False), {})[layer_idx] = num_experts[layer_idx] - num_hot[layer_idx]
+    for layer_idx, layout in enumerate(() if hot is None else hot.layouts):
+        groups.setdefault((layout, True), {})[layer_idx] = num_hot[layer_idx]
+    return groups
 
 
 def check_cache(cache: CacheSize) -> None:

@@ -20,10 +20,11 @@ from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
 from promoe.runtime.sizes import CacheSize, plan_pools
+from promoe.scheduler import ExpertKey
 from promoe.scheduler.governor import Governor
 from promoe.stats.totals import Stats
 from promoe.stats.tracing import PASS, Tracer, latest_passes
-from promoe.stores import Store
+from promoe.stores import Store, layout_of
 from promoe.transfer.cpu_contention import BusyCores
 from promoe.transfer.memory import Pool
 
@@ -102,8 +103,8 @@ class SlotHandle(Handle):
                 "The 'cache' argument of resize must be a size such as \"6GiB\" or \"50%\". Got 'auto' instead."
             )
         engine, layers = self.runtime.engine, self.runtime.layers
-        layouts = [engine.pool_of[layer.layer_idx].layout for layer in layers]
-        plans = plan_pools(cache, layouts, [layer.num_experts for layer in layers])
+        store = self._store
+        plans = plan_pools(cache, store.layouts, store.num_experts, hot=store.hot)
         model = self._model()
         if model is not None and (names := threads_in_forward(model, layers)):
             raise PatchStateError(
@@ -216,4 +217,9 @@ def _since(now: float, before: float) -> float:
 
 def _described(store: Store) -> str:
     """Return the kind of a store, and the form of its experts if they are not plain."""
-    return ", ".join(filter(None, (type(store).__name__, form_in_words(store.layouts))))
+    layouts = (
+        layout_of(store, ExpertKey(layer_idx, expert_idx))
+        for layer_idx, count in enumerate(store.num_experts)
+        for expert_idx in range(count)
+    )
+    return ", ".join(filter(None, (type(store).__name__, form_in_words(layouts))))

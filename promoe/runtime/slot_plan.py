@@ -33,7 +33,7 @@ def plan_slots(found: Found, checked: Checked) -> SlotPlan:
     free = free_bytes(found.model, found.layers, checked.device)
     if free is not None and checked.device is None:
         free += found.freed_bytes
-    pools = plan_pools(checked.asked.cache, found.layouts, found.num_experts, free)
+    pools = plan_pools(checked.asked.cache, found.layouts, found.num_experts, free, found.hot)
     predictor, name = resolve_predictor(
         checked.asked.predictor, found.layers, checked.config, model_type_of(found.model)
     )

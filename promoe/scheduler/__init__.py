@@ -18,9 +18,9 @@ It knows expert keys, slots, chunks, priorities and step numbers. It does not kn
 models. The threaded engine, the replay and the property tests drive the same code.
 """
 
-from .config import ExpertKey, PoolSpec, SchedulerConfig
+from .config import ExpertKey, HotExperts, PoolSpec, SchedulerConfig
 from .fetch_queue import Lease
 from .scheduler import Scheduler
 from .visit import Visit
 
-__all__ = ["ExpertKey", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit"]
+__all__ = ["ExpertKey", "HotExperts", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit"]

@@ -45,6 +45,12 @@ class FetchQueue:
         config: sizes and switches.
         observer: counts what happens.
         eviction: scores the residents that may be evicted.
+
+    Attributes:
+        caches: the pools, in the order of `config.pools`.
+        pool_idx_of: the pool of each expert, by code.
+        caches_by_code: the same, as caches.
+        first_chunks: see `SchedulerConfig.first_chunks`, by code.
     """
 
     def __init__(self, config: SchedulerConfig, observer: Observer, eviction: Eviction) -> None:
@@ -56,7 +62,8 @@ class FetchQueue:
         self.failures: set[int] = set()  # pinned experts whose fetch failed, until their pins are gone
         num_codes = config.num_layers * self.max_experts
         self._keys = [ExpertKey(*divmod(code, self.max_experts)) for code in range(num_codes)]
-        self._num_chunks = [len(chunks) for chunks in config.chunk_bytes]
+        self._chunk_bytes = [config.chunk_bytes_of(key) for key in self._keys]
+        self.first_chunks = [config.first_chunks_of(key) for key in self._keys]
         self._demand: deque[int] = deque()  # pinned experts with chunks to send, in order of execution
         self._hinted: dict[int, set[int]] = {}  # layer -> codes that its gate announced
         self._hint_queue: deque[int] = deque()  # those of them with chunks to send
@@ -67,29 +74,26 @@ class FetchQueue:
         span_bytes = max(LEAST_SPAN_EXPERTS, config.num_layers) * max(config.expert_bytes)
         self._budget = WasteBudget(config.min_probability, config.waste_share, span_bytes)
         self._fetched = FetchedBytes(observer, self._budget)
-        self._caches = [ExpertCache(pool.num_slots, num_codes) for pool in config.pools]
+        self.caches = [ExpertCache(pool.num_slots, num_codes) for pool in config.pools]
         self._reclaimers = [
             SlotReclaimer(cache, self.max_experts, eviction, self._hinted, self._speculation, self._fetched)
-            for cache in self._caches
+            for cache in self.caches
         ]
-        pool_of = {layer: idx for idx, pool in enumerate(config.pools) for layer in pool.layers}
-        self._cache_of = [self._caches[pool_of[layer]] for layer in range(config.num_layers)]
-        self._reclaimer_of = [self._reclaimers[pool_of[layer]] for layer in range(config.num_layers)]
+        self.pool_idx_of = _pools_by_code(config, self._keys)
+        self.caches_by_code = [self.caches[idx] for idx in self.pool_idx_of]
+        self._reclaimer_of = [self._reclaimers[idx] for idx in self.pool_idx_of]
         self._asked_reclaimers: set[SlotReclaimer] = set()  # for a slot, since the latest layer event
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    def cache_of(self, layer_idx: int) -> ExpertCache:
-        """Return the pool that holds a layer's experts."""
-        return self._cache_of[layer_idx]
-
     def is_resident(self, layer_idx: int, expert_idx: int) -> bool:
         """Return whether an expert is complete in a slot."""
-        return self.cache_of(layer_idx).state[layer_idx * self.max_experts + expert_idx] == RESIDENT
+        code = layer_idx * self.max_experts + expert_idx
+        return self.caches_by_code[code].state[code] == RESIDENT
 
     def resident(self) -> list[ExpertKey]:
         """Return all experts that are complete in a slot, in order."""
-        return sorted(self._keys[code] for cache in self._caches for code in cache.slot_of)
+        return sorted(self._keys[code] for cache in self.caches for code in cache.slot_of)
 
     @property
     def has_orders(self) -> bool:
@@ -104,32 +108,35 @@ class FetchQueue:
     @property
     def is_still(self) -> bool:
         """Whether nothing is in flight."""
-        return not any(load.in_flight for cache in self._caches for load in cache.loads.values())
+        return not any(load.in_flight for cache in self.caches for load in cache.loads.values())
 
     @property
     def is_used(self) -> bool:
         """Whether a visit has pinned something."""
-        return any(cache.num_pinned for cache in self._caches)
+        return any(cache.num_pinned for cache in self.caches)
 
     # -- what is wanted -----------------------------------------------------------------------------------------
 
     def demand(self, layer_idx: int, codes: Sequence[int]) -> None:
         """Queue what is missing of experts that a visit has just pinned (called by `Visit.admit`)."""
-        cache = self._cache_of[layer_idx]
-        state, pins, fetched = cache.state, cache.pins, self._fetched
+        caches, fetched = self.caches_by_code, self._fetched
         if fetched.has_unasked:
             for code in codes:
                 fetched.asked(layer_idx, code)
         for code in codes:
+            cache = caches[code]
+            state = cache.state[code]
             # With more than one pin, it is in the queue already.
-            if state[code] != RESIDENT and pins[code] == 1:
+            if state != RESIDENT and cache.pins[code] == 1:
                 self._failed_speculation.discard(code)
-                if state[code] != LOADING or not cache.loads[code].all_issued:
+                if state != LOADING or not cache.loads[code].all_issued:
                     self._demand.append(code)
 
-    def undemand(self, codes: Sequence[int], cache: ExpertCache) -> None:
+    def undemand(self, codes: Sequence[int]) -> None:
         """Return a visit's pins (called by `Visit`)."""
+        caches = self.caches_by_code
         for code in codes:
+            cache = caches[code]
             cache.unpin(code)
             if cache.state[code] != RESIDENT and not cache.pins[code]:
                 self.failures.discard(code)
@@ -198,12 +205,12 @@ class FetchQueue:
     def _next_demand(self, whole: bool = False) -> Lease | None:
         queue = self._demand
         for position, code in enumerate(queue):
-            cache = self._cache_of[code // self.max_experts]
+            cache = self.caches_by_code[code]
             # An expert without a slot waits for one that is on its way; the next in the queue may already have its own.
             if cache.state[code] == LOADING or self._has_slot(cache, code, PIN):
                 # Behind an expert that waits for its slot, only one chunk is certain: that expert goes first once it has it.
                 lease = self._issue(cache, code, "demand", NO_LIMIT if whole and position == 0 else 1)
-                if lease.chunk_idx + lease.num_chunks == self._num_chunks[lease.key.layer_idx]:
+                if lease.chunk_idx + lease.num_chunks == len(self._chunk_bytes[lease.code]):
                     del queue[position]
                 return lease
         return None
@@ -212,7 +219,7 @@ class FetchQueue:
         queue = self._hint_queue
         while queue:
             code = queue[0]
-            cache = self._cache_of[code // self.max_experts]
+            cache = self.caches_by_code[code]
             if not self._gave_up(code) and self._has_slot(cache, code, HINT):
                 return self._issue(cache, code, "demand", count)
             queue.popleft()  # nothing left to send, or no slot: the visit will ask again, with pins
@@ -220,7 +227,7 @@ class FetchQueue:
 
     def _next_speculation(self) -> Lease | None:
         while (code := self._speculation.most_urgent()) is not None:
-            cache = self._cache_of[code // self.max_experts]
+            cache = self.caches_by_code[code]
             if (
                 not self._gave_up(code)
                 and self._may_speculate(cache, code)
@@ -233,7 +240,7 @@ class FetchQueue:
     def _next_warm(self) -> Lease | None:
         while self._warm:
             code = self._warm[0]
-            cache = self._cache_of[code // self.max_experts]
+            cache = self.caches_by_code[code]
             has_slot = cache.state[code] == LOADING and not cache.loads[code].all_issued
             # An expert that a visit has pinned is left to that visit: it is queued, or has failed for good.
             wanted = not cache.pins[code] and not self._gave_up(code)
@@ -247,7 +254,7 @@ class FetchQueue:
         return None
 
     def _is_arriving(self, code: int) -> bool:
-        load = self._cache_of[code // self.max_experts].loads.get(code)
+        load = self.caches_by_code[code].loads.get(code)
         return load is not None and load.in_flight > 0
 
     def _gave_up(self, code: int) -> bool:
@@ -258,7 +265,7 @@ class FetchQueue:
         """Return whether a slot is left for demand. Speculation never takes the last one that demand could have at once."""
         load = cache.loads.get(code)
         in_flight = load is not None and load.in_flight > 0
-        return in_flight or self._reclaimer_of[code // self.max_experts].spare_slots() > 1
+        return in_flight or self._reclaimer_of[code].spare_slots() > 1
 
     def _has_slot(self, cache: ExpertCache, code: int, level: int) -> bool:
         """Return whether a chunk of the expert can be sent now. Frees a slot for it where its level may."""
@@ -268,7 +275,7 @@ class FetchQueue:
             return load.issued < load.num_chunks
         if state != ABSENT:
             return False
-        reclaimer = self._reclaimer_of[code // self.max_experts]
+        reclaimer = self._reclaimer_of[code]
         self._asked_reclaimers.add(reclaimer)
         return reclaimer.free_a_slot(code, level, self.current_layer)
 
@@ -276,7 +283,7 @@ class FetchQueue:
         """Return a lease for at most `count` of the expert's chunks."""
         layer_idx = code // self.max_experts
         if cache.state[code] == ABSENT:
-            load = cache.start_load(code, self._num_chunks[layer_idx])
+            load = cache.start_load(code, len(self._chunk_bytes[code]))
             self.eviction.loading(layer_idx, code - layer_idx * self.max_experts)
         else:
             load = cache.loads[code]
@@ -294,8 +301,8 @@ class FetchQueue:
         if load is None:
             return False
         code, layer_idx = lease.code, lease.key.layer_idx
-        cache = self._cache_of[layer_idx]
-        chunk_bytes = self.config.chunk_bytes[layer_idx]
+        cache = self.caches_by_code[code]
+        chunk_bytes = self._chunk_bytes[code]
         nbytes = chunk_bytes[lease.chunk_idx]
         if lease.num_chunks > 1:
             nbytes = sum(chunk_bytes[lease.chunk_idx : lease.chunk_idx + lease.num_chunks])
@@ -316,7 +323,7 @@ class FetchQueue:
         if load is None:
             return
         code, layer_idx = lease.code, lease.key.layer_idx
-        cache = self._cache_of[layer_idx]
+        cache = self.caches_by_code[code]
         self.observer.failed(lease.cause)
         if cache.state[code] == DRAINING:
             # The load was given up before. A visit that has pinned the expert since waits for the next one.
@@ -331,7 +338,7 @@ class FetchQueue:
         cache.abandon_load(code)
 
     def _take_back(self, lease: Lease) -> Load | None:
-        load = self._cache_of[lease.key.layer_idx].loads.get(lease.code)
+        load = self.caches_by_code[lease.code].loads.get(lease.code)
         if load is None or load.generation != lease.generation or load.slot != lease.slot:
             load = None
         elif lease.chunk_idx in load.pending:
@@ -345,7 +352,7 @@ class FetchQueue:
         """Check every conservation law of the state machine; raise AssertionError with the numbers."""
         queued = set(self._demand)
         assert len(queued) == len(self._demand), f"queued twice: {self._demand}"
-        for cache in self._caches:
+        for cache in self.caches:
             cache.check_integrity()
             pinned = np.flatnonzero(cache.pin_counts).tolist()
             for code in pinned:
@@ -356,5 +363,14 @@ class FetchQueue:
             queued.difference_update(pinned)
         assert not queued, f"queued as demand but not pinned: {[self._keys[code] for code in queued]}"
         for code in self.failures:
-            assert self._cache_of[code // self.max_experts].pins[code], f"failure of unpinned {self._keys[code]}"
+            assert self.caches_by_code[code].pins[code], f"failure of unpinned {self._keys[code]}"
         assert all(code // self.max_experts in self._hinted for code in self._hint_queue), self._hint_queue
+
+
+def _pools_by_code(config: SchedulerConfig, keys: Sequence[ExpertKey]) -> list[int]:
+    """Return the pool of each expert, and of codes that no expert has, by code."""
+    ordinary, hot = (
+        {layer: idx for idx, pool in enumerate(config.pools) if pool.hot == kind for layer in pool.layers}
+        for kind in (False, True)
+    )
+    return [(hot if config.is_hot(key) else ordinary)[key.layer_idx] for key in keys]

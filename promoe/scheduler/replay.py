@@ -34,7 +34,9 @@ class Replay:
     def residency(self, layer_idx: int) -> npt.NDArray[np.bool_]:
         """Return whether each expert of a layer is in a slot, `[num_experts]`."""
         start = layer_idx * self._scheduler.max_experts
-        states = self._scheduler.cache_of(layer_idx).states[start : start + self._config.num_experts[layer_idx]]
+        end = start + self._config.num_experts[layer_idx]
+        # An expert is absent from all pools but its own.
+        states = np.max([cache.states[start:end] for cache in self._scheduler.caches], axis=0)
         result: npt.NDArray[np.bool_] = states == RESIDENT
         return result
 
@@ -59,7 +61,7 @@ class Replay:
         while not visit.finished:
             visit.admit()
             while lease := scheduler.next_transfer(1):
-                chunk_bytes = self._config.chunk_bytes[lease.key.layer_idx]
+                chunk_bytes = self._config.chunk_bytes_of(lease.key)
                 fetched_bytes += sum(chunk_bytes[lease.chunk_idx : lease.chunk_idx + lease.num_chunks])
                 scheduler.chunk_done(lease)
             visit.release(visit.ready())

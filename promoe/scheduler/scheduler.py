@@ -64,7 +64,7 @@ class Scheduler(FetchQueue):
     @property
     def everything_resident(self) -> bool:
         """Whether every expert is in a slot. Then there are as many slots, and none will ever be evicted."""
-        return self._fits and sum(len(cache.slot_of) for cache in self._caches) == self._num_experts
+        return self._fits and sum(len(cache.slot_of) for cache in self.caches) == self._num_experts
 
     # -- what a layer needs -------------------------------------------------------------------------------------
 
@@ -74,10 +74,9 @@ class Scheduler(FetchQueue):
         They are fetched after pinned experts, and the layer's speculation is dropped. Pins nothing; may be repeated, be
         wrong, or never be followed by a visit.
         """
-        state = self._cache_of[layer_idx].state
-        base = layer_idx * self.max_experts
+        caches, base = self.caches_by_code, layer_idx * self.max_experts
         codes = [base + expert_idx for expert_idx in ids]
-        missing = [code for code in codes if state[code] != RESIDENT]
+        missing = [code for code in codes if caches[code].state[code] != RESIDENT]
         if self.config.hints:
             self._forget_hint(layer_idx)
             self._hinted[layer_idx] = set(codes)
@@ -209,11 +208,10 @@ class Scheduler(FetchQueue):
             self._speculation.replace(layer_idx, self.step + steps_ahead, self._worth_sending(layer_idx, p_next))
 
     def _worth_sending(self, layer_idx: int, p_next: Floats) -> list[tuple[int, float]]:
-        state = self._cache_of[layer_idx].state
-        base = layer_idx * self.max_experts
+        caches, base = self.caches_by_code, layer_idx * self.max_experts
         threshold = self._budget.threshold
         wishes = [(base + expert_idx, p) for expert_idx, p in enumerate(p_next.tolist()) if p >= threshold]
-        return [(c, p) for c, p in wishes if state[c] != RESIDENT and c not in self._failed_speculation]
+        return [(c, p) for c, p in wishes if caches[c].state[c] != RESIDENT and c not in self._failed_speculation]
 
     # -- another number of slots --------------------------------------------------------------------------------
 
@@ -227,10 +225,10 @@ class Scheduler(FetchQueue):
             self._forget_hint(layer_idx)
         self.withdraw_forecasts()
         self._reclaimers[pool_idx].shrink_to(num_slots, self.current_layer)
-        return self._caches[pool_idx].kept_slots(num_slots)
+        return self.caches[pool_idx].kept_slots(num_slots)
 
     def resize(self, pool_idx: int, num_slots: int, kept: Mapping[int, int]) -> None:
         """Resize a pool, as prepared by `prepare_resize`, which returned `kept`."""
-        self._caches[pool_idx].resize(num_slots, kept)
-        self._fits = sum(cache.num_slots for cache in self._caches) >= self._num_experts
+        self.caches[pool_idx].resize(num_slots, kept)
+        self._fits = sum(cache.num_slots for cache in self.caches) >= self._num_experts
         self._reclaimers[pool_idx].invalidate()

@@ -19,13 +19,13 @@ class Visit:
     of several threads cannot block each other.
     """
 
-    __slots__ = ("_base", "_cache", "_granted", "_needed", "layer_idx", "scheduler")
+    __slots__ = ("_base", "_caches", "_granted", "_needed", "layer_idx", "scheduler")
 
     def __init__(self, scheduler: FetchQueue, layer_idx: int, ids: Sequence[int]) -> None:
         assert len(set(ids)) == len(ids), f"experts of a visit are distinct, got {ids}"
         self.layer_idx = layer_idx
         self.scheduler = scheduler
-        self._cache = scheduler.cache_of(layer_idx)
+        self._caches = scheduler.caches_by_code
         self._base = layer_idx * scheduler.max_experts
         self._needed = [self._base + expert_idx for expert_idx in ids]
         self._granted: dict[int, None] = {}  # pinned, not yet released, in order of execution
@@ -56,9 +56,9 @@ class Visit:
         """
         if not self._needed:
             return 0
-        cache = self._cache
-        granted = []
+        caches, granted = self._caches, []
         for code in self._by_state() if self.scheduler.config.reorder else self._next_by_id():
+            cache = caches[code]
             # An expert that another visit has pinned takes no further slot.
             if cache.pins[code] or cache.num_pinned < cache.num_slots:
                 cache.pin(code)
@@ -70,44 +70,47 @@ class Visit:
         return len(granted)
 
     def _by_state(self) -> list[int]:
-        state, loads = self._cache.state, self._cache.loads
-        resident = [code for code in self._needed if state[code] == RESIDENT]
+        caches = self._caches
+        resident = [code for code in self._needed if caches[code].state[code] == RESIDENT]
         if len(resident) == len(self._needed):
             return resident
-        loading = [code for code in self._needed if state[code] == LOADING]
-        loading.sort(key=lambda code: loads[code].issued, reverse=True)
-        return resident + loading + [code for code in self._needed if state[code] not in (LOADING, RESIDENT)]
+        loading = [code for code in self._needed if caches[code].state[code] == LOADING]
+        loading.sort(key=lambda code: caches[code].loads[code].issued, reverse=True)
+        absent = [code for code in self._needed if caches[code].state[code] not in (LOADING, RESIDENT)]
+        return resident + loading + absent
 
     def _next_by_id(self) -> list[int]:
         if self._granted:
             return []
         self._needed.sort()
-        missing = (idx for idx, code in enumerate(self._needed) if self._cache.state[code] != RESIDENT)
+        missing = (idx for idx, code in enumerate(self._needed) if self._caches[code].state[code] != RESIDENT)
         return self._needed[: next(missing, len(self._needed)) + 1]
 
     def ready(self) -> list[int]:
         """Return the ids of the experts that are granted and resident now: the next group to run."""
-        state, base = self._cache.state, self._base
-        return [code - base for code in self._granted if state[code] == RESIDENT]
+        caches, base = self._caches, self._base
+        return [code - base for code in self._granted if caches[code].state[code] == RESIDENT]
 
     def begun(self) -> list[int]:
         """Return the ids of granted experts that are still loading, and whose `first_chunks` have arrived.
 
         These chunks stay until the expert is resident or `failed`: nothing takes the slot of a pinned expert.
         """
-        first = self.scheduler.config.first_chunks[self.layer_idx]
-        if not first:
-            return []
-        state, loads, base = self._cache.state, self._cache.loads, self._base
-        return [code - base for code in self._granted if state[code] == LOADING and loads[code].has_first(first)]
+        caches, base, first = self._caches, self._base, self.scheduler.first_chunks
+        return [
+            code - base
+            for code in self._granted
+            if first[code] and caches[code].state[code] == LOADING and caches[code].loads[code].has_first(first[code])
+        ]
 
     def slot(self, expert_idx: int) -> int:
         """Return the slot of a granted expert that is resident or `begun`."""
         code = self._base + expert_idx
         assert code in self._granted, f"expert {expert_idx} of layer {self.layer_idx} is not granted to this visit"
-        if (slot := self._cache.slot_of.get(code)) is None:
+        cache = self._caches[code]
+        if (slot := cache.slot_of.get(code)) is None:
             assert expert_idx in self.begun(), f"expert {expert_idx} of layer {self.layer_idx} is not there"
-            slot = self._cache.loads[code].slot
+            slot = cache.loads[code].slot
         return slot
 
     def failed(self) -> list[int]:
@@ -120,7 +123,7 @@ class Visit:
         codes = [self._base + expert_idx for expert_idx in expert_ids]
         for code in codes:
             del self._granted[code]
-        self.scheduler.undemand(codes, self._cache)
+        self.scheduler.undemand(codes)
 
     def close(self) -> None:
         """Release every granted expert, whether it ran or not. Closing twice is allowed."""
@@ -128,4 +131,4 @@ class Visit:
         if self._granted:
             codes = list(self._granted)
             self._granted.clear()
-            self.scheduler.undemand(codes, self._cache)
+            self.scheduler.undemand(codes)

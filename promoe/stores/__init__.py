@@ -17,10 +17,14 @@ from __future__ import annotations
 
 from promoe.stores.base import (
     Chunk,
+    HotLayouts,
     Store,
     convert_chunk,
     first_chunks,
     first_tensors,
+    kinds,
+    layout_of,
+    longest_chunk,
     read_expert,
     split_at_pages,
 )
@@ -30,11 +34,15 @@ from promoe.stores.safetensors_store import SafetensorsStore
 __all__ = [
     "Chunk",
     "HostStore",
+    "HotLayouts",
     "SafetensorsStore",
     "Store",
     "convert_chunk",
     "first_chunks",
     "first_tensors",
+    "kinds",
+    "layout_of",
+    "longest_chunk",
     "read_expert",
     "split_at_pages",
 ]

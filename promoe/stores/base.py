@@ -78,12 +78,27 @@ class SourceFile(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class HotLayouts:
+    """Experts that lie in their slots otherwise than the rest of their layer: often used ones, in more bits.
+
+    Args:
+        experts: their names. Every layer has some, and some others.
+        layouts: how one of them lies in a slot, for each MoE layer.
+    """
+
+    experts: frozenset[ExpertKey]
+    layouts: Sequence[ExpertLayout]
+
+
 @runtime_checkable
 class Store(Protocol):
     """The place where every expert's weights always are: files, or tensors in RAM. All methods are thread-safe."""
 
     layouts: Sequence[ExpertLayout]
-    """How an expert of each MoE layer lies in a slot."""
+    """How an expert of each MoE layer lies in a slot, unless it is one of `hot`."""
+    hot: HotLayouts | None = None
+    """Experts in other layouts; None: all experts of a layer are alike."""
     num_experts: Sequence[int]
     """How many experts each MoE layer has."""
     expert_bytes: int
@@ -107,12 +122,12 @@ class Store(Protocol):
     def chunks(self, key: ExpertKey) -> Sequence[Chunk]:
         """Return the transfers that fill an expert's slot, in slot order.
 
-        Their number and destinations are the same for every expert of a layer.
+        Their number and destinations are the same for every expert of a layer with the same layout.
         """
         ...
 
     def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
-        """Return the destination bytes of each chunk; the same for every expert of that layer."""
+        """Return the destination bytes of each chunk; the same for every expert of that layer that is not `hot`."""
         ...
 
     def read(self, chunk: Chunk, destination: memoryview) -> None:
@@ -154,12 +169,32 @@ def split_at_pages(slot_offset_bytes: int, nbytes: int, chunk_bytes: int) -> lis
     return [(start - slot_offset_bytes, stop - start) for start, stop in itertools.pairwise(edges)]
 
 
-def first_chunks(store: Store, layer_idx: int, last: str) -> int:
+def layout_of(store: Store, key: ExpertKey) -> ExpertLayout:
+    """Return how an expert lies in its slot."""
+    hot = store.hot
+    return (store if hot is None or key not in hot.experts else hot).layouts[key.layer_idx]
+
+
+def kinds(store: Store, layer_idx: int) -> list[ExpertKey]:
+    """Return one expert of each layout that a layer's experts have: an ordinary one, and, if there are any, a hot one."""
+    keys = [ExpertKey(layer_idx, expert_idx) for expert_idx in range(store.num_experts[layer_idx])]
+    hot = frozenset() if store.hot is None else store.hot.experts
+    found = [next((key for key in keys if (key in hot) == is_hot), None) for is_hot in (False, True)]
+    return [key for key in found if key is not None]
+
+
+def longest_chunk(store: Store) -> int:
+    """Return the most bytes that a transfer of the store moves into a slot; 0: it has no layers."""
+    keys = [key for layer_idx in range(len(store.num_experts)) for key in kinds(store, layer_idx)]
+    return max((chunk.nbytes for key in keys for chunk in store.chunks(key)), default=0)
+
+
+def first_chunks(store: Store, key: ExpertKey, last: str) -> int:
     """Return how many of an expert's first chunks bring all tensors but those whose names begin with `last`.
 
     Returns 0 if those do not come last, or if they share a chunk with others, or if there are no others.
     """
-    layout, chunks = store.layouts[layer_idx], store.chunks(ExpertKey(layer_idx, 0))
+    layout, chunks = layout_of(store, key), store.chunks(key)
     late = [spec for spec in layout.tensors if spec.name.startswith(last)]
     if not late or any(spec.offset_bytes < late[0].offset_bytes for spec in late):
         return 0
@@ -170,11 +205,11 @@ def first_chunks(store: Store, layer_idx: int, last: str) -> int:
     return count if arrived == sum(spec.nbytes for spec in layout.tensors if spec not in late) else 0
 
 
-def first_tensors(store: Store, layer_idx: int, count: int) -> tuple[str, ...]:
+def first_tensors(store: Store, key: ExpertKey, count: int) -> tuple[str, ...]:
     """Return the names of the tensors that an expert's first `count` chunks bring."""
-    chunks = store.chunks(ExpertKey(layer_idx, 0))[:count]
+    chunks = store.chunks(key)[:count]
     end_bytes = chunks[-1].slot_offset_bytes + chunks[-1].nbytes if chunks else 0
-    return tuple(spec.name for spec in store.layouts[layer_idx].tensors if spec.end_bytes <= end_bytes)
+    return tuple(spec.name for spec in layout_of(store, key).tensors if spec.end_bytes <= end_bytes)
 
 
 def check_chunk_bytes(chunk_bytes: int) -> None:
@@ -217,7 +252,7 @@ def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
 
 
 def read_expert(store: Store, key: ExpertKey, slot: memoryview) -> None:
-    """Fill a whole slot (at least `slot_bytes` of the layer's layout), chunk by chunk.
+    """Fill a whole slot (at least `slot_bytes` of the expert's layout), chunk by chunk.
 
     Raises:
         OSError: as in `Store.read`; the slot is then partly filled.

@@ -159,11 +159,16 @@ class PlannedStore(Store):
         """Return the expert's chunks in slot order; made at the first call, the same objects afterwards."""
         chunks = self._chunks.get(key)
         if chunks is None:
-            chunks = self._chunks.setdefault(key, tuple(self._layers[key.layer_idx].chunks(key.expert_idx)))
+            plan, number = self._plan_of(key)
+            chunks = self._chunks.setdefault(key, tuple(plan.chunks(number)))
         return chunks
 
+    def _plan_of(self, key: ExpertKey) -> tuple[LayerPlan, int]:
+        """Return the plan that an expert belongs to, and its number there."""
+        return self._layers[key.layer_idx], key.expert_idx
+
     def chunk_bytes(self, layer_idx: int) -> tuple[int, ...]:
-        """Return the destination bytes of each chunk; the same for every expert of that layer."""
+        """See `Store.chunk_bytes`."""
         return self._chunk_bytes[layer_idx]
 
 

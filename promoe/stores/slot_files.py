@@ -1,17 +1,21 @@
 """Experts in files of their own, one per MoE layer, stored as they lie in a slot: reading one is a plain copy.
 
-A file is a safetensors file whose only tensor, `slots[E, slot_bytes]`, begins at a page, as O_DIRECT requires.
+A file is a safetensors file whose first tensor begins at a page, as O_DIRECT requires. `slots[E, slot_bytes]` holds all
+experts, by number. If some experts of the layer are hot (`HotLayouts`), they are in `hot_slots`, and `slots` has the
+others. `hot_slots` comes first: with more bits, its slots are whole pages wherever those of `slots` are.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import HotLayouts
 from promoe.stores.checkpoint_plan import CheckpointPlan
 from promoe.stores.layer_plan import LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
@@ -19,8 +23,8 @@ from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
 from promoe.stores.safetensors_store import SafetensorsStore
 
-# The name of the tensor in a layer's file.
-SLOTS = "slots"
+# The names of the tensors in a layer's file.
+SLOTS, HOT_SLOTS = "slots", "hot_slots"
 
 
 def layer_path(folder: Path, layer_idx: int) -> Path:
@@ -28,13 +32,31 @@ def layer_path(folder: Path, layer_idx: int) -> Path:
     return folder / f"layer-{layer_idx:05}.safetensors"
 
 
-def header_of(metadata: Mapping[str, str], num_experts: int, layout: ExpertLayout) -> bytes:
-    """Return the header of a layer's file. `metadata` is for its writer's own use."""
-    shape = [num_experts, layout.slot_bytes]
-    header = {
-        "__metadata__": dict(metadata),
-        SLOTS: {"dtype": "U8", "shape": shape, "data_offsets": [0, shape[0] * shape[1]]},
-    }
+def header_of(
+    metadata: Mapping[str, str],
+    num_experts: int,
+    layout: ExpertLayout,
+    num_hot: int = 0,
+    hot_layout: ExpertLayout | None = None,
+) -> bytes:
+    """Return the header of a layer's file.
+
+    Args:
+        metadata: for its writer's own use.
+        num_experts: of the layer.
+        layout: how its experts lie in a slot.
+        num_hot: how many of them are hot.
+        hot_layout: how these lie in a slot.
+    """
+    shapes = {SLOTS: [num_experts - num_hot, layout.slot_bytes]}
+    if hot_layout is not None:
+        shapes = {HOT_SLOTS: [num_hot, hot_layout.slot_bytes], **shapes}
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, (count, slot_bytes) in shapes.items():
+        end = start + count * slot_bytes
+        header[name] = {"dtype": "U8", "shape": [count, slot_bytes], "data_offsets": [start, end]}
+        start = end
     content = json.dumps(header).encode()
     # The format allows spaces at the end of the header; with them the tensor begins at a page.
     content = content.ljust(-(-(len(content) + HEADER_LENGTH_BYTES) // PAGE_BYTES) * PAGE_BYTES - HEADER_LENGTH_BYTES)
@@ -66,10 +88,11 @@ class SlotFilesStore(SafetensorsStore):
 
     Args:
         files: in the order of the layers.
-        layouts: of the layers.
+        layouts: of the layers, and of their experts that are not `hot`.
         num_experts: of the layers.
         chunk_bytes: longest chunk.
         source: the checkpoint that the experts were taken from; None: there is none, or nobody needs it.
+        hot: experts in other layouts, which are in `hot_slots`.
     """
 
     def __init__(
@@ -79,19 +102,51 @@ class SlotFilesStore(SafetensorsStore):
         num_experts: Sequence[int],
         chunk_bytes: int,
         source: SafetensorsStore | None = None,
+        hot: HotLayouts | None = None,
     ) -> None:
         self._source = source
+        numbers = [_numbers(layer_idx, count, hot) for layer_idx, count in enumerate(num_experts)]
         layers = [
-            _plan(layout, count, file.tensors[SLOTS], chunk_bytes)
-            for layout, count, file in zip(layouts, num_experts, files.files, strict=True)
+            _plan(layout, len(others), file.tensors[SLOTS], chunk_bytes)
+            for layout, (others, _), file in zip(layouts, numbers, files.files, strict=True)
         ]
         super().__init__(files, CheckpointPlan(tuple(layers), frozenset()))
+        if hot is not None:
+            self.hot, self.num_experts = hot, num_experts
+            self._numbers = numbers
+            self._hot_layers = [
+                _plan(layout, len(of_hot), file.tensors[HOT_SLOTS], chunk_bytes)
+                for layout, (_, of_hot), file in zip(hot.layouts, numbers, files.files, strict=True)
+            ]
+            self.expert_bytes += sum(plan.layout.payload_bytes * plan.num_experts for plan in self._hot_layers)
+
+    def _plan_of(self, key: ExpertKey) -> tuple[LayerPlan, int]:
+        if self.hot is None:
+            return super()._plan_of(key)
+        others, of_hot = self._numbers[key.layer_idx]
+        if key in self.hot.experts:
+            return self._hot_layers[key.layer_idx], of_hot[key.expert_idx]
+        return self._layers[key.layer_idx], others[key.expert_idx]
 
     def close(self) -> None:
         """Close the files, and the checkpoint's."""
         super().close()
         if self._source is not None:
             self._source.close()
+
+
+def _numbers(layer_idx: int, num_experts: int, hot: HotLayouts | None) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the place of each ordinary expert of a layer in `slots`, and that of each hot one in `hot_slots`."""
+    ordinary, of_hot = in_kinds(layer_idx, num_experts, frozenset() if hot is None else hot.experts)
+    return {idx: place for place, idx in enumerate(ordinary)}, {idx: place for place, idx in enumerate(of_hot)}
+
+
+def in_kinds(layer_idx: int, num_experts: int, hot: Collection[ExpertKey]) -> tuple[list[int], list[int]]:
+    """Return the ordinary experts of a layer and the hot ones, each in the order in which they lie in its file."""
+    kinds: tuple[list[int], list[int]] = ([], [])
+    for expert_idx in range(num_experts):
+        kinds[ExpertKey(layer_idx, expert_idx) in hot].append(expert_idx)
+    return kinds
 
 
 def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_bytes: int) -> LayerPlan:

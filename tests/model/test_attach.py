@@ -109,7 +109,7 @@ def test_exception_inside_the_experts(model: PreTrainedModel) -> None:
     with pytest.raises(ZeroDivisionError):
         greedy(model, PROMPTS["one"])
     layer.experts.act_fn = original
-    caches = model.promoe.runtime.engine.scheduler._caches
+    caches = model.promoe.runtime.engine.scheduler.caches
     assert [cache.num_pinned for cache in caches] == [0]
     assert_unharmed(model)
 

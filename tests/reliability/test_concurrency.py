@@ -253,7 +253,7 @@ def test_many_short_generations(slots: int) -> None:
         with engine.lock:
             engine.scheduler.check_integrity()
             assert not engine.waiters
-            assert not any(cache.num_pinned for cache in engine.scheduler._caches)
+            assert not any(cache.num_pinned for cache in engine.scheduler.caches)
 
 
 # -- abandoned --------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
                 assert not model.promoe.runtime.engine.torn
                 check_integrity(model)
                 with model.promoe.runtime.engine.lock:
-                    caches = model.promoe.runtime.engine.scheduler._caches
+                    caches = model.promoe.runtime.engine.scheduler.caches
                     assert not any(cache.num_pinned for cache in caches), where
                     assert not model.promoe.runtime.engine.waiters, where
         if not where:

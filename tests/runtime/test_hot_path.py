@@ -309,7 +309,7 @@ def test_an_encoder_that_is_called_alone_is_no_decode() -> None:
 
 
 def caches(model: nn.Module) -> list[Any]:
-    return model.promoe.runtime.engine.scheduler._caches
+    return model.promoe.runtime.engine.scheduler.caches
 
 
 def test_an_exception_leaves_no_pin_and_the_next_pass_counts_anew() -> None:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from promoe.scheduler import ExpertKey, Lease, Scheduler, SchedulerConfig, Visit
-from promoe.scheduler.cache import LOADING, RESIDENT
+from promoe.scheduler import ExpertKey, HotExperts, Lease, Scheduler, SchedulerConfig, Visit
+from promoe.scheduler.cache import LOADING, RESIDENT, ExpertCache
 
 from .simulated import Tally
 
@@ -38,7 +38,6 @@ class Driven:
         self.config = config
         self.tally = Tally()
         self.scheduler = Scheduler(config, self.tally)
-        self.pool_of = {layer: idx for idx, pool in enumerate(config.pools) for layer in pool.layers}
         self.memory: list[list[dict[int, Tag | None]]] = [[{} for _ in range(p.num_slots)] for p in config.pools]
         self.outstanding: list[Lease] = []
         self.returned: list[Lease] = []
@@ -67,16 +66,23 @@ class Driven:
         return opened
 
     def admit(self, opened: OpenVisit) -> int:
-        visit, cache = opened.visit, self.scheduler.cache_of(opened.visit.layer_idx)
+        visit = opened.visit
         waiting = bool(opened.remaining) and not visit.holds_grants
-        may_pin = cache.num_pinned < cache.num_slots
-        if self.config.reorder:  # what another visit holds takes no further slot
-            base = visit.layer_idx * self.scheduler.max_experts
-            may_pin |= any(cache.pins[base + expert_idx] for expert_idx in opened.remaining)
+        may_pin = self._may_pin(opened)
         granted = visit.admit()
         assert granted or not (waiting and may_pin), "a pin was to be had and none was granted"
         self.check()
         return granted
+
+    def _may_pin(self, opened: OpenVisit) -> bool:
+        """Return whether a pin is to be had for what a visit still needs: by id, for the first expert of it."""
+        remaining = sorted(opened.remaining) if self.config.reorder else sorted(opened.remaining)[:1]
+        for expert_idx in remaining:
+            cache, code = self._cache(ExpertKey(opened.visit.layer_idx, expert_idx))
+            # What another visit holds takes no further slot.
+            if cache.pins[code] or cache.num_pinned < cache.num_slots:
+                return True
+        return False
 
     def run_group(self, opened: OpenVisit, limit: int | None = None) -> int:
         """Compute with (some of) the ready experts and release them."""
@@ -135,7 +141,7 @@ class Driven:
         """Return whether the lease does more than fill a free slot."""
         layer_idx, scheduler = lease.key.layer_idx, self.scheduler
         hinted = lease.code in scheduler._hinted.get(layer_idx, ())
-        return lease.cause == "prefetch" or hinted or bool(scheduler.cache_of(layer_idx).pins[lease.code])
+        return lease.cause == "prefetch" or hinted or bool(self._cache(lease.key)[0].pins[lease.code])
 
     def _check_lease(self, lease: Lease) -> None:
         scheduler, config = self.scheduler, self.config
@@ -144,8 +150,8 @@ class Driven:
             return
         assert config.prefetch
         assert lease.code not in scheduler._failed_speculation, f"{lease} after a failed prefetch"
-        cache = scheduler.cache_of(lease.key.layer_idx)
-        queued = [c for c in scheduler._demand if scheduler.cache_of(c // scheduler.max_experts) is cache]
+        cache, _ = self._cache(lease.key)
+        queued = [c for c in scheduler._demand if scheduler.caches_by_code[c] is cache]
         assert not [c for c in queued if c in cache.loads and not cache.loads[c].all_issued], f"{lease} before demand"
         if not any(other.code == lease.code for other in self.outstanding):
             # Speculation never takes the last slot: neither pinned nor waiting for a chunk.
@@ -177,7 +183,7 @@ class Driven:
 
     def resize(self, pool_idx: int, num_slots: int) -> None:
         """Resize a pool while nothing is in flight or pinned; check that as many residents as fit stay, with their bytes."""
-        cache = self.scheduler._caches[pool_idx]
+        cache = self.scheduler.caches[pool_idx]
         before, evictions = set(cache.slot_of), self.tally.evictions
         kept = self.scheduler.prepare_resize(pool_idx, num_slots)
         self.check()
@@ -213,8 +219,8 @@ class Driven:
 
     def _summary(self) -> object:
         scheduler = self.scheduler
-        loads = [[(c, ld.slot, ld.issued, sorted(ld.pending)) for c, ld in s.loads.items()] for s in scheduler._caches]
-        resident = [dict(cache.slot_of) for cache in scheduler._caches]
+        loads = [[(c, ld.slot, ld.issued, sorted(ld.pending)) for c, ld in s.loads.items()] for s in scheduler.caches]
+        resident = [dict(cache.slot_of) for cache in scheduler.caches]
         return loads, resident, sorted(scheduler.failures), self.tally.moved_bytes, dict(self.tally.failures)
 
     # -- what must hold -----------------------------------------------------------------------------------------
@@ -229,12 +235,12 @@ class Driven:
         ), (tally.moved, tally.used, tally.wasted_bytes)
         assert tally.wasted_bytes["demand"] <= tally.moved["demand"]
         for code in scheduler._fetched._unasked:  # pending bytes are somewhere, and nobody asked for them
-            cache = scheduler.cache_of(code // scheduler.max_experts)
+            cache = scheduler.caches_by_code[code]
             assert cache.state[code] in (LOADING, RESIDENT), (code, cache.state[code])
             assert not cache.pins[code], code
-        in_flight = sum(load.in_flight for cache in scheduler._caches for load in cache.loads.values())
+        in_flight = sum(load.in_flight for cache in scheduler.caches for load in cache.loads.values())
         assert in_flight == len(self.outstanding), (in_flight, self.outstanding)
-        for cache, slots in zip(scheduler._caches, self.memory, strict=True):
+        for cache, slots in zip(scheduler.caches, self.memory, strict=True):
             for code, slot in cache.slot_of.items():
                 self._check_bytes(ExpertKey(*divmod(code, scheduler.max_experts)), slots[slot], cache._generation[slot])
         for opened in self.visits:
@@ -243,20 +249,19 @@ class Driven:
     def _check_bytes(
         self, key: ExpertKey, chunks: dict[int, Tag | None], generation: int, count: int | None = None
     ) -> None:
-        for chunk_idx in range(len(self.config.chunk_bytes[key.layer_idx]) if count is None else count):
+        for chunk_idx in range(len(self._kind(key).chunk_bytes[key.layer_idx]) if count is None else count):
             assert chunks[chunk_idx] == (key, generation), f"{key}, generation {generation}: its slot holds {chunks}"
 
     def _check_visit(self, opened: OpenVisit) -> None:
         visit = opened.visit
         failed = visit.failed()
-        cache = self.scheduler.cache_of(visit.layer_idx)
-        slots = self.memory[self.pool_of[visit.layer_idx]]
         ready = visit.ready()
         assert opened.held.keys() <= set(ready) <= opened.remaining, (opened.held, ready, opened.remaining)
         assert not set(failed) & set(ready), f"failed and ready: {failed}, {ready}"
         for expert_idx in ready:
-            slot = visit.slot(expert_idx)
-            self._check_bytes(ExpertKey(visit.layer_idx, expert_idx), slots[slot], cache._generation[slot])
+            key, slot = ExpertKey(visit.layer_idx, expert_idx), visit.slot(expert_idx)
+            cache, _ = self._cache(key)
+            self._check_bytes(key, self._slots(key)[slot], cache._generation[slot])
             seen = opened.held.setdefault(expert_idx, (slot, cache._generation[slot]))
             assert seen == (slot, cache._generation[slot]), f"expert {expert_idx} moved while a visit could use it"
 
@@ -265,31 +270,54 @@ class Driven:
     def _check_begun(self, opened: OpenVisit, ready: list[int], failed: list[int]) -> None:
         """Check that the chunks of a begun expert stay in its slot until it is ready or has failed."""
         visit = opened.visit
-        cache, begun = self.scheduler.cache_of(visit.layer_idx), visit.begun()
-        slots, first = self.memory[self.pool_of[visit.layer_idx]], self.config.first_chunks[visit.layer_idx]
-        assert first or not begun, begun
+        begun = visit.begun()
         assert not {*begun} & {*ready, *failed}, (begun, ready, failed)
         assert opened.begun.keys() <= {*begun, *ready, *failed}, (opened.begun, begun, ready, failed)
         for expert_idx in begun:
-            slot = visit.slot(expert_idx)
+            key, slot = ExpertKey(visit.layer_idx, expert_idx), visit.slot(expert_idx)
+            cache, _ = self._cache(key)
+            first = self._kind(key).first_chunks[key.layer_idx]
+            assert first, key
             opened.begun.setdefault(expert_idx, (slot, cache._generation[slot]))
-            self._check_bytes(ExpertKey(visit.layer_idx, expert_idx), slots[slot], cache._generation[slot], first)
+            self._check_bytes(key, self._slots(key)[slot], cache._generation[slot], first)
         for expert_idx, seen in opened.begun.items():
             if expert_idx not in failed:
                 slot = visit.slot(expert_idx)
+                cache, _ = self._cache(ExpertKey(visit.layer_idx, expert_idx))
                 assert seen == (slot, cache._generation[slot]), f"expert {expert_idx} moved after it was begun"
 
+    def _pool_of(self, key: ExpertKey) -> int:
+        """Return the pool that the configuration has for an expert."""
+        hot = self._kind(key) is self.config.hot
+        (pool_idx,) = (i for i, p in enumerate(self.config.pools) if p.hot == hot and key.layer_idx in p.layers)
+        return pool_idx
+
+    def _kind(self, key: ExpertKey) -> SchedulerConfig | HotExperts:
+        """Return what has the chunks of an expert."""
+        return self.config if self.config.hot is None or key not in self.config.hot.experts else self.config.hot
+
+    def _cache(self, key: ExpertKey) -> tuple[ExpertCache, int]:
+        """Return an expert's pool, and its code."""
+        return self.scheduler.caches[self._pool_of(key)], key.layer_idx * self.scheduler.max_experts + key.expert_idx
+
+    def _slots(self, key: ExpertKey) -> list[dict[int, Tag | None]]:
+        return self.memory[self._pool_of(key)]
+
     def _pool(self, lease: Lease) -> int:
-        return self.pool_of[lease.key.layer_idx]
+        return self._pool_of(lease.key)
 
     def _slot(self, lease: Lease) -> dict[int, Tag | None]:
-        return self.memory[self._pool(lease)][lease.slot]
+        return self._slots(lease.key)[lease.slot]
+
+    def _most_chunks(self) -> int:
+        hot = self.config.hot
+        return max(map(len, [*self.config.chunk_bytes, *(() if hot is None else hot.chunk_bytes)]))
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def end_all(self) -> None:
         """End every open visit, and check that each waits only for what is on its way or can be sent."""
-        budget = 50 + 20 * sum(len(v.remaining) + 1 for v in self.visits) * (1 + max(map(len, self.config.chunk_bytes)))
+        budget = 50 + 20 * sum(len(v.remaining) + 1 for v in self.visits) * (1 + self._most_chunks())
         budget += len(self.outstanding) + len(self.scheduler._demand) * 4
         while self.visits:
             budget -= 1
@@ -309,7 +337,7 @@ class Driven:
     def drain(self) -> None:
         """Fetch what is still wanted when no visit is open, and check that nothing more is sent then."""
         assert not self.visits
-        total = sum(self.config.num_experts) * 4 * max(map(len, self.config.chunk_bytes))
+        total = sum(self.config.num_experts) * 4 * self._most_chunks()
         for _ in range(total):
             if not self.issue() and not self.outstanding:
                 break
@@ -327,6 +355,6 @@ class Driven:
                 for steps in range(1, 5)
             ]
         ).all()
-        for cache in self.scheduler._caches:
+        for cache in self.scheduler.caches:
             assert cache.num_pinned == 0
             assert all(not load.pending for load in cache.loads.values())

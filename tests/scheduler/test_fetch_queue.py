@@ -382,7 +382,7 @@ def test_warm_leaves_queued_demand_to_its_visit() -> None:
 
 def test_integrity_errors_name_the_numbers() -> None:
     run = driven()
-    run.scheduler.cache_of(0)._free.pop()
+    run.scheduler.caches[0]._free.pop()
     with pytest.raises(AssertionError, match=r"free, loading, draining, resident, slots = \(3, 0, 0, 0, 4\)"):
         run.scheduler.check_integrity()
 

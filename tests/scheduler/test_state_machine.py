@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from promoe.scheduler import ExpertKey, PoolSpec, SchedulerConfig
+from promoe.scheduler import ExpertKey, HotExperts, PoolSpec, SchedulerConfig
 
 from .driven import Driven, OpenVisit
 
@@ -47,7 +47,12 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
     layers = tuple(range(num_layers))
     split = draw(st.integers(0, num_layers - 1))
     groups = [layers[:split], layers[split:]] if split else [layers]
-    pools = [PoolSpec(draw(st.integers(1, sum(num_experts[i] for i in group))), group) for group in groups]
+    hot = draw(hot_experts(num_experts))
+    pools = [
+        PoolSpec(draw(st.integers(1, sum(count[i] for i in group))), group, hot=bool(is_hot))
+        for is_hot, count in enumerate([num_experts] if hot is None else [num_experts, hot.per_layer])
+        for group in groups
+    ]
     return SchedulerConfig(
         num_experts=num_experts,
         chunk_bytes=chunk_bytes,
@@ -61,6 +66,24 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         calibrate=draw(st.booleans()),
         first_chunks=[draw(st.integers(0, len(chunks) - 1)) for chunks in chunk_bytes],
         strict=draw(st.booleans()),
+        hot=hot,
+    )
+
+
+@st.composite
+def hot_experts(draw: st.DrawFn, num_experts: list[int]) -> HotExperts | None:
+    """Some experts of each layer with other chunks than the rest, in two of three models in which this is possible."""
+    if min(num_experts) < 2 or not draw(st.integers(0, 2)):
+        return None
+    chunk_bytes = [tuple(20 + i for i in range(draw(st.integers(1, 3)))) for _ in num_experts]
+    return HotExperts(
+        experts=frozenset(
+            ExpertKey(layer_idx, expert_idx)
+            for layer_idx, count in enumerate(num_experts)
+            for expert_idx in some_of(draw(numbers), count)[: count - 1]
+        ),
+        chunk_bytes=chunk_bytes,
+        first_chunks=[draw(st.integers(0, len(chunks) - 1)) for chunks in chunk_bytes],
     )
 
 
@@ -244,6 +267,7 @@ class Storm(RuleBasedStateMachine):
         self.seen["moved"] += self.driven.num_moved
         self.seen.update(self.driven.causes)
         self.seen[self.config.eviction] += 1
+        self.seen["hot"] += self.config.hot is not None
         self.seen["in id order"] += not self.config.reorder
         self.seen.update({f"failed {cause}": n for cause, n in self.driven.tally.failures.items()})
         self.seen.update(stale=self.driven.tally.stale, evictions=self.driven.tally.evictions)
@@ -267,7 +291,7 @@ def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
     )
 
     assert Storm.steps >= STEPS
-    assert set(+Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order"}, Storm.seen
+    assert set(+Storm.seen) >= {"lru", "lfru", "static", "next_use", "in id order", "hot"}, Storm.seen
     assert set(+Storm.seen) >= {
         "demand",
         "prefetch",

@@ -146,7 +146,7 @@ def test_closing_gives_everything_back() -> None:
     opened.visit.close()
     assert opened.visit.finished
     assert run.issue(99) == []
-    assert run.scheduler.cache_of(0).num_pinned == 0
+    assert run.scheduler.caches[0].num_pinned == 0
     run.admit(run.begin(1, [1, 2]))
     assert len(run.issue(99)) == 2
 

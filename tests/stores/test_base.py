@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
+from promoe.scheduler import ExpertKey
 from promoe.stores import Chunk, HostStore, convert_chunk, first_chunks, first_tensors, split_at_pages
 
 PAGE = 4096
@@ -79,5 +80,6 @@ def test_what_comes_before_the_last_tensors(
     elements: dict[str, int], count: int, names: tuple[str, ...] | None
 ) -> None:
     store = store_of(**elements)
-    assert first_chunks(store, 0, "down_proj") == count
-    assert first_tensors(store, 0, count) == (names if names is not None else ("gate_up_proj", "gate_up_proj_bias"))
+    key = ExpertKey(0, 0)
+    assert first_chunks(store, key, "down_proj") == count
+    assert first_tensors(store, key, count) == (names if names is not None else ("gate_up_proj", "gate_up_proj_bias"))

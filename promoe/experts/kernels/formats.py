@@ -7,6 +7,7 @@ format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.forma
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -106,12 +107,16 @@ def read_formats(layer: MoELayer, entries: Any, on_device: bool) -> dict[str, Ma
 
 
 def form_in_words(layouts: Iterable[ExpertLayout]) -> str:
-    """Return in which form experts with these layouts are: "int4, 4.5 bits per weight", "packed", or "" if all are plain."""
-    matrices = [matrix for layout in layouts for matrix in layout.formats.values()]
-    names = "/".join(sorted({matrix.name for matrix in matrices}))
-    if all(matrix.exact for matrix in matrices):
+    """Return in which form experts with these layouts are, one for each expert, or for each of equally many.
+
+    For example "int4, 4.5 bits per weight", "packed", or "" if all are plain.
+    """
+    counts = Counter(matrix for layout in layouts for matrix in layout.formats.values())
+    names = "/".join(sorted({matrix.name for matrix in counts}, reverse=True))
+    if all(matrix.exact for matrix in counts):
         return names
-    bits = 8 * sum(matrix.nbytes for matrix in matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
+    nbytes = sum(matrix.nbytes * count for matrix, count in counts.items())
+    bits = 8 * nbytes / sum(math.prod(matrix.shape) * count for matrix, count in counts.items())
     return f"{names}, {bits:.3g} bits per weight"
 
 

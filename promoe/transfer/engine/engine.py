@@ -129,10 +129,10 @@ class Engine(Transfers):
 
     def _poison_released_slots(self) -> None:
         """Let every slot in RAM hold NaN while it has no expert, so that reading one shows."""
-        for spec, pool in zip(self.scheduler.config.pools, self.pools, strict=True):
+        for cache, pool in zip(self.scheduler.caches, self.pools, strict=True):
             if isinstance(pool, SlotPool):
                 pool.poison()
-                self.scheduler.cache_of(spec.layers[0]).on_release = pool.poison_slot
+                cache.on_release = pool.poison_slot
 
     # -- what forwards call ---------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from promoe.errors import (
 from promoe.scheduler import ExpertKey, Lease, Scheduler
 from promoe.stats.recorder import Recorder
 from promoe.stats.tracing import Tracer
-from promoe.stores import Store, first_tensors
+from promoe.stores import Store, first_tensors, kinds, longest_chunk
 from promoe.transfer.lifetimes import without_frames
 from promoe.transfer.links import Link
 from promoe.transfer.memory import Pool
@@ -64,8 +64,10 @@ class Monitor:
             finalizer, interrupted it there.
         queues: whether `copy_demand` only queues copies for a device. Then it need not wait for the visit.
         forwards_copy: whether forwards fetch by `copy_demand` what they need. If not, workers do.
-        first_names: per layer, the tensors that come with the first chunks of its experts
-            (`SchedulerConfig.first_chunks`).
+        pool_of: the pool of each expert, by the scheduler's codes.
+        pools_of_layer: the pools of each layer's experts.
+        first_names: per layer, the tensors that come with the first chunks (`SchedulerConfig.first_chunks`) of an ordinary
+            expert, and of a hot one if there are any.
         waiters: forwards that wait for a chunk or for what another forward will give back, and who warms or resizes the
             cache.
         progress: counts completed transfers, and groups that forwards have run. A waiter looks whether it grows.
@@ -95,13 +97,18 @@ class Monitor:
         # Python 3.10 does not say how often a lock is held. There, a signal handler that needs it waits for ever.
         self.lock: Any = threading.RLock() if hasattr(threading.RLock(), "_recursion_count") else threading.Lock()
         self.times_held: Callable[[], int] = getattr(self.lock, "_recursion_count", _once)
-        self.pool_of = {
-            layer: pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) for layer in spec.layers
-        }
-        self.first_names = [
-            first_tensors(store, layer_idx, count) for layer_idx, count in enumerate(scheduler.config.first_chunks)
+        assert len(pools) == len(scheduler.config.pools), (len(pools), scheduler.config.pools)
+        self.pool_of = [self.pools[idx] for idx in scheduler.pool_idx_of]
+        # A layer with experts of two kinds has two of them.
+        self.pools_of_layer = [
+            [pool for spec, pool in zip(scheduler.config.pools, pools, strict=True) if layer_idx in spec.layers]
+            for layer_idx in range(scheduler.config.num_layers)
         ]
-        longest = max(max(chunks) for chunks in scheduler.config.chunk_bytes)
+        self.first_names = [
+            [first_tensors(store, key, scheduler.config.first_chunks_of(key)) for key in kinds(store, layer_idx)]
+            for layer_idx in range(scheduler.config.num_layers)
+        ]
+        longest = longest_chunk(store)
         self.queues = link.queues
         self.forwards_copy = link.queues or (link.copies_from_ram and longest <= SHORT_CHUNK_BYTES)
         self.waiters: list[Waiter] = []
@@ -191,11 +198,10 @@ class Monitor:
     def state(self) -> str:
         """Describe the engine's state for error messages."""
         scheduler = self.scheduler
-        caches = [scheduler.cache_of(spec.layers[0]) for spec in scheduler.config.pools]
         pools = "; ".join(
             f"pool {i}: {c.num_slots} slots, {c.num_free} free, {len(c.slot_of)} resident, {c.num_pinned} pinned, "
             f"{sum(load.in_flight for load in c.loads.values())} chunks in flight"
-            for i, c in enumerate(caches)
+            for i, c in enumerate(scheduler.caches)
         )
         return (
             f"step {scheduler.step}, layer {scheduler.current_layer}, {self._chunks_completed} chunks completed, "

@@ -65,7 +65,7 @@ class Transfers(Monitor):
 
     def _transfer(self, lease: Lease, worker_idx: int) -> Exception | None:
         """Move one chunk. Return the error if that failed."""
-        pool = self.pool_of[lease.key.layer_idx]
+        pool = self.pool_of[lease.code]
         chunk = self.store.chunks(lease.key)[lease.chunk_idx]
         start_s = time.perf_counter()
         try:
@@ -80,7 +80,7 @@ class Transfers(Monitor):
         start_s = time.perf_counter()
         transfers: list[tuple[Chunk, Any]] = []
         for lease in orders:
-            slot = self.pool_of[lease.key.layer_idx].slot(lease.slot)
+            slot = self.pool_of[lease.code].slot(lease.slot)
             chunks = self.store.chunks(lease.key)[lease.chunk_idx : lease.chunk_idx + lease.num_chunks]
             transfers += [(chunk, slot) for chunk in chunks]
         try:

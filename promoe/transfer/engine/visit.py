@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 
 from promoe.errors import EngineError
+from promoe.scheduler import ExpertKey
 from promoe.scheduler.visit import Visit
 from promoe.stats.counts import Phase
 from promoe.stats.tracing import STALL
 from promoe.transfer.engine.monitor import Changing
 from promoe.transfer.engine.transfers import Transfers
 from promoe.transfer.engine.waiter import Waiter
+from promoe.transfer.memory import Pool
 from promoe.transfer.rows import ExpertRows, FirstRows
 
 
@@ -37,7 +39,7 @@ class EngineVisit(Waiter):
         self._ids = ids
         self._tokens = tokens
         self._num_sequences = num_sequences
-        self._pool = engine.pool_of[layer_idx]
+        self._pools = engine.pools_of_layer[layer_idx]
         self._stall_s = 0.0
         self._late: set[int] = set()  # experts that were not there when their turn came
         self._at_once = False
@@ -45,7 +47,7 @@ class EngineVisit(Waiter):
         self._group: list[int] = []  # the experts that run now
         self._whole = True  # all tensors of the group's experts are there, and not only the first ones
         self._first_slots: dict[int, int] = {}  # expert -> slot, where the forward was given the first tensors
-        self._reading: list[int] = []  # slots that the group's kernels read
+        self._reading: list[tuple[Pool, list[int]]] = []  # slots that the group's kernels read
         self._hits = hits
         self._phase = phase
         self._visit: Visit | None = None  # while it lasts
@@ -162,20 +164,38 @@ class EngineVisit(Waiter):
         )
 
     def _rows(self) -> ExpertRows:
-        pool, visit = self._pool, self._granted
-        self._reading = [visit.slot(expert_idx) for expert_idx in self._group]
-        for expert_idx, slot in zip(self._group, self._reading, strict=True):
+        visit = self._granted
+        slots = {expert_idx: visit.slot(expert_idx) for expert_idx in self._group}
+        for expert_idx, slot in slots.items():
             assert self._first_slots.get(expert_idx, slot) == slot, f"expert {expert_idx} was begun in another slot"
-        pool.begin_read(self._reading)
-        return pool.rows(self._group, self._reading)
+        by_pool = self._by_pool(slots)
+        self._reading = [(pool, list(of_pool.values())) for pool, of_pool in by_pool]
+        for pool, read in self._reading:
+            pool.begin_read(read)
+        return _rows_in(by_pool)
 
     def _first_rows(self) -> FirstRows:
-        names = self._engine.first_names[self._layer_idx]
-        rows = self._pool.rows(self._group, [self._first_slots[expert_idx] for expert_idx in self._group])
-        return FirstRows({idx: {name: tensors[name] for name in names} for idx, tensors in rows.items()})
+        config, layer_idx = self._engine.scheduler.config, self._layer_idx
+        of_kind = self._engine.first_names[layer_idx]
+        rows = _rows_in(self._by_pool({expert_idx: self._first_slots[expert_idx] for expert_idx in self._group}))
+        names = {idx: of_kind[config.is_hot(ExpertKey(layer_idx, idx))] for idx in rows}
+        return FirstRows({idx: {name: tensors[name] for name in names[idx]} for idx, tensors in rows.items()})
+
+    def _by_pool(self, slots: dict[int, int]) -> list[tuple[Pool, dict[int, int]]]:
+        """Return each pool that has some of these slots (expert -> slot), and which."""
+        if len(self._pools) == 1:
+            return [(self._pools[0], slots)]
+        engine = self._engine
+        base = self._layer_idx * engine.scheduler.max_experts
+        found = [
+            (pool, {idx: slot for idx, slot in slots.items() if engine.pool_of[base + idx] is pool})
+            for pool in self._pools
+        ]
+        return [(pool, of_pool) for pool, of_pool in found if of_pool]
 
     def _end_reads(self) -> None:
-        self._pool.end_read(self._reading)
+        for pool, slots in self._reading:
+            pool.end_read(slots)
         self._reading = []
 
     def _next_group(self) -> list[int]:
@@ -253,3 +273,11 @@ class EngineVisit(Waiter):
                 if visit.holds_grants or not visit.admit():
                     return None
                 engine.wake_workers()
+
+
+def _rows_in(by_pool: Sequence[tuple[Pool, dict[int, int]]]) -> ExpertRows:
+    """Return the tensors of experts by the slots that they are in (expert -> slot), in one pool or several."""
+    if len(by_pool) == 1:
+        pool, slots = by_pool[0]
+        return pool.rows([*slots], [*slots.values()])
+    return {idx: tensors for pool, slots in by_pool for idx, tensors in pool.rows([*slots], [*slots.values()]).items()}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from promoe.errors import ConfigError
-from promoe.stores.base import Chunk, Store
+from promoe.stores.base import Chunk, Store, longest_chunk
 from promoe.transfer.links.base import Link
 from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
 from promoe.transfer.links.free_ram import free_ram_bytes
@@ -88,8 +88,7 @@ class FileLink(Link):
     def describe(self) -> str:
         """Return one line for reports, such as "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""
         name = "O_DIRECT" if self.mode == "direct" else "page cache"
-        layers = range(len(self._store.num_experts))
-        largest_bytes = max((max(self._store.chunk_bytes(layer_idx)) for layer_idx in layers), default=0)
+        largest_bytes = longest_chunk(self._store)
         readers = "1 reader" if self.workers == 1 else f"{self.workers} readers"
         return f"{name}, chunks up to {format_memory(largest_bytes)}, {readers} ({self._why})"
 

@@ -201,6 +201,7 @@ def bytes_for_all_that_fits(store: Store, workers: int) -> int:
 
 def _slot_bytes(store: Store) -> int:
     """Return the bytes of the largest slot, for a buffer takes an expert of any layer."""
+    assert store.hot is None, "mixed experts are not served on devices"
     return max(layout.slot_bytes for layout in store.layouts)
 
 

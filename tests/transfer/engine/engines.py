@@ -101,7 +101,7 @@ def running(
         yield engine, link
         with engine.lock:
             engine.scheduler.check_integrity()
-            assert not any(cache.num_pinned for cache in engine.scheduler._caches)
+            assert not any(cache.num_pinned for cache in engine.scheduler.caches)
     finally:
         if isinstance(link, Recording):
             link.open.set()

@@ -117,7 +117,7 @@ def visit_all(engine: Engine, layer_idx: int, ids: list[int], at_once: bool = Fa
 def have_first(engine: Engine, experts: list[int]) -> bool:
     """Return whether the first chunks of these experts of layer 0 are there, and not the last."""
     with engine.lock:
-        loads = engine.scheduler.cache_of(0).loads
+        loads = engine.scheduler.caches[0].loads
         return all(expert_idx in loads and loads[expert_idx].has_first(1) for expert_idx in experts)
 
 
