@@ -19,7 +19,8 @@ from promoe.commands.bench.example import find_example
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.opening import open_headers
 from promoe.model.quantizing import write_quantized
-from promoe.model.slot_folders import INDEX, default_folder
+from promoe.model.slot_folders import default_folder
+from promoe.model.slot_index import INDEX
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.units import aligned
 

@@ -32,7 +32,8 @@ from promoe.commands.measure import estimate, paired_speedup
 from promoe.experts.kernels.packed import PackedMatrix, Packing
 from promoe.model.opening import open_headers
 from promoe.model.packing import PACKED, write_packed
-from promoe.model.slot_folders import INDEX, default_folder
+from promoe.model.slot_folders import default_folder
+from promoe.model.slot_index import INDEX
 
 # Hidden and intermediate size.
 SHAPES = {"demo x128": (192, 9216), "Qwen3-30B-A3B": (2048, 768), "gpt-oss-20b": (2880, 2880)}

@@ -15,8 +15,8 @@ class ModelOptions:
     """folder of a safetensors checkpoint, or a hub id"""
     _: KW_ONLY
     experts: str = "auto"
-    """form of the experts: "auto" (as the checkpoint has them, or packed by `promoe pack`), "int8" or "int4" (as `promoe
-    quantize` wrote them; output changes), the folder of --out, or "checkpoint" (never packed)"""
+    """form of the experts: "auto" (as the checkpoint has them, or packed by `promoe pack`), "int8", "int4" or "int4-hot8" (as
+    `promoe quantize` wrote them; output changes), the folder of --out, or "checkpoint" (never packed)"""
     cache: str = "50%"
     """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or
     "auto" (what is free, less 2 GiB)"""

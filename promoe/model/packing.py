@@ -11,7 +11,8 @@ from promoe.errors import UnsupportedModelError
 from promoe.experts.kernels.formats import FORMATS, Formats, SlotFormat, formats_in, formats_of
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
-from promoe.model.slot_folders import INDEX, write_slots
+from promoe.model.slot_folders import write_slots
+from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_format import MatrixFormat

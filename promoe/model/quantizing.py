@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,8 @@ from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
 from promoe.model.packing import properties, stored_bytes
 from promoe.model.slot_folders import write_slots
+from promoe.model.slot_index import HotFormats
+from promoe.scheduler import ExpertKey
 from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
@@ -41,6 +44,13 @@ class Quantization:
     plain: list[str] = field(default_factory=list)
 
 
+class Hot(NamedTuple):
+    """Experts that are kept in another format, with more bits, and that format."""
+
+    experts: frozenset[ExpertKey]
+    slot_format: SlotFormat
+
+
 def write_quantized(
     layers: Sequence[MoELayer],
     store: SafetensorsStore,
@@ -48,8 +58,9 @@ def write_quantized(
     slot_format: SlotFormat,
     method: str = "rtn",
     progress: Progress | None = None,
+    hot: Hot | None = None,
 ) -> Quantization:
-    """Write the experts of a checkpoint into `folder` in a quantised format (see `write_slots`).
+    """Write the experts of a checkpoint into `folder` in a quantised format (see `write_slots`), or, with `hot`, in two.
 
     Raises:
         UnsupportedModelError: no matrix of this model can be quantised.
@@ -57,6 +68,7 @@ def write_quantized(
         CheckpointError: an expert cannot be read, or has NaN or infinity.
     """
     formats = quantizable(layers, slot_format)
+    of_hot = None if hot is None else HotFormats(hot.experts, quantizable(layers, hot.slot_format))
     _warn_twice(layers, store)
     squares: dict[str, list[float]] = {}
 
@@ -70,7 +82,7 @@ def write_quantized(
         sums[1] += float(torch.linalg.vector_norm(original)) ** 2
         return content
 
-    nbytes = write_slots(layers, store, folder, formats, encode, method, progress)
+    nbytes = write_slots(layers, store, folder, formats, encode, method, progress, of_hot)
     return Quantization(
         nbytes=nbytes,
         plain_bytes=sum(layer.num_experts * layer.layout.slot_bytes for layer in layers),
@@ -80,7 +92,8 @@ def write_quantized(
                 spec.name
                 for layer in layers
                 for spec in layer.layout.tensors
-                if len(spec.shape) == 2 and spec.name not in formats[layer.layout]
+                for made in (formats, *(() if of_hot is None else (of_hot.formats,)))
+                if len(spec.shape) == 2 and spec.name not in made[layer.layout]
             }
         ),
     )

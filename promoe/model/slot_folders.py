@@ -1,44 +1,46 @@
 """Folders of experts in a slot format: written once from a checkpoint, and opened together with it.
 
-A folder has one safetensors file for each MoE layer. Its only tensor, `slots[E, slot_bytes]`, holds each expert as it
-lies in a slot. The folder's `experts.json` names the files that the experts came from and the format of each matrix. It
-is written last: a folder without it cannot be opened. `experts.json.part` is written first: with it, writing goes on
-after an interruption, layer by layer.
+A folder has one safetensors file for each MoE layer, which holds each expert as it lies in a slot
+(`promoe.stores.slot_files`). The folder's `experts.json` (`slot_index`) names the files that the experts came from and
+the format of each matrix. It is written last: a folder without it cannot be opened. `experts.json.part` is written
+first: with it, writing goes on after an interruption, layer by layer.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.experts.kernels.formats import FORMATS, Formats, read_formats
+from promoe.experts.kernels.formats import FORMATS, Formats
 from promoe.experts.moe_layers import MoELayer
 from promoe.files import read_json
 from promoe.model.file_tensors import Progress
+from promoe.model.slot_index import DIFFERENCES, INDEX, Forms, HotFormats, digest_of, forms_in, index_of
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Store, read_expert
 from promoe.stores.layout import ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_store import SafetensorsStore
-from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.stores.slot_files import SlotFilesStore, layer_path, write_layer
 from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
 
-INDEX, FORMAT = "experts.json", 3
-# "auto", "checkpoint", the name of a slot format, or a folder.
+# The name of a quantised form in which the most used experts have more bits, such as "int4-hot8".
+MIXED = re.compile(r"int([432])-hot([843])")
+# "auto", "checkpoint", the name of a slot format or of a mixed form, or a folder.
 ExpertsChoice: TypeAlias = "str | os.PathLike[str]"
 # Takes a layer, a tensor's name, the matrix and its format; returns the bytes.
 Encode: TypeAlias = Callable[[MoELayer, str, torch.Tensor, MatrixFormat], torch.Tensor]
@@ -50,7 +52,9 @@ def default_folder(store: SafetensorsStore, slot_format: str) -> Path:
 
 
 def command_for(slot_format: str) -> str:
-    """Return the command that writes experts in this slot format."""
+    """Return the command that writes experts in this slot format, or in this mixed form."""
+    if mixed := MIXED.fullmatch(slot_format):
+        return f"promoe quantize MODEL --bits {mixed[1]} --hot {mixed[2]} --counts FILE"
     return "promoe pack MODEL" if FORMATS[slot_format].exact else f"promoe quantize MODEL --bits {slot_format[3:]}"
 
 
@@ -62,6 +66,7 @@ def write_slots(
     encode: Encode,
     method: str,
     progress: Progress | None = None,
+    hot: HotFormats | None = None,
 ) -> int:
     """Write the experts of a checkpoint into `folder`, and replace those that were there before.
 
@@ -76,6 +81,7 @@ def write_slots(
         encode: returns a matrix in its format.
         method: how `encode` does it. Layers that were written by another method are not kept.
         progress: called as `progress(done_bytes, total_bytes)` after each layer.
+        hot: experts that are to have other formats.
 
     Returns:
         The number of bytes of all experts in the folder.
@@ -84,11 +90,12 @@ def write_slots(
         ConfigError: there is too little disk space, or the folder cannot be written.
         CheckpointError: an expert cannot be read.
     """
-    begun = _begun(layers, store, folder, method, formats)
-    layouts = _layouts(layers, formats if begun is None else begun)
-    sizes = [layer.num_experts * layout.slot_bytes for layer, layout in zip(layers, layouts, strict=True)]
-    index, paths = _index(layers, layouts, store, method), _paths(layers, folder)
-    digest = _digest(index)
+    forms = Forms.of(layers, formats, hot)
+    begun = _begun(layers, store, folder, method, forms)
+    forms = begun or forms
+    sizes = [forms.nbytes(layer) for layer in layers]
+    index, paths = index_of(layers, forms, store, method), _paths(layers, folder)
+    digest = digest_of(index)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _check_room(folder, sum(sizes), paths)
@@ -96,9 +103,10 @@ def write_slots(
             for path in (folder / INDEX, *paths):
                 path.unlink(missing_ok=True)
             _write_whole(_part(folder), index)
-        for layer, layout, path, done_bytes in zip(layers, layouts, paths, accumulate(sizes), strict=True):
+        for layer, path, done_bytes in zip(layers, paths, accumulate(sizes), strict=True):
             if not path.is_file():
-                write_layer(path, _header(layer, layout, digest), slots_of(layer, layout, store, encode))
+                slots = (slots_of(layer, layout, store, encode, experts) for layout, experts in forms.in_file(layer))
+                write_layer(path, forms.header(layer, digest), chain.from_iterable(slots))
             if progress is not None:
                 progress(done_bytes, sum(sizes))
         _write_whole(folder / INDEX, index)
@@ -115,26 +123,26 @@ def _part(folder: Path) -> Path:
 
 
 def _begun(
-    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, method: str, formats: Formats
-) -> Formats | None:
-    """Return the formats of an interrupted call that can go on; None: there is none, or it was for something else.
+    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, method: str, forms: Forms
+) -> Forms | None:
+    """Return the forms of an interrupted call that can go on; None: there is none, or it was for something else.
 
-    They may differ from `formats` in what is measured.
+    They may differ from `forms` in what is measured.
     """
     try:
         index = read_json(_part(folder))
-        layouts = _layouts_in(index, layers)
+        begun = forms_in(index, layers)
     except (OSError, ValueError):
         return None
-    if index != json.loads(json.dumps(_index(layers, layouts, store, method))):
+    if index != index_of(layers, begun, store, method):
         return None
-    begun = {layer.layout: layout.formats for layer, layout in zip(layers, layouts, strict=True)}
-    same_sizes = all(
-        {name: made.nbytes for name, made in matrices.items()}
-        == {name: made.nbytes for name, made in begun.get(layout, {}).items()}
-        for layout, matrices in formats.items()
-    )
-    return begun if same_sizes else None
+    return begun if _sizes(begun) == _sizes(forms) else None
+
+
+def _sizes(forms: Forms) -> tuple[object, ...]:
+    """Return what makes two forms the same but for what is measured: the hot experts, and the bytes of each matrix."""
+    hot = frozenset() if forms.hot is None else forms.hot.experts
+    return hot, [{name: matrix.nbytes for name, matrix in layout.formats.items()} for layout in forms.all_layouts]
 
 
 def open_experts(
@@ -160,9 +168,10 @@ def open_experts(
         return store
     if choice == "auto":
         return _open_packed(layers, store, chunk_bytes)
-    folder = default_folder(store, str(choice)) if choice in FORMATS else Path(choice)
+    has_name = choice in FORMATS or MIXED.fullmatch(str(choice)) is not None
+    folder = default_folder(store, str(choice)) if has_name else Path(choice)
     if not (folder / INDEX).is_file():
-        if choice in FORMATS:
+        if has_name:
             found = f"{folder} has no {INDEX}. Write them once with `{command_for(str(choice))}`"
         else:
             found = f"it is not a folder with an {INDEX}. Write one with `promoe quantize MODEL --out FOLDER` or `promoe pack`"
@@ -213,100 +222,27 @@ def _open_folder(
         OSError: they cannot be read.
     """
     index = read_json(folder / INDEX)
-    layouts = _layouts_in(index, layers, on_device)
-    if exact and not all(matrix.exact for layout in layouts for matrix in layout.formats.values()):
+    forms = forms_in(index, layers, on_device)
+    if exact and not all(matrix.exact for matrix in forms.matrices):
         raise ValueError("They are quantised, which experts=FOLDER has to ask for.")
-    expected = _index(layers, layouts, store, index["method"])
-    for key, what in _DIFFERENCES.items():
-        if index.get(key) != json.loads(json.dumps(expected[key])):
+    expected = index_of(layers, forms, store, index["method"])
+    for key, what in DIFFERENCES.items():
+        if index.get(key) != expected.get(key):
             raise ValueError(f"They are of {what}.")
-    digest = _digest(expected)
+    digest = digest_of(expected)
     files = SafetensorsFiles.open(_paths(layers, folder))
     try:
-        for layer, layout, file in zip(layers, layouts, files.files, strict=True):
-            if file.fingerprint.header_crc != zlib.crc32(_header(layer, layout, digest)):
+        for layer, file in zip(layers, files.files, strict=True):
+            if file.fingerprint.header_crc != zlib.crc32(forms.header(layer, digest)):
                 raise ValueError(f"{file.path.name} does not belong to the experts that {INDEX} describes.")
-        return SlotFilesStore(files, layouts, store.num_experts, chunk_bytes, source=store)
+        return SlotFilesStore(files, forms.layouts, store.num_experts, chunk_bytes, store, forms.hot)
     except BaseException:
         files.close()
         raise
 
 
-def _layouts_in(index: Any, layers: Sequence[MoELayer], on_device: bool = False) -> list[ExpertLayout]:
-    """Return the layouts that an index describes.
-
-    Raises:
-        ValueError: it is not an index, or has formats that cannot be read here.
-    """
-    if not isinstance(index, dict) or index.get("format") != FORMAT or not isinstance(index.get("method"), str):
-        raise ValueError(f"{INDEX} is not in format {FORMAT}.")
-    entries = index.get("matrices")
-    if not isinstance(entries, list) or len(entries) != len(layers):
-        raise ValueError(f"They are of {_DIFFERENCES['layers']}.")
-    return [
-        layer.layout.in_formats(read_formats(layer, entry, on_device))
-        for layer, entry in zip(layers, entries, strict=True)
-    ]
-
-
-def _layouts(layers: Sequence[MoELayer], formats: Formats) -> list[ExpertLayout]:
-    """Return how an expert of each layer lies in its slot."""
-    return [layer.layout.in_formats(formats.get(layer.layout, {})) for layer in layers]
-
-
-# For each entry of the index: what is different if the entry is.
-_DIFFERENCES = {
-    "checkpoint": "other files, or the checkpoint was written since",
-    "layers": "another model, or another dtype",
-    "matrices": "another model, or another dtype",
-    "method": "another method",
-}
-
-
-def _index(
-    layers: Sequence[MoELayer], layouts: Sequence[ExpertLayout], store: SafetensorsStore, method: str
-) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "method": method,
-        "torch": torch.__version__,
-        "checkpoint": [
-            {
-                "name": file.path.name,
-                "size_bytes": file.fingerprint.size_bytes,
-                "header_crc": file.fingerprint.header_crc,
-                "samples_crc": file.fingerprint.samples_crc,
-            }
-            for file in store.files
-        ],
-        "layers": [
-            _layer_entry(layer.name, layer.num_experts, layout) for layer, layout in zip(layers, layouts, strict=True)
-        ],
-        "matrices": [
-            {name: {"format": one.name, "signature": one.signature} for name, one in layout.formats.items()}
-            for layout in layouts
-        ],
-    }
-
-
-def _layer_entry(name: str, num_experts: int, layout: ExpertLayout) -> dict[str, Any]:
-    tensors = [[spec.name, list(spec.shape), str(spec.dtype), spec.offset_bytes] for spec in layout.tensors]
-    return {"name": name, "num_experts": num_experts, "slot_bytes": layout.slot_bytes, "tensors": tensors}
-
-
 def _paths(layers: Sequence[MoELayer], folder: Path) -> list[Path]:
     return [layer_path(folder, layer.layer_idx) for layer in layers]
-
-
-def _digest(index: Mapping[str, Any]) -> str:
-    """Return a checksum of what was written."""
-    what = json.dumps({key: index[key] for key in _DIFFERENCES}, sort_keys=True)
-    return hashlib.sha256(what.encode()).hexdigest()
-
-
-def _header(layer: MoELayer, layout: ExpertLayout, digest: str) -> bytes:
-    """Return the header of a layer's file. Its checksum tells the files of two calls in one folder apart."""
-    return header_of({"layer": layer.name, "sha256": digest}, layer.num_experts, layout)
 
 
 def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
@@ -319,10 +255,12 @@ def _check_room(folder: Path, nbytes: int, replaced: Sequence[Path]) -> None:
         )
 
 
-def slots_of(layer: MoELayer, layout: ExpertLayout, store: Store, encode: Encode) -> Iterator[bytearray]:
-    """Yield each expert of a layer as it lies in a slot of `layout`; the next one overwrites it."""
+def slots_of(
+    layer: MoELayer, layout: ExpertLayout, store: Store, encode: Encode, experts: Iterable[int] | None = None
+) -> Iterator[bytearray]:
+    """Yield each of the `experts` of a layer (None: all) as it lies in a slot of `layout`; the next one overwrites it."""
     plain, slot = bytearray(layer.layout.slot_bytes), bytearray(layout.slot_bytes)
-    for expert_idx in range(layer.num_experts):
+    for expert_idx in range(layer.num_experts) if experts is None else experts:
         _read(store, ExpertKey(layer.layer_idx, expert_idx), plain)
         for spec, target in zip(layer.layout.tensors, layout.tensors, strict=True):
             if target.format is None:

@@ -39,6 +39,22 @@ def most_used(rates: Rates) -> list[ExpertKey]:
     return [key for _, key in sorted(used)]
 
 
+def most_used_of_each_layer(rates: Rates, share: float) -> frozenset[ExpertKey]:
+    """Return that share of each layer's experts, the most used ones: at least one of a layer, and never all.
+
+    Raises:
+        ConfigError: a layer has only one expert.
+    """
+    if min(map(len, rates)) < 2:
+        raise ConfigError("The most used experts were asked for, but a MoE layer of this model has only one expert.")
+    found = []
+    for layer_idx, of_layer in enumerate(rates):
+        count = min(len(of_layer) - 1, max(1, round(share * len(of_layer))))
+        ranked = sorted(range(len(of_layer)), key=lambda idx: (-of_layer[idx], idx))
+        found += [ExpertKey(layer_idx, idx) for idx in ranked[:count]]
+    return frozenset(found)
+
+
 def _counts(popularity: Popularity, num_experts: Sequence[int]) -> Rates:
     if isinstance(popularity, str | PathLike):
         return _of_run(load_run(popularity).run.stats, num_experts, f"The run in '{popularity}'")

@@ -30,7 +30,7 @@ from promoe.experts.kernels.formats import FORMATS, formats_of
 from promoe.experts.kernels.packed import PackedMatrix, Packing
 from promoe.model import packing, slot_folders
 from promoe.model.opening import open_headers
-from promoe.model.slot_folders import INDEX
+from promoe.model.slot_index import INDEX
 from promoe.runtime.resident import ResidentHandle
 from promoe.stores.slot_files import SlotFilesStore
 

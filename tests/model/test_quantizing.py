@@ -23,7 +23,7 @@ from promoe.experts.moe_layers import find_moe_layers
 from promoe.model import slot_folders
 from promoe.model.opening import open_headers
 from promoe.model.quantizing import Quantization, write_quantized
-from promoe.model.slot_folders import INDEX
+from promoe.model.slot_index import INDEX
 from promoe.stores.slot_files import SLOTS
 
 

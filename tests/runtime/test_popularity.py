@@ -9,7 +9,7 @@ import torch
 from synthetic_runs import make_run, make_stats
 
 from promoe.errors import ConfigError
-from promoe.runtime.popularity import most_used, usage_rates
+from promoe.runtime.popularity import most_used, most_used_of_each_layer, usage_rates
 from promoe.scheduler import ExpertKey
 from promoe.stats.saved_run import save_run
 
@@ -33,6 +33,24 @@ def test_layers_may_differ() -> None:
 
 def test_those_used_most_come_first_and_those_never_used_not_at_all() -> None:
     assert most_used(RATES) == [ExpertKey(0, 2), ExpertKey(1, 1), ExpertKey(0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("share", "experts"),
+    [
+        (0.1, [(0, 2), (1, 1), (2, 0)]),
+        (0.4, [(0, 2), (1, 1), (2, 0)]),
+        (0.9, [(0, 0), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1)]),
+    ],
+)
+def test_some_of_each_layer_and_never_all(share: float, experts: list[tuple[int, int]]) -> None:
+    """Of equals, the first ones."""
+    assert sorted(most_used_of_each_layer(RATES, share)) == experts
+
+
+def test_a_layer_of_one_expert_has_no_most_used_ones() -> None:
+    with pytest.raises(ConfigError, match="only one expert"):
+        most_used_of_each_layer([[0.5, 0.5], [1.0]], 0.5)
 
 
 def test_of_a_run_its_answers_count(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
 from promoe.runtime.sizes import AUTO_RESERVE_BYTES, check_cache, plan_pools
+from promoe.scheduler import ExpertKey, PoolSpec
+from promoe.stores import HotLayouts
 from promoe.stores.layout import ExpertLayout
 
 
@@ -40,6 +42,21 @@ def refusal(cache: Any, layouts: list[ExpertLayout], num_experts: list[int]) -> 
     except ConfigError as error:
         return str(error)
     return None
+
+
+def test_experts_of_two_kinds_have_pools_of_their_own() -> None:
+    """Each pool has slots for the same share of its experts, also where the size is in bytes."""
+    hot = HotLayouts(frozenset(ExpertKey(layer, 0) for layer in range(4)), [LARGE] * 3 + [SMALL])
+    plans = plan_pools("100%", [SMALL] * 4, [8] * 4, hot=hot)
+    assert [(plan.layout, plan.spec) for plan in plans] == [
+        (SMALL, PoolSpec(28, (0, 1, 2, 3))),
+        (LARGE, PoolSpec(3, (0, 1, 2), hot=True)),
+        (SMALL, PoolSpec(1, (3,), hot=True)),
+    ]
+    hot = HotLayouts(frozenset(ExpertKey(layer, idx) for layer in range(4) for idx in (0, 5)), [LARGE] * 4)
+    for cache in ("50%", 4 * (6 * 1024 + 2 * 8192) // 2):
+        plans = plan_pools(cache, [SMALL] * 4, [8] * 4, hot=hot)
+        assert [plan.spec.num_slots for plan in plans] == [12, 4]
 
 
 # -- how much ---------------------------------------------------------------------------------------------------

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from promoe.scheduler import ExpertKey
-from promoe.stores.base import read_expert
+from promoe.stores.base import HotLayouts, kinds, layout_of, longest_chunk, read_expert
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import SafetensorsFiles
-from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
+from promoe.stores.slot_files import SlotFilesStore, header_of, in_kinds, layer_path, write_layer
 
 LAYOUT = ExpertLayout.of(
     {"first": ((300, 64), torch.float32), "bias": ((7,), torch.float16), "second": ((5, 3), torch.int8)}
@@ -71,3 +71,36 @@ def test_who_reads_a_file_keeps_it(tmp_path: Path) -> None:
         assert slot[0] == number, again
     for store in stores:
         store.close()
+
+
+HOT_LAYOUT = ExpertLayout.of({"first": ((300, 64), torch.float64), "second": ((5, 3), torch.float32)})
+
+
+def test_hot_experts_are_read_from_where_they_are(tmp_path: Path) -> None:
+    """The number of an expert is not its place: the hot ones are elsewhere."""
+    hot = HotLayouts(frozenset([ExpertKey(0, 1), ExpertKey(0, 3), ExpertKey(1, 0)]), [HOT_LAYOUT] * 2)
+    counts = (5, 2)
+    for layer_idx, count in enumerate(counts):
+        ordinary, of_hot = in_kinds(layer_idx, count, hot.experts)
+        slots = [bytearray([idx] * HOT_LAYOUT.slot_bytes) for idx in of_hot]
+        slots += [bytearray([idx] * LAYOUT.slot_bytes) for idx in ordinary]
+        write_layer(layer_path(tmp_path, layer_idx), header_of({}, count, LAYOUT, len(of_hot), HOT_LAYOUT), slots)
+    others = load_file(layer_path(tmp_path, 0))
+    assert {name: tensor[:, 0].tolist() for name, tensor in others.items()} == {"slots": [0, 2, 4], "hot_slots": [1, 3]}
+    files = SafetensorsFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
+    store = SlotFilesStore(files, [LAYOUT] * len(counts), counts, 8192, hot=hot)
+    for layer_idx, count in enumerate(counts):
+        for expert_idx in range(count):
+            key = ExpertKey(layer_idx, expert_idx)
+            layout = HOT_LAYOUT if key in hot.experts else LAYOUT
+            assert layout_of(store, key) == layout
+            slot = bytearray(layout.slot_bytes)
+            read_expert(store, key, memoryview(slot))
+            assert all(
+                slot[spec.offset_bytes : spec.end_bytes] == bytes([expert_idx] * spec.nbytes) for spec in layout.tensors
+            )
+    assert store.num_experts == counts
+    assert store.expert_bytes == 4 * LAYOUT.payload_bytes + 3 * HOT_LAYOUT.payload_bytes
+    assert [kinds(store, layer_idx) for layer_idx in (0, 1)] == [[(0, 0), (0, 1)], [(1, 1), (1, 0)]]
+    assert longest_chunk(store) == max(chunk.nbytes for chunk in store.chunks(ExpertKey(0, 1)))
+    store.close()

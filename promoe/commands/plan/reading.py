@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, init
 
 from promoe.commands.plan.kv_cache import find_kv_cache
 from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
-from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.kernels.formats import FORMATS, SlotFormat, form_in_words
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.model.hub import base_of, is_folder
@@ -26,7 +26,8 @@ from promoe.model.opening import open_headers
 from promoe.model.opening_checks import prepare_config
 from promoe.model.placement import other_bytes
 from promoe.model.quantizing import quantizable
-from promoe.model.slot_folders import INDEX, default_folder, open_experts
+from promoe.model.slot_folders import default_folder, open_experts
+from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import split_at_pages
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
@@ -81,6 +82,12 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
         written = not _is_quantized(experts) or (default_folder(opened.store, experts) / INDEX).is_file()
         # As `from_pretrained` does.
         store = open_experts(layers, opened.store, experts if written else "checkpoint", DEFAULT_CHUNK_BYTES)
+        if store.hot is not None:
+            store.close()
+            raise ConfigError(
+                f"--experts {experts} has more bits for some experts of a layer, and a plan knows layers whose experts are all "
+                "alike. Plan with the form of the other experts, such as --experts int4."
+            )
         found = [_stored_experts(layer, store) for layer in layers]
         form = form_in_words(store.layouts)
         found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
