@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,12 +259,40 @@ def test_a_miss_moves_the_bytes_of_its_kind() -> None:
 
 
 def test_warming_fills_both_kinds_of_slots() -> None:
-    model = opened("qwen3_moe", "50%")
+    model = opened("qwen3_moe", "50%", config=config(verify="always"))
     try:
         assert model.promoe.warm([[1] * 8] * 3) == 12
         resident = model.promoe.runtime.engine.scheduler.resident()
         assert [sum((key in HOT) == kind for key in resident) for kind in (False, True)] == [9, 3]
         greedy(model, PROMPTS["one"]).assert_equals(reference("qwen3_moe", "one"))
+    finally:
+        close(model)
+
+
+def test_after_an_interrupted_change_both_kinds_start_empty() -> None:
+    model = opened("qwen3_moe", "50%")
+    try:
+        greedy(model, PROMPTS["one"])
+        engine = model.promoe.runtime.engine
+        with engine.lock:
+            engine.change_failed(KeyboardInterrupt())
+        greedy(model, PROMPTS["one"]).assert_equals(reference("qwen3_moe", "one"))
+        assert slots(model) == [9, 3]
+        check_integrity(model)
+    finally:
+        close(model)
+
+
+def test_two_threads_share_the_slots() -> None:
+    """With one slot for each kind, visits wait for each other's, and none for ever."""
+    model = opened("qwen3_moe", "50%", predictor="gate", link=delayed(3), config=config(chunk_bytes=4096))
+    try:
+        model.promoe.runtime.engine.resize([1, 1])
+        with ThreadPoolExecutor(2) as threads:
+            names = ("one", "short", "padded", "short")
+            for name, found in zip(names, threads.map(lambda name: greedy(model, PROMPTS[name]), names), strict=True):
+                found.assert_equals(reference("qwen3_moe", name))
+        check_integrity(model)
     finally:
         close(model)
 

@@ -52,8 +52,9 @@ def from_pretrained(
         experts: the form of the experts. "auto": as the checkpoint has them, or packed (`promoe pack`) if they are so
             beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
             quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
-            this form in memory. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize --hot 8`;
-            on a CPU only). A folder that one of the two commands wrote with `--out`. "checkpoint": never packed.
+            this form in memory. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize MODEL --hot
+            8 --counts FILE`; on a CPU only). A folder that one of the two commands wrote with `--out`. "checkpoint": never
+            packed.
             On a CPU, torch's kernels multiply by the quantised weights. On a device, quantised experts are moved and kept
             as they are and expanded to bf16 for each call: the output is that of the model with these expanded weights,
             computed by its own kernels. Packed experts are for a CPU only.

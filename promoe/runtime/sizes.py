@@ -90,7 +90,7 @@ def _groups(
 ) -> dict[tuple[ExpertLayout, bool], dict[int, int]]:
     """Return the experts that share a pool: how many of each layer, by layout and whether they are hot."""
     groups: dict[tuple[ExpertLayout, bool], dict[int, int]] = {}
-    num_hot = Counter(key.layer_idx for key in hot.experts) if hot is not None else Counter[int]()
+    num_hot = Counter[int]() if hot is None else hot.per_layer
     for layer_idx, layout in enumerate(layouts):
         groups.setdefault((layout, False), {})[layer_idx] = num_experts[layer_idx] - num_hot[layer_idx]
     for layer_idx, layout in enumerate(() if hot is None else hot.layouts):

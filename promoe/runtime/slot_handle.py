@@ -20,11 +20,10 @@ from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
 from promoe.runtime.sizes import CacheSize, plan_pools
-from promoe.scheduler import ExpertKey
 from promoe.scheduler.governor import Governor
 from promoe.stats.totals import Stats
 from promoe.stats.tracing import PASS, Tracer, latest_passes
-from promoe.stores import Store, layout_of
+from promoe.stores import Store, layout_counts
 from promoe.transfer.cpu_contention import BusyCores
 from promoe.transfer.memory import Pool
 
@@ -217,9 +216,4 @@ def _since(now: float, before: float) -> float:
 
 def _described(store: Store) -> str:
     """Return the kind of a store, and the form of its experts if they are not plain."""
-    layouts = (
-        layout_of(store, ExpertKey(layer_idx, expert_idx))
-        for layer_idx, count in enumerate(store.num_experts)
-        for expert_idx in range(count)
-    )
-    return ", ".join(filter(None, (type(store).__name__, form_in_words(layouts))))
+    return ", ".join(filter(None, (type(store).__name__, form_in_words(layout_counts(store)))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +91,11 @@ class HotLayouts:
     experts: frozenset[ExpertKey]
     layouts: Sequence[ExpertLayout]
 
+    @property
+    def per_layer(self) -> Counter[int]:
+        """How many experts of each MoE layer are hot."""
+        return Counter(key.layer_idx for key in self.experts)
+
 
 @runtime_checkable
 class Store(Protocol):
@@ -175,12 +181,21 @@ def layout_of(store: Store, key: ExpertKey) -> ExpertLayout:
     return (store if hot is None or key not in hot.experts else hot).layouts[key.layer_idx]
 
 
+def layout_counts(store: Store) -> list[tuple[ExpertLayout, int]]:
+    """Return how many experts of each layer have which layout: the ordinary ones of all layers, then the hot ones."""
+    if (hot := store.hot) is None:
+        return list(zip(store.layouts, store.num_experts, strict=True))
+    num_hot = [hot.per_layer[layer_idx] for layer_idx in range(len(store.layouts))]
+    ordinary = [count - of_hot for count, of_hot in zip(store.num_experts, num_hot, strict=True)]
+    return [*zip(store.layouts, ordinary, strict=True), *zip(hot.layouts, num_hot, strict=True)]
+
+
 def kinds(store: Store, layer_idx: int) -> list[ExpertKey]:
     """Return one expert of each layout that a layer's experts have: an ordinary one, and, if there are any, a hot one."""
+    if (hot := store.hot) is None:
+        return [ExpertKey(layer_idx, 0)]
     keys = [ExpertKey(layer_idx, expert_idx) for expert_idx in range(store.num_experts[layer_idx])]
-    hot = frozenset() if store.hot is None else store.hot.experts
-    found = [next((key for key in keys if (key in hot) == is_hot), None) for is_hot in (False, True)]
-    return [key for key in found if key is not None]
+    return [next(key for key in keys if (key in hot.experts) == is_hot) for is_hot in (False, True)]
 
 
 def longest_chunk(store: Store) -> int:

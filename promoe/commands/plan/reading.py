@@ -29,7 +29,7 @@ from promoe.model.quantizing import quantizable
 from promoe.model.slot_folders import default_folder, open_experts
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
-from promoe.stores.base import split_at_pages
+from promoe.stores.base import layout_counts, split_at_pages
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
 from promoe.stores.safetensors_store import SafetensorsStore
@@ -89,12 +89,12 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
                 "alike. Plan with the form of the other experts, such as --experts int4."
             )
         found = [_stored_experts(layer, store) for layer in layers]
-        form = form_in_words(store.layouts)
+        form = form_in_words(layout_counts(store))
         found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
         found_in += f", experts {form}" if form else ""
     if _is_quantized(experts) and not any(one.layout.formats for one in found):
         found = experts_in(layers, FORMATS[experts])
-        found_in += f", with experts in {form_in_words(one.layout for one in found)}"
+        found_in += f", with experts in {form_in_words((one.layout, one.num_experts) for one in found)}"
     sizes = ModelSizes(
         name=path_or_id,
         model_type=model_type_of(model) or type(model).__name__,

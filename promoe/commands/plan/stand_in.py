@@ -99,7 +99,7 @@ class StandIn:
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})
         self._pools = _filled_pools(self.layers, experts_bytes, formats)
-        self.form = form_in_words(pool.layout for pool in self._pools.values())
+        self.form = form_in_words((pool.layout, 1) for pool in self._pools.values())
         self.pause_s: float | None = None
         self.layer_s = math.inf
         self._timed = Timed()

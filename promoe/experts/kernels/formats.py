@@ -7,7 +7,6 @@ format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.forma
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -106,17 +105,17 @@ def read_formats(layer: MoELayer, entries: Any, on_device: bool) -> dict[str, Ma
     return found
 
 
-def form_in_words(layouts: Iterable[ExpertLayout]) -> str:
-    """Return in which form experts with these layouts are, one for each expert, or for each of equally many.
+def form_in_words(layouts: Iterable[tuple[ExpertLayout, int]]) -> str:
+    """Return in which form so many experts of these layouts are.
 
     For example "int4, 4.5 bits per weight", "packed", or "" if all are plain.
     """
-    counts = Counter(matrix for layout in layouts for matrix in layout.formats.values())
-    names = "/".join(sorted({matrix.name for matrix in counts}, reverse=True))
-    if all(matrix.exact for matrix in counts):
+    matrices = [(matrix, count) for layout, count in layouts for matrix in layout.formats.values()]
+    names = "/".join(sorted({matrix.name for matrix, _ in matrices}, reverse=True))
+    if all(matrix.exact for matrix, _ in matrices):
         return names
-    nbytes = sum(matrix.nbytes * count for matrix, count in counts.items())
-    bits = 8 * nbytes / sum(math.prod(matrix.shape) * count for matrix, count in counts.items())
+    nbytes = sum(matrix.nbytes * count for matrix, count in matrices)
+    bits = 8 * nbytes / sum(math.prod(matrix.shape) * count for matrix, count in matrices)
     return f"{names}, {bits:.3g} bits per weight"
 
 
