@@ -185,9 +185,10 @@ def layout_counts(store: Store) -> list[tuple[ExpertLayout, int]]:
     """Return how many experts of each layer have which layout: the ordinary ones of all layers, then the hot ones."""
     if (hot := store.hot) is None:
         return list(zip(store.layouts, store.num_experts, strict=True))
-    num_hot = [hot.per_layer[layer_idx] for layer_idx in range(len(store.layouts))]
-    ordinary = [count - of_hot for count, of_hot in zip(store.num_experts, num_hot, strict=True)]
-    return [*zip(store.layouts, ordinary, strict=True), *zip(hot.layouts, num_hot, strict=True)]
+    num_hot = hot.per_layer
+    ordinary = [count - num_hot[layer_idx] for layer_idx, count in enumerate(store.num_experts)]
+    of_hot = [num_hot[layer_idx] for layer_idx in range(len(hot.layouts))]
+    return [*zip(store.layouts, ordinary, strict=True), *zip(hot.layouts, of_hot, strict=True)]
 
 
 def kinds(store: Store, layer_idx: int) -> list[ExpertKey]:

@@ -65,7 +65,7 @@ class Options:
         if self.hot <= self.bits:
             raise ConfigError(
                 f"--hot must be more bits than --bits. Got --hot {self.hot} and --bits {self.bits}. Without --hot, all experts "
-                f"have --bits."
+                "have --bits."
             )
         if self.counts is None:
             raise ConfigError(
