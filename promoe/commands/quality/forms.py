@@ -10,7 +10,9 @@ from pathlib import Path
 from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.opening import open_headers
-from promoe.model.slot_folders import INDEX, default_folder, open_experts
+from promoe.model.slot_folders import default_folder, open_experts
+from promoe.model.slot_index import INDEX
+from promoe.stores.base import layout_counts
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 
 # The form of the reference.
@@ -67,7 +69,7 @@ def read_form(model: str, experts: str, dtype: str | None = None, on_device: boo
         opened.store.close()
         raise
     with closing(store):
-        layers = list(zip(store.layouts, store.num_experts, strict=True))
+        layers = layout_counts(store)
     weights = sum(count * math.prod(spec.shape) for layout, count in layers for spec in layout.tensors)
     return Form(
         experts=experts,

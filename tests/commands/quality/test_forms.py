@@ -9,8 +9,12 @@ from tiny_checkpoint import write_checkpoint
 import promoe
 from promoe.commands.quality.forms import read_form, read_forms
 from promoe.errors import ConfigError
+from promoe.experts.kernels.int4 import Int4Format
 from promoe.experts.kernels.quantized import Quantized
-from promoe.model.slot_folders import INDEX
+from promoe.model.opening import open_headers
+from promoe.model.quantizing import Hot, write_quantized
+from promoe.model.slot_index import INDEX
+from promoe.scheduler import ExpertKey
 
 
 def test_by_default_all_quantised_forms_beside_the_files(checkpoint: Path, tmp_path: Path) -> None:
@@ -50,6 +54,16 @@ def test_sizes_are_those_of_the_slots(checkpoint: Path, experts: str) -> None:
     mean = sum(one * count for one, count in zip(bits, weights, strict=True)) / sum(weights)
     assert found.bits_per_weight == pytest.approx(mean, rel=1e-12)
     assert found.nbytes == 3 * 8 * layout.slot_bytes
+
+
+def test_a_form_of_two_formats_is_weighed_by_experts(checkpoint: Path, tmp_path: Path) -> None:
+    opened = open_headers(str(checkpoint))
+    hot = Hot(frozenset(ExpertKey(layer, idx) for layer in range(3) for idx in (0, 5)), Int4Format(4, 32))
+    done = write_quantized(opened.layers, opened.store, tmp_path / "mixed", Int4Format(2, 32), hot=hot)
+    opened.store.close()
+    found = read_form(str(checkpoint), str(tmp_path / "mixed"))
+    assert found.bits_per_weight == (6 * (2 + 32 / 32) + 2 * (4 + 32 / 32)) / 8
+    assert found.nbytes == done.nbytes
 
 
 def test_nothing_to_compare(tmp_path: Path) -> None:
