@@ -56,6 +56,8 @@ CASES = (
     ("25%", "padded", "file", True),
     ("50%", "one", "file", False),
     ("50%", "one", "host", True),
+    ("1 per layer", "padded", "host", False),
+    ("3 per layer", "one", "file", True),
     ("100%", "padded", "host", False),
 )
 

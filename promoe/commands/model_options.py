@@ -18,8 +18,8 @@ class ModelOptions:
     """form of the experts: "auto" (as the checkpoint has them, or packed by `promoe pack`), "int8", "int4" or "int4-hot8" (as
     `promoe quantize` wrote them; output changes), the folder of --out, or "checkpoint" (never packed)"""
     cache: str = "50%"
-    """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes, or
-    "auto" (what is free, less 2 GiB)"""
+    """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes,
+    "auto" (what is free, less 2 GiB), or slots for each layer ("2 per layer")"""
     predictor: str = "gate"
     """what predicts the experts to prefetch: "gate", "previous", "popularity", "random", the folder or hub id of a trained
     predictor, or "none" for no prefetch"""

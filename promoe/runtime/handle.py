@@ -64,10 +64,11 @@ class Handle(ABC):
         old and the new slots take memory at the same time for a moment.
 
         Args:
-            cache: "6GiB", "50%" of the routed experts, or a number of bytes.
+            cache: "6GiB", "50%" of the routed experts, or a number of bytes. If each layer has slots of its own:
+                "2 per layer".
 
         Raises:
-            ConfigError: `cache` is not a size, is too small, or is more than the free memory.
+            ConfigError: `cache` is not such a size, is too small, or is more than the free memory.
             PatchStateError: a forward of the model is running, or the model has no slots. Nothing was changed.
             EngineClosedError, EngineStalledError, EngineError: the engine has stopped.
         """

@@ -59,7 +59,7 @@ def from_pretrained(
             as they are and expanded to bf16 for each call: the output is that of the model with these expanded weights,
             computed by its own kernels. Packed experts are for a CPU only.
         cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, a number of
-            bytes, or "auto" (all free memory except 2 GiB).
+            bytes, "auto" (all free memory except 2 GiB), or "2 per layer" (slots that belong to one layer each).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
             `Predictor` object, or None for no prefetching.
         dtype: dtype of the weights; None: that of the checkpoint. Experts stored in another dtype are converted when

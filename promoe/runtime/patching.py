@@ -44,7 +44,8 @@ def patch(
             the output: it is that of the same model with all experts in this form in memory; with `device="cuda"`,
             that of the model whose experts are expanded from it to bf16. `unpatch` gives the model its own experts back.
         cache: fast memory for experts (GPU memory if the slots are there): "6GiB", "50%" of the routed experts, a
-            number of bytes, or "auto" (all free memory except 2 GiB).
+            number of bytes, "auto" (all free memory except 2 GiB), or "2 per layer" (slots that belong to one layer
+            each).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
             `Predictor` object, or None for no prefetching.
         store: where all experts are kept: "host" (the model's own tensors), "disk", or "auto" (the same as "host").

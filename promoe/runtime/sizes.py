@@ -51,21 +51,33 @@ def plan_pools(
     free_bytes: int | None = None,
     hot: HotLayouts | None = None,
 ) -> list[PoolPlan]:
-    """Plan one pool for each distinct layout, in order of first appearance.
+    """Plan one pool for each distinct layout, in order of first appearance; or one for each layer.
 
-    Every pool gets slots for the same share of its experts.
+    Every pool gets slots for the same share of its experts. Slots that are given per layer belong to that layer: each
+    layer has a pool of its own.
 
     Args:
-        cache: "6GiB", "50%" of the routed experts, a number of bytes, or "auto" (all free memory except 2 GiB, which is
-            for the KV cache).
+        cache: "6GiB", "50%" of the routed experts, a number of bytes, "auto" (all free memory except 2 GiB, which is for
+            the KV cache), or "2 per layer" (slots; no more than the layer has experts).
         layouts: the layout of each MoE layer's experts.
         num_experts: the number of experts of each MoE layer.
         free_bytes: fast memory that is free now, for "auto"; None: unknown.
         hot: experts that have other layouts, and so pools of their own.
 
     Raises:
-        ConfigError: `cache` is malformed, or too small for one expert of each layout.
+        ConfigError: `cache` is malformed, or too small for one expert of each layout; or slots per layer were asked for
+            where experts of a layer have different layouts.
     """
+    if (each := slots_per_layer(cache)) is not None:
+        if hot is not None:
+            raise ConfigError(
+                "Slots per layer are for experts of one size, and here some of each layer are in more bits than the others. "
+                f'Got {shown(cache)}. Give a size or a share, such as "50%".'
+            )
+        return [
+            PoolPlan(layout, PoolSpec(min(each, count), (layer_idx,)))
+            for layer_idx, (layout, count) in enumerate(zip(layouts, num_experts, strict=True))
+        ]
     groups = _groups(layouts, num_experts, hot)
     experts = [sum(layers.values()) for layers in groups.values()]
     total_bytes = sum(layout.slot_bytes * count for (layout, _), count in zip(groups, experts, strict=True))
@@ -100,18 +112,24 @@ def _groups(
 
 def check_cache(cache: CacheSize) -> None:
     """Raise ConfigError if `cache` is not a size. Whether it is large enough depends on the model."""
-    if cache != "auto":
+    if cache != "auto" and slots_per_layer(cache) is None:
         _share(cache, 1)
+
+
+def slots_per_layer(cache: CacheSize) -> int | None:
+    """Return how many slots each layer has for itself, where `cache` says that ("2 per layer"); else None."""
+    match = re.fullmatch(r"\s*([1-9][0-9]{0,8})\s+per\s+layer\s*", cache) if isinstance(cache, str) else None
+    return None if match is None else int(match[1])
 
 
 def fixed_bytes(size: str) -> int:
     """Return the number of bytes that a size such as "6GiB" stands for.
 
     Raises:
-        ConfigError: it is "auto", a share such as "50%", or not a size.
+        ConfigError: it is "auto", a share such as "50%", a number of slots per layer, or not a size.
     """
     check_cache(size)
-    if size == "auto" or "%" in size:
+    if size == "auto" or "%" in size or slots_per_layer(size) is not None:
         raise ConfigError(f'A size such as "128MiB" is needed. Got {shown(size)} instead.')
     return round(_share(size, UNIT_BYTES["TIB"]) * UNIT_BYTES["TIB"])
 
@@ -157,5 +175,6 @@ def _share(cache: CacheSize, total_bytes: int) -> float:
 def _malformed(cache: object) -> ConfigError:
     return ConfigError(
         'The \'cache\' argument must be a size such as "6GiB", a share of the routed experts such as "50%" '
-        f"(more than 0, at most 100%), or a positive number of bytes. Got {shown(cache)} instead."
+        f'(more than 0, at most 100%), slots for each layer such as "2 per layer", or a positive number of bytes. '
+        f"Got {shown(cache)} instead."
     )

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from promoe.config import PromoeConfig
-from promoe.errors import ConfigError, PatchStateError
+from promoe.errors import ConfigError, PatchStateError, shown
 from promoe.experts.kernels.formats import form_in_words
 from promoe.model.passes import PassState, describe_forwards, threads_in_forward
 from promoe.runtime.handle import Handle, written
 from promoe.runtime.hot_path import Runtime
 from promoe.runtime.popularity import Popularity, most_used, usage_rates
-from promoe.runtime.sizes import CacheSize, plan_pools
+from promoe.runtime.sizes import CacheSize, plan_pools, slots_per_layer
 from promoe.scheduler.governor import Governor
 from promoe.stats.totals import Stats
 from promoe.stats.tracing import PASS, Tracer, latest_passes
@@ -104,6 +104,15 @@ class SlotHandle(Handle):
         engine, layers = self.runtime.engine, self.runtime.layers
         store = self._store
         plans = plan_pools(cache, store.layouts, store.num_experts, hot=store.hot)
+        present = [pool.layers for pool in engine.scheduler.config.pools]
+        if [plan.spec.layers for plan in plans] != present:
+            held, wanted = "each layer has slots of its own", 'slots for each layer, such as "2 per layer"'
+            if slots_per_layer(cache) is not None:
+                held, wanted = "layers share their slots", 'a size or a share, such as "50%"'
+            raise ConfigError(
+                f"In this {self._model_name} {held}, and resize cannot change that. Give {wanted}, or open the model again. "
+                f"Got {shown(cache)} instead."
+            )
         model = self._model()
         if model is not None and (names := threads_in_forward(model, layers)):
             raise PatchStateError(

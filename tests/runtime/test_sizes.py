@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
-from promoe.runtime.sizes import AUTO_RESERVE_BYTES, check_cache, plan_pools
+from promoe.runtime.sizes import AUTO_RESERVE_BYTES, check_cache, fixed_bytes, plan_pools, slots_per_layer
 from promoe.scheduler import ExpertKey, PoolSpec
 from promoe.stores import HotLayouts
 from promoe.stores.layout import ExpertLayout
@@ -160,6 +160,37 @@ def test_slots_fit_the_budget_and_the_remedy_of_an_error_works(
         assert 1 <= plan.spec.num_slots <= sum(num_experts[layer] for layer in plan.spec.layers)
 
 
+# -- slots that belong to one layer each ------------------------------------------------------------------------
+
+
+def test_slots_per_layer_are_a_pool_for_each_layer_and_no_more_than_its_experts() -> None:
+    plans = plan_pools(" 6 per  layer", [SMALL, LARGE, SMALL], [8, 8, 4])
+    assert [(plan.layout, plan.spec.layers, plan.spec.num_slots) for plan in plans] == [
+        (SMALL, (0,), 6),
+        (LARGE, (1,), 6),
+        (SMALL, (2,), 4),
+    ]
+    assert slots("1 per layer", [SMALL] * 4, [8] * 4) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("cache", "found"), [("3 per layer", 3), ("12 per layer", 12), ("50%", None), ("6GiB", None), (3, None)]
+)
+def test_which_sizes_are_slots_per_layer(cache: Any, found: int | None) -> None:
+    assert slots_per_layer(cache) == found
+
+
+def test_slots_per_layer_are_for_experts_of_one_size() -> None:
+    hot = HotLayouts(frozenset(ExpertKey(layer, 0) for layer in range(2)), [LARGE] * 2)
+    with pytest.raises(ConfigError, match=r"for experts of one size, .* in more bits .*Got '2 per layer'\. Give a size or a"):
+        plan_pools("2 per layer", [SMALL] * 2, [8] * 2, hot=hot)
+
+
+def test_slots_per_layer_are_no_fixed_number_of_bytes() -> None:
+    with pytest.raises(ConfigError, match=r"""A size such as "128MiB" is needed\. Got '2 per layer'"""):
+        fixed_bytes("2 per layer")
+
+
 # -- what is free -----------------------------------------------------------------------------------------------
 
 
@@ -234,6 +265,12 @@ MALFORMED: list[Any] = [
     "inf",
     "nan%",
     "Auto",
+    "0 per layer",
+    "-1 per layer",
+    "1.5 per layer",
+    "per layer",
+    "2 per expert",
+    "2perlayer",
     0,
     -1,
     0.5,
@@ -254,10 +291,11 @@ def test_what_is_no_size_is_refused_with_and_without_a_model(cache: Any) -> None
             ask()
         assert str(caught.value) == (
             'The \'cache\' argument must be a size such as "6GiB", a share of the routed experts such as "50%" '
-            f"(more than 0, at most 100%), or a positive number of bytes. Got {cache!r} instead."
+            f'(more than 0, at most 100%), slots for each layer such as "2 per layer", or a positive number of bytes. Got '
+            f"{cache!r} instead."
         )
 
 
-@pytest.mark.parametrize("cache", ["auto", "50%", "100%", "1B", "6GiB", " 1.5 tb", 1, 10**18])
+@pytest.mark.parametrize("cache", ["auto", "50%", "100%", "1B", "6GiB", " 1.5 tb", 1, 10**18, "2 per layer"])
 def test_a_size_is_a_size_whatever_the_model(cache: Any) -> None:
     check_cache(cache)

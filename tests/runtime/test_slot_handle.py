@@ -12,6 +12,7 @@ import torch
 from served import (
     NEW_TOKENS,
     PROMPTS,
+    TOP_K,
     LinkOver,
     checkpoint,
     close,
@@ -172,6 +173,34 @@ def test_sizes_that_cannot_be_are_refused(cache: Any, match: str) -> None:
         with pytest.raises(ConfigError, match=match):
             model.promoe.resize(cache)
         assert_unharmed(model)
+
+
+def test_slots_per_layer_stay_slots_per_layer() -> None:
+    with served(FAMILY, cache="3 per layer", eviction="lru") as model:
+        assert model.promoe.stats().cache_slots == LAYERS * 3
+        for cache, slots in (("2 per layer", 2), ("5 per layer", 5), (f"{EXPERTS + 1} per layer", EXPERTS)):
+            model.promoe.resize(cache)
+            assert model.promoe.stats().cache_slots == LAYERS * slots
+            assert_unharmed(model)
+        with pytest.raises(ConfigError, match=r"each layer has slots of its own.*Give slots for each layer.*Got '50%'"):
+            model.promoe.resize("50%")
+    with served(FAMILY, cache="50%") as model:
+        with pytest.raises(ConfigError, match=r"layers share their slots.*Give a size or a share.*Got '2 per layer'"):
+            model.promoe.resize("2 per layer")
+        assert_unharmed(model)
+
+
+def test_a_layer_with_slots_of_its_own_loses_none_to_others() -> None:
+    """With as many slots as a token needs, the next token finds what the last one used."""
+    with served(FAMILY, cache=f"{TOP_K} per layer", eviction="lru") as model:
+        ids = PROMPTS["one"]["input_ids"][:, :1]
+        with torch.no_grad():
+            model(ids)
+            model.promoe.reset_stats()
+            model(ids)
+        stats = model.promoe.stats()
+    assert stats.evictions == 0
+    assert stats.decode.hit_rate == 1.0
 
 
 def test_where_there_is_no_cache_there_is_nothing_to_resize() -> None:

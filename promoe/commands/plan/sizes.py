@@ -9,7 +9,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from promoe.commands.model_options import cache_size
-from promoe.runtime.sizes import AUTO_RESERVE_BYTES, CacheSize, PoolPlan, plan_pools
+from promoe.errors import ConfigError, shown
+from promoe.runtime.sizes import AUTO_RESERVE_BYTES, CacheSize, PoolPlan, plan_pools, slots_per_layer
 from promoe.stores.layout import ExpertLayout
 from promoe.units import ratio
 
@@ -217,6 +218,11 @@ class Room:
         Raises:
             ConfigError: it is none of these, or less than one slot of each shape.
         """
+        if slots_per_layer(cache) is not None:
+            raise ConfigError(
+                "promoe plan predicts caches whose slots are shared by all layers: --cache must be a share such as 25%, a "
+                f"size or auto. Got {shown(cache)} instead. Measure slots per layer with promoe bench."
+            )
         free_bytes = None if self.free_bytes is None else max(0, self.free_bytes - self.other_bytes)
         return sum(pool.spec.num_slots for pool in sizes.pools(cache_size(cache), free_bytes)) / sizes.num_experts
 

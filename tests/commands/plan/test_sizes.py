@@ -97,6 +97,11 @@ def test_a_cache_by_what_is_free() -> None:
             room(free_bytes, other_bytes=16 * MIB).rate_of("auto", model)
 
 
+def test_slots_per_layer_are_not_planned() -> None:
+    with pytest.raises(ConfigError, match=r"slots are shared by all layers: .*Got '2 per layer'.*promoe bench"):
+        room(None).rate_of("2 per layer", sizes())
+
+
 def test_no_slot_is_lost_on_the_way_through_per_cent() -> None:
     model = sizes(layers=9, experts=333, top_k=1)
     for slots in range(1, model.num_experts, 101):
