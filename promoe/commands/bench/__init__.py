@@ -2,12 +2,14 @@
 
 options, example      what it can be asked for; where the demo model and its prompts are
 systems               the systems, by name
+forms                 experts in fewer bits, and the caches that give all systems equal memory
 served, process       a system that is open in this process, or in one of its own whose memory is limited
 messages              what a system is asked, and what it answers
 stock, peers          opening the unmodified model, and other software
 in_place              the least time that computing takes
 tasks                 the prompts, and the reference that all answers are compared with
-round, results        a comparison at one cache size, and the table that it gives
+round, table          a comparison at one cache size, and the table that it gives
 run                   all cache sizes
-show, plots, command  what is printed, drawn and written
+show, quantised       what is printed, with markdown
+plots, command        what is drawn and written
 """

@@ -10,6 +10,7 @@ from pathlib import Path
 from promoe.commands.bench.systems import System
 from promoe.commands.measure import Generation
 from promoe.config import ReadMode
+from promoe.runtime.sizes import CacheSize
 from promoe.scheduler import SchedulerConfig
 from promoe.stats.routing import RoutedPass
 from promoe.stats.totals import Stats
@@ -26,7 +27,7 @@ class Opening:
         system: the system.
         checkpoint: folder of the model.
         dtype: of the weights, such as "bfloat16".
-        cache: size of the expert cache of this library's systems.
+        cache: size of the expert cache of this library's systems, as `promoe.from_pretrained` takes it.
         link: an emulated link for this library's systems; None: their experts come from the disk.
         read_mode: how this library's systems read files.
         folder: a peer's own files.
@@ -37,7 +38,7 @@ class Opening:
     system: System
     checkpoint: Path
     dtype: str
-    cache: str
+    cache: CacheSize
     link: EmulatedLink | None = None
     read_mode: ReadMode = "auto"
     folder: Path | None = None
@@ -93,7 +94,8 @@ class Facts:
         scheduler: sizes and policy of a system of this library.
         reader: how it reads files; None if it does not.
         peak_rss_bytes: the most memory that its process had in use, mapped files included.
-        packed: layouts of its experts that have matrices in another format than the plain one.
+        packed: layouts of its experts that have matrices in another format than the plain one, if its output is that of the
+            unmodified model.
     """
 
     stats: Stats | None

@@ -41,9 +41,10 @@ class Options:
 
     Each system runs in a process of its own, whose memory, page cache included, a control group limits where the system
     lets us (root, or a group of one's own). They take turns at the same prompts, and all tokens are compared with the
-    unmodified model's. Writes a table (Markdown), plots and JSON.
+    unmodified model's (with quantised experts: with those of the same model with all experts in slots). Writes a table
+    (Markdown), plots and JSON.
 
-    Example: `promoe bench --cache 25% --systems resident lru gate disk-offload --pairs 3`
+    Example: `promoe bench --cache 25% --systems resident lru gate gate:int4 disk-offload --pairs 3`
 
     Raises:
         ConfigError: a value is out of range.
@@ -54,13 +55,15 @@ class Options:
     written once, beside the folder that --out names)"""
     _: KW_ONLY
     cache: list[str] = field(default_factory=lambda: ["12.5%", "25%", "50%"])
-    """slots, as shares of the routed experts or sizes"""
+    """slots, as shares of the routed experts (in 16 bits: quantised systems get as many bytes), sizes, or "2 per layer" for
+    slots that belong to one layer each"""
     systems: list[str] = field(
         default_factory=lambda: ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"]
     )
     """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
     (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
-    NAME@FOLDER"""
+    NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have their experts in int8, int4, int3 or int2, as in gate:int4; a form that
+    is not beside the checkpoint is written there. resident:FORM has all of them in slots, and is added"""
     pairs: int = 5
     """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20

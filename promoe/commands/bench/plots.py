@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from promoe.commands.bench.systems import RESIDENT
 from promoe.commands.bench.table import Report, Row, Table
 from promoe.stats.figure_style import COLOURS, DPI, INK, MARKERS, new_figure, plain, set_title
 from promoe.units import is_number, ratio
@@ -77,7 +78,7 @@ def _draw_panel(axis: Axes, tables: Sequence[Table], panel: _Panel) -> None:
     drawn: list[float] = []
     for number, system in enumerate(row.system for row in tables[0].rows):
         rows = [table.row(system.name) for table in tables]
-        resident = system.kind == "resident"
+        resident = system.name == RESIDENT
         colour = INK if resident else COLOURS[number % len(COLOURS)]
         if points := _points(rows, panel.value):
             axis.plot(

@@ -13,7 +13,7 @@ from promoe.commands.bench.messages import Facts, Sizes
 from promoe.commands.bench.process import OpenSystem, WorkerError
 from promoe.commands.bench.systems import System
 from promoe.commands.bench.table import Row, Table
-from promoe.commands.bench.tasks import Reference
+from promoe.commands.bench.tasks import Reference, num_same
 from promoe.commands.contention import Contention
 from promoe.commands.lower_bound import Missed, missed_by_answer, needed_share
 from promoe.commands.measure import Generation, tpots_s, ttfts_s
@@ -61,11 +61,12 @@ class Round:
 
     Attributes:
         systems: all of them, in the order of the tables.
-        references: the tasks, and the answers that the systems have to give.
+        references: the tasks, and the answers that the systems have to give unless they are quantised.
         sizes: of the model.
         cache: size of the cache.
         limit_bytes: memory of each system; None: no limit.
         errors: why a system has no (more) answers, by name; grows while the round runs.
+        quantised: likewise for quantised systems, by the form of their experts.
     """
 
     systems: Sequence[System]
@@ -74,6 +75,7 @@ class Round:
     cache: str
     limit_bytes: int | None = None
     errors: dict[str, str] = field(default_factory=dict)
+    quantised: Mapping[str, Sequence[Reference]] = field(default_factory=dict)
 
     def measure(
         self,
@@ -98,15 +100,19 @@ class Round:
             TokensDifferError: the tokens of a system are not those of the reference.
         """
         before = bandwidth()
-        found = [self._take_turns(reference, opened, in_place) for reference in self.references]
+        found = [self._take_turns(number, opened, in_place) for number in range(len(self.references))]
         reached = [measured.reached(name) for measured in found for name in measured.facts]
         best = max(before, bandwidth(), *reached)
         return self.tables(found, best, contention())
 
-    def _take_turns(
-        self, reference: Reference, opened: Mapping[str, OpenSystem], in_place: OpenSystem | None
-    ) -> Measured:
+    def _references_of(self, system: System) -> Sequence[Reference]:
+        """Return the tasks with the answers that a system has to give."""
+        return self.quantised[system.experts] if system.is_quantised else self.references
+
+    def _take_turns(self, task_idx: int, opened: Mapping[str, OpenSystem], in_place: OpenSystem | None) -> Measured:
         """Run the systems in the order A B C A B C, so that what drifts in the machine drifts for all."""
+        reference = self.references[task_idx]
+        expected = {system.name: self._references_of(system)[task_idx] for system in self.systems}
         packed = frozenset[ExpertLayout]().union(*(system.facts().packed for system in opened.values()))
         found = Measured({name: [] for name in opened}, packed=packed)
         prompts = reference.task.prompts
@@ -119,7 +125,7 @@ class Round:
                     try:
                         if name not in self.errors:
                             answer = system.answer(prompt).generation
-                            reference.verify(name, number, answer, partly=math.isfinite(prompt.seconds))
+                            expected[name].verify(name, number, answer, partly=math.isfinite(prompt.seconds))
                             if number > 0:
                                 found.answers[name].append(answer)
                             else:
@@ -152,13 +158,23 @@ class Round:
             contention: how much computing and reading slow each other; None: they do not.
         """
         configs = {name: facts.scheduler for one in found for name, facts in one.facts.items()}
-        missed = {name: self._missed(config) for name, config in configs.items() if config is not None}
+        missed = {
+            system.name: self._missed(config, self._references_of(system))
+            for system in self.systems
+            if (config := configs.get(system.name)) is not None
+        }
         tables = []
         for number, (reference, measured) in enumerate(zip(self.references, found, strict=True)):
             compute = _Compute.of(reference, measured, self.systems)
-            rows = [self._row(system, measured) for system in self.systems]
+            rows = [self._row(system, number, measured) for system in self.systems]
             for row in rows:
-                if row.stats is not None:
+                if row.stats is None:
+                    continue
+                if row.system.is_quantised:
+                    # How much reading slows computing was measured with experts in 16 bits.
+                    filled = _Compute.of_quantised(row.system, reference, measured)
+                    _bound(row, missed[row.system.name][number], filled, bandwidth_bytes_per_s, None)
+                else:
                     _bound(row, missed[row.system.name][number], compute, bandwidth_bytes_per_s, contention)
             tables.append(
                 Table(
@@ -176,19 +192,26 @@ class Round:
             )
         return tables
 
-    def _row(self, system: System, measured: Measured) -> Row:
+    def _row(self, system: System, task_idx: int, measured: Measured) -> Row:
         name = system.name
         row = Row(system, measured.answers.get(name, []), error=self.errors.get(name))
+        if system.is_quantised:
+            unmodified, own = (of[task_idx].measured for of in (self.references, self._references_of(system)))
+            row.as_in_16_bits = sum(
+                num_same(one.tokens, other.tokens) for one, other in zip(unmodified, own, strict=True)
+            )
+            row.num_tokens = sum(len(one.tokens) for one in own)
         if (facts := measured.facts.get(name)) is not None:
             row.stats = facts.stats
             row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, measured.peaks[name]
         return row
 
-    def _missed(self, config: SchedulerConfig) -> list[list[Missed]]:
+    @staticmethod
+    def _missed(config: SchedulerConfig, references: Sequence[Reference]) -> list[list[Missed]]:
         """Return what each measured answer of each task misses. Slots stay filled from one task to the next."""
-        routing = [answer.routing for reference in self.references for answer in reference.answers]
+        routing = [answer.routing for reference in references for answer in reference.answers]
         missed = iter(missed_by_answer(config, routing))
-        return [[next(missed) for _ in reference.answers][1:] for reference in self.references]
+        return [[next(missed) for _ in reference.answers][1:] for reference in references]
 
 
 @dataclass(frozen=True)
@@ -196,7 +219,7 @@ class _Compute:
     """Seconds that computing takes for each measured prompt, with everything in memory.
 
     Attributes:
-        known: whether the unmodified model was run; if not, all times are 0, and bounds are those of the link.
+        known: whether such a model was run; if not, all times are 0, and bounds are those of the link.
         prompts_s: to read it, as the unmodified model or as this library runs its experts, whichever is less.
         unmodified_s: per token, of the unmodified model.
         tokens_s: per token, with packed experts if any system has them.
@@ -211,11 +234,10 @@ class _Compute:
 
     @classmethod
     def of(cls, reference: Reference, measured: Measured, systems: Sequence[System]) -> _Compute:
-        resident = next((system.name for system in systems if system.kind == "resident"), "")
+        resident = next((one.name for one in systems if one.kind == "resident" and not one.is_quantised), "")
         answers = measured.answers.get(resident) or (reference.measured if reference.unmodified else [])
         if not answers:
-            none = [0.0] * len(reference.measured)
-            return cls(False, none, none, none, False)
+            return cls.unknown(reference)
         prompts_s, unmodified_s = ttfts_s(answers), tpots_s(answers)
         tokens_s = unmodified_s
         if measured.in_place:
@@ -223,6 +245,21 @@ class _Compute:
         if measured.packed and measured.in_place:
             tokens_s = _least(unmodified_s, tpots_s(measured.in_place))
         return cls(True, prompts_s, unmodified_s, tokens_s, bool(measured.packed))
+
+    @classmethod
+    def of_quantised(cls, system: System, reference: Reference, measured: Measured) -> _Compute:
+        """Return the times with all experts in slots, in the form of a system."""
+        answers = measured.answers.get(system.reference)
+        if not answers:
+            return cls.unknown(reference)
+        tokens_s = tpots_s(answers)
+        return cls(True, ttfts_s(answers), tokens_s, tokens_s, False)
+
+    @classmethod
+    def unknown(cls, reference: Reference) -> _Compute:
+        """Return times that bound nothing."""
+        none = [0.0] * len(reference.measured)
+        return cls(False, none, none, none, False)
 
 
 def _bound(

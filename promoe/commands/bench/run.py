@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from promoe.commands.bench.example import find_example
+from promoe.commands.bench.forms import cache_of, prepare_forms
 from promoe.commands.bench.messages import Opening, Reader, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
@@ -19,12 +20,13 @@ from promoe.commands.bench.round import Round, decode_visits
 from promoe.commands.bench.served import Served
 from promoe.commands.bench.systems import KNOWN, ORACLE, RESIDENT, System, find_systems
 from promoe.commands.bench.table import Report, Table
-from promoe.commands.bench.tasks import make_tasks, refer
+from promoe.commands.bench.tasks import Reference, make_tasks, refer
 from promoe.commands.contention import SECONDS as CONTENTION_SECONDS
 from promoe.commands.contention import Contention
 from promoe.commands.lower_bound import link_bandwidth
 from promoe.errors import ConfigError
 from promoe.model.opening import open_without_experts
+from promoe.runtime.sizes import CacheSize
 from promoe.transfer.control_groups import MemoryGroup, NoControlGroupError, memory_groups
 from promoe.transfer.links import EmulatedLink, FileLink
 from promoe.transfer.links.disk import SPARE_RAM_BYTES
@@ -44,6 +46,7 @@ class Bench:
 
     Raises:
         ConfigError: a system, the prompts or the model cannot be had.
+        UnsupportedModelError: the model's experts cannot be had in a form that was asked for.
     """
 
     def __init__(self, options: Options) -> None:
@@ -66,36 +69,47 @@ class Bench:
         """Why memory is not limited; None: it is."""
         self._failed: dict[str, str] = {}
         """Peers whose files could not be written, and why."""
+        self._slot_bytes = prepare_forms(self.systems, self.checkpoint, self._dtype)
 
     def run(self) -> Report:
         """Measure everything, and close everything.
 
         Raises:
-            WorkerError: the unmodified model cannot be opened.
-            TokensDifferError: a system's tokens are not the unmodified model's. Nothing is reported of such a run.
+            WorkerError: the unmodified model, or a quantised one that others are compared with, cannot be opened.
+            TokensDifferError: a system's tokens are not those of its reference. Nothing is reported of such a run.
         """
         with ExitStack() as stack:
             resident = self._start(stack, KNOWN[RESIDENT], self.options.cache[0])
             sizes = resident.ask(Served.sizes)
             slots = {cache: resident.ask(Served.slots_bytes, cache) for cache in self.options.cache}
-            self._check_ram(max(slots.values()))
+            self._check_ram(max(slots.values()), sizes)
             references = [refer(resident, task) for task in self.tasks]
             for system in self.systems:
                 if system.is_peer:
                     self._prepare(resident, system)
+        quantised = {
+            system.experts: self._refer_quantised(system)
+            for system in self.systems
+            if system.kind == "resident" and system.is_quantised
+        }
         emulated, link = self.options.emulated(), None
         if emulated is not None:
             link = emulated.link(sizes.token_bytes, references[0].compute_s)
         tables = []
         for cache in self.options.cache:
             limit_bytes = None if self.not_limited else self._limit_bytes(sizes, slots[cache])
-            tables += self._measure(
-                Round(self.systems, references, sizes, cache, limit_bytes, dict(self._failed)), link
-            )
+            comparison = Round(self.systems, references, sizes, cache, limit_bytes, dict(self._failed), quantised)
+            tables += self._measure(comparison, slots[cache], link)
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
 
-    def _measure(self, comparison: Round, link: EmulatedLink | None) -> list[Table]:
+    def _refer_quantised(self, system: System) -> list[Reference]:
+        """Let a quantised model with all experts in slots answer all tasks."""
+        with ExitStack() as stack:
+            filled = self._start(stack, system, "100%")
+            return [refer(filled, task, unmodified=False, given_by=f"“{system.name}”") for task in self.tasks]
+
+    def _measure(self, comparison: Round, slots_bytes: int, link: EmulatedLink | None) -> list[Table]:
         """Return a table per task.
 
         The unmodified model is opened anew, so that the prompts are as new to it as to the others: for each number of rows
@@ -103,7 +117,7 @@ class Bench:
         """
         with ExitStack() as stack:
             resident = self._start(stack, KNOWN[RESIDENT], comparison.cache)
-            opened = self._open_all(stack, resident, comparison, link)
+            opened = self._open_all(stack, resident, comparison, slots_bytes, link)
             readers = (opened[system.name].facts().reader for system in self.systems if system.name in opened)
             reader = next((reader for reader in readers if reader is not None), None)
             if reader is None:
@@ -114,7 +128,7 @@ class Bench:
             return comparison.measure(opened, self._open_probe(stack, reader.mode), resident, contention)
 
     def _open_all(
-        self, stack: ExitStack, resident: Worker, comparison: Round, link: EmulatedLink | None
+        self, stack: ExitStack, resident: Worker, comparison: Round, slots_bytes: int, link: EmulatedLink | None
     ) -> dict[str, Worker]:
         opened: dict[str, Worker] = {}
         for system in self.systems:
@@ -128,11 +142,11 @@ class Bench:
                     "num_experts": comparison.sizes.num_experts,
                     "decode_visits": decode_visits(comparison.references),
                 }
+            cache = cache_of(system, comparison.cache, slots_bytes)
+            limit_bytes = None if system.kind == "resident" else comparison.limit_bytes
             try:
                 opened[system.name] = (
-                    resident
-                    if system.kind == "resident"
-                    else self._start(stack, system, comparison.cache, comparison.limit_bytes, **more)
+                    resident if system.name == RESIDENT else self._start(stack, system, cache, limit_bytes, **more)
                 )
             except WorkerError as error:
                 comparison.errors[system.name] = str(error)
@@ -141,7 +155,7 @@ class Bench:
         return opened
 
     def _start(
-        self, stack: ExitStack, system: System, cache: str, limit_bytes: int | None = None, **more: Any
+        self, stack: ExitStack, system: System, cache: CacheSize, limit_bytes: int | None = None, **more: Any
     ) -> Worker:
         """Open a system in a process, which the stack closes.
 
@@ -196,14 +210,18 @@ class Bench:
                 "--systems, or use --link disk."
             )
 
-    def _check_ram(self, slots_bytes: int) -> None:
+    def _check_ram(self, slots_bytes: int, sizes: Sizes) -> None:
         limited = [system for system in self.systems if system.kind != "resident"]
+        filled = [system for system in self.systems if system.kind == "resident" and system.is_quantised]
         needed_bytes = len(limited) * (slots_bytes + self.options.workspace_bytes) + SPARE_RAM_BYTES
+        for system in filled:
+            experts = zip(sizes.num_experts, self._slot_bytes[system.experts], strict=True)
+            needed_bytes += sizes.other_bytes + sum(count * nbytes for count, nbytes in experts)
         free_bytes = free_ram_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ConfigError(
-                f"{len(limited)} systems at once take up to {format_memory(needed_bytes)} beside the unmodified model; "
-                f"{format_memory(free_bytes)} are free. Name fewer with --systems, or smaller ones with --cache."
+                f"{len(limited) + len(filled)} systems at once take up to {format_memory(needed_bytes)} beside the unmodified "
+                f"model; {format_memory(free_bytes)} are free. Name fewer with --systems, or smaller ones with --cache."
             )
 
     def _why_not_limited(self) -> str | None:

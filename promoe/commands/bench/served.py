@@ -51,7 +51,7 @@ class Served:
     def __init__(self, opening: Opening) -> None:
         self.system = opening.system
         self.model: Any = _open(opening)
-        self.handle: Any = self.model.promoe if opening.system.is_ours else None
+        self.handle: Any = getattr(self.model, "promoe", None)
         """The handle of the patched model; None for other systems."""
         self._rows: dict[frozenset[ExpertLayout], list[ExpertRows]] = {}  # for `in_place`, by what is packed
 
@@ -131,11 +131,12 @@ class Served:
     def facts(self) -> Facts:
         """Return what was counted."""
         peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        if self.handle is None:
+        if not self.system.is_ours:
             return Facts(None, None, None, peak_bytes)
         engine = self.handle.runtime.engine
         reader = Reader(engine.link.mode, engine.link.workers) if isinstance(engine.link, FileLink) else None
-        packed = frozenset(layout for layout in engine.store.layouts if layout.formats)
+        formatted = frozenset(layout for layout in engine.store.layouts if layout.formats)
+        packed = frozenset[ExpertLayout]() if self.system.is_quantised else formatted
         return Facts(self.handle.stats(), engine.scheduler.config, reader, peak_bytes, packed)
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ def _open(opening: Opening) -> Any:
     if kind == "promoe":
         return _open_ours(opening, dtype)
     if kind == "resident":
-        return load_stock(opening.checkpoint, dtype)
+        return _open_filled(opening, dtype) if opening.system.is_quantised else load_stock(opening.checkpoint, dtype)
     assert opening.folder is not None, f"{opening.system.name} reads files of its own"
     with _silent() if kind == "airllm" else nullcontext():
         return open_peer(kind, opening.checkpoint, dtype, opening.folder)
@@ -169,12 +170,22 @@ def _open_ours(opening: Opening, dtype: torch.dtype) -> Any:
         predictor = OraclePredictor(context, ORACLE_LOOKAHEAD, opening.decode_visits)
     return from_pretrained(
         opening.checkpoint,
+        experts=opening.system.experts,
         cache=opening.cache,
         predictor=predictor,
         dtype=dtype,
         link="auto" if opening.link is None else opening.link,
         config=replace(opening.system.config, read_mode=opening.read_mode),
     )
+
+
+def _open_filled(opening: Opening, dtype: torch.dtype) -> Any:
+    """Open a model with all experts in slots, and fetch them all."""
+    model = _open_ours(replace(opening, cache="100%"), dtype)
+    num_experts = [layer.num_experts for layer in model.promoe.runtime.layers]
+    filled = model.promoe.warm([[1] * count for count in num_experts])
+    assert filled == sum(num_experts), f"{filled} of {sum(num_experts)} experts are in slots"
+    return model
 
 
 class _TimeIsUp(StoppingCriteria):  # type: ignore[misc]

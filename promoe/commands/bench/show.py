@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
 
+from promoe.commands.bench.markdown import Column, markdown
+from promoe.commands.bench.quantised import quantised_lines
 from promoe.commands.bench.table import Report, Row, Table
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate
@@ -29,13 +30,6 @@ from promoe.units import (
 
 # Quantities that are known of every system; this library counts the others.
 _TIMES = ("TTFT", "TPOT", "speed")
-
-
-class Column(NamedTuple):
-    """A column of a Markdown table: its head, and the cell of a row."""
-
-    head: str
-    cell: Callable[[Row], str]
 
 
 def _interval(value: Estimate, count: int) -> str:
@@ -156,6 +150,7 @@ def table_lines(table: Table) -> Iterator[str]:
         yield f"- {_taken_words(table.taken)}"
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
+    yield from quantised_lines(table)
 
 
 def _packed_words(table: Table) -> str:
@@ -181,19 +176,6 @@ def _contention_words(found: Contention, bandwidth: float) -> str:
 def _taken_words(taken: Taken) -> str:
     words = f"Meanwhile {taken.describe()}"
     return words + (": everything is slower then. Measure again without them." if taken.much_by_others else ".")
-
-
-def markdown(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
-    """Return a Markdown table of the columns in which some row has a value, padded to one width."""
-    cells = [[column.head for column in columns], *([column.cell(row) for column in columns] for row in rows)]
-    kept = [i for i in range(len(columns)) if any(line[i] != DASH for line in cells[1:])]
-    widths = {i: max(len(line[i]) for line in cells) for i in kept}
-    lines = [
-        "| " + " | ".join(line[i].ljust(widths[i]) if i == 0 else line[i].rjust(widths[i]) for i in kept) + " |"
-        for line in cells
-    ]
-    rule = "|" + "|".join(("-" * (widths[i] + 2)) if i == 0 else "-" * (widths[i] + 1) + ":" for i in kept) + "|"
-    return [lines[0], rule, *lines[1:]]
 
 
 def ratios(table: Table) -> list[str]:

@@ -11,9 +11,13 @@ from typing import Any, Literal
 
 from promoe.config import Ablation, PromoeConfig
 from promoe.errors import ConfigError
+from promoe.experts.kernels.formats import FORMATS
 
 Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm"]
 RESIDENT = "resident"
+# The form of experts whose output is the unmodified model's.
+EXACT = "auto"
+QUANTISED = tuple(name for name, slot_format in FORMATS.items() if not slot_format.exact)
 ORACLE = "oracle"
 # How many layers ahead the oracle looks: enough for the link never to wait for it.
 ORACLE_LOOKAHEAD = 4
@@ -27,10 +31,12 @@ class System:
 
     Attributes:
         name: in tables, and for `--systems`.
-        kind: who serves it: "promoe" for this library, "resident" for the unmodified model, else a peer.
+        kind: who serves it: "promoe" for this library, "resident" for a model with everything in memory (the unmodified one,
+            or this library's with all experts in slots if they are quantised), else a peer.
         meaning: one line about it.
         config: settings of this library.
         predictor: the predictor of this library's prefetch; "oracle" knows the future.
+        experts: form of the experts, see `promoe.from_pretrained`: "auto" or one of `QUANTISED`.
     """
 
     name: str
@@ -38,6 +44,7 @@ class System:
     meaning: str
     config: PromoeConfig = _BASE
     predictor: str | None = None
+    experts: str = EXACT
 
     @property
     def is_ours(self) -> bool:
@@ -48,6 +55,21 @@ class System:
     def is_peer(self) -> bool:
         """Whether other software serves it."""
         return self.kind not in ("promoe", "resident")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether its output is that of quantised experts."""
+        return self.experts != EXACT
+
+    @property
+    def in_16_bits(self) -> str:
+        """The name of the same system with the experts as the checkpoint has them."""
+        return self.name.removesuffix(f":{self.experts}")
+
+    @property
+    def reference(self) -> str:
+        """The name of the system whose tokens this one has to generate."""
+        return f"{RESIDENT}:{self.experts}" if self.is_quantised else RESIDENT
 
 
 def _ours(name: str, meaning: str, predictor: str | None = None, **settings: Any) -> System:
@@ -108,11 +130,11 @@ _OURS = [system.name for system in _ALL if system.is_ours]
 
 
 def find_systems(names: Sequence[str]) -> list[System]:
-    """Return the systems of these names, in their order.
+    """Return the systems of these names, in their order, each quantised form's reference before the first one of the form.
 
     Args:
         names: each one of `KNOWN`; or NAME@FOLDER for one of this library's with a trained predictor; or FOLDER, which means
-            gate@FOLDER.
+            gate@FOLDER. Each may have a form of experts behind its name: NAME:FORM, NAME:FORM@FOLDER.
 
     Raises:
         ConfigError: a name is unknown or given twice, or needs a package that is not installed; or none of the systems is
@@ -124,10 +146,39 @@ def find_systems(names: Sequence[str]) -> list[System]:
         raise ConfigError(f"--systems names {', '.join(again)} twice. Name each system once.")
     if not any(system.is_ours for system in found):
         raise ConfigError(f"--systems needs at least one of this library's: {', '.join(_OURS)}.")
+    return _with_references(found)
+
+
+def _with_references(systems: Sequence[System]) -> list[System]:
+    """Add the references of quantised systems that are not among them."""
+    found: list[System] = []
+    there = {system.name for system in systems}
+    for system in systems:
+        if system.is_quantised and system.reference not in there:
+            there.add(system.reference)
+            found.append(_in_form(KNOWN[RESIDENT], system.experts))
+        found.append(system)
     return found
 
 
 def _find(name: str) -> System:
+    head, at, folder = name.partition("@")
+    base, _, form = head.rpartition(":")
+    if base and form in QUANTISED:
+        return _in_form(_find_plain(f"{base}{at}{folder}"), form)
+    return _find_plain(name)
+
+
+def _in_form(system: System, form: str) -> System:
+    if system.is_peer:
+        raise ConfigError(f"The system {system.name!r} serves experts as the checkpoint has them. Leave :{form} out.")
+    meaning = f"`{system.name}` with experts in {form}"
+    if system.kind == "resident":
+        meaning = f"this library with all experts in slots, in {form}; memory not limited"
+    return replace(system, name=f"{system.name}:{form}", meaning=meaning, experts=form)
+
+
+def _find_plain(name: str) -> System:
     if name in KNOWN:
         system = KNOWN[name]
         package = {"disk-offload": "accelerate", "airllm": "airllm"}.get(system.kind)
@@ -141,5 +192,6 @@ def _find(name: str) -> System:
         meaning = f"`{base}` with the predictor {folder}"
         return replace(KNOWN[base], name=f"{base}, {label}" if at else label, meaning=meaning, predictor=folder)
     raise ConfigError(
-        f"There is no system {name!r}. Name {', '.join(KNOWN)}, the folder of a trained predictor, or paper@FOLDER."
+        f"There is no system {name!r}. Name {', '.join(KNOWN)}, the folder of a trained predictor, or paper@FOLDER. A form of "
+        f"experts stands behind the name, as in gate:int4 or gate:int4@FOLDER: {', '.join(QUANTISED)}."
     )

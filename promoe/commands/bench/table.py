@@ -8,7 +8,7 @@ from typing import Any
 
 from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.systems import System
+from promoe.commands.bench.systems import RESIDENT, System
 from promoe.commands.bench.tasks import Task
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate, Generation, estimate, paired_estimates, paired_speedup, tpots_s, ttfts_s
@@ -34,6 +34,9 @@ class Row:
         tpot_shared_s: the same if computing and reading slow each other as measured; None: they do not.
         peak_rss_bytes: the most memory of its process, libraries and mapped files included.
         peak_limited_bytes: the most that counted against the limit at once.
+        as_in_16_bits: tokens of the answers of a quantised system that are those of the unmodified model before an answer
+            first differs, summed over the measured prompts; None: the system is not quantised.
+        num_tokens: tokens of these answers.
         error: why it has no (more) answers.
     """
 
@@ -46,6 +49,8 @@ class Row:
     tpot_shared_s: float | None = None
     peak_rss_bytes: int | None = None
     peak_limited_bytes: int | None = None
+    as_in_16_bits: int | None = None
+    num_tokens: int | None = None
     error: str | None = None
 
     @property
@@ -73,6 +78,9 @@ class Row:
         return {
             "system": self.system.name,
             "meaning": self.system.meaning,
+            "tokens_compared_with": self.system.reference,
+            "tokens_as_in_16_bits": self.as_in_16_bits,
+            "tokens_of_reference": self.num_tokens,
             "error": self.error,
             "ttft_s": _known(self.ttft.value),
             "ttft_bound_s": self.ttft_bound_s,
@@ -131,6 +139,16 @@ class Table:
         count = min(len(slow.answers), len(fast.answers))
         return paired_speedup(times(slow.answers[:count]), times(fast.answers[:count]))
 
+    def over_16_bits(self, row: Row) -> Estimate | None:
+        """Return the time of a quantised row over that of the same system in 16 bits, paired by prompt; None: it has none."""
+        plain = self.row(row.system.in_16_bits) if row.system.is_quantised else None
+        return None if plain is None or not row.answers else self.speedup(row, plain)
+
+    def over_resident(self, row: Row) -> Estimate | None:
+        """Return the time of a row over that of the unmodified model in memory, paired by prompt; None: one has no answers."""
+        resident = self.row(RESIDENT)
+        return None if resident is None or not row.answers else self.speedup(row, resident)
+
     def runs(self) -> list[Run]:
         """Return the rows with answers as runs of a report.
 
@@ -164,7 +182,14 @@ class Table:
             "prompt_compute_s": self.prompt_compute_s,
             "contention": None if self.contention is None else asdict(self.contention),
             "cores_taken": None if self.taken is None else asdict(self.taken),
-            "rows": [row.to_json() for row in self.rows],
+            "rows": [row.to_json() | self._ratios_to_json(row) for row in self.rows],
+        }
+
+    def _ratios_to_json(self, row: Row) -> dict[str, Any]:
+        ratios = {"over_16_bits": self.over_16_bits(row), "over_resident": self.over_resident(row)}
+        return {
+            name: None if found is None or not is_number(found.value) else found._asdict()
+            for name, found in ratios.items()
         }
 
 

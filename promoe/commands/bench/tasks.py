@@ -57,11 +57,13 @@ class Reference:
         task: the task.
         answers: one per prompt, in order.
         unmodified: whether the unmodified model gave them, with everything in memory. If so, its times are those of computing.
+        given_by: what gave them, in words.
     """
 
     task: Task
     answers: Sequence[Answer]
     unmodified: bool = True
+    given_by: str = "the unmodified model"
 
     @property
     def measured(self) -> list[Generation]:
@@ -90,19 +92,24 @@ class Reference:
             expected = expected[: max(1, len(answer.tokens))]
         if answer.tokens == expected:
             return
-        pairs = zip(answer.tokens, expected, strict=False)
-        same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(answer.tokens), len(expected)))
+        same = num_same(answer.tokens, expected)
         raise TokensDifferError(
-            f"“{name}” generated other tokens than the unmodified model: prompt {number}, from token {same} on: "
+            f"“{name}” generated other tokens than {self.given_by}: prompt {number}, from token {same} on: "
             f"{list(answer.tokens[same : same + 5])} instead of {list(expected[same : same + 5])}. The promise of "
             "identical output is broken. Please report it with the versions of promoe, torch and transformers."
         )
 
 
-def refer(system: OpenSystem, task: Task, *, unmodified: bool = True) -> Reference:
+def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many tokens two answers have in common before they first differ."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(others)))
+
+
+def refer(system: OpenSystem, task: Task, *, unmodified: bool = True, given_by: str = Reference.given_by) -> Reference:
     """Let a system answer a task, and record the routing."""
     bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)
-    return Reference(task, [system.answer(replace(prompt, record=True)) for prompt in bar], unmodified)
+    return Reference(task, [system.answer(replace(prompt, record=True)) for prompt in bar], unmodified, given_by)
 
 
 def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:

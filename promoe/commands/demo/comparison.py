@@ -33,7 +33,7 @@ def compare(
             last = opened[opening.system.name] = Served(opening)
             stack.callback(last.close)
         systems = [served.system for served in opened.values()]
-        comparison = Round(systems, [reference], last.sizes(), openings[0].cache)
+        comparison = Round(systems, [reference], last.sizes(), str(openings[0].cache))
         (table,) = comparison.measure(opened, last.bandwidth)
         if timeline is not None:
             with last.handle.trace(timeline):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.systems import KNOWN
+from promoe.commands.bench.systems import KNOWN, System, find_systems
 from promoe.commands.bench.table import Report, Row, Table, nothing_counted
 from promoe.commands.bench.tasks import GENERATE, Task
 from promoe.commands.measure import Generation
@@ -20,12 +20,18 @@ def generation(ttft_s: float, tpot_s: float, tokens: int = 5) -> Generation:
     return Generation(tuple(range(tokens)), ttft_s, (tpot_s,) * (tokens - 1))
 
 
+def system_of(name: str) -> System:
+    """The system of this name, which may have a form of experts."""
+    return next(system for system in find_systems([name, "static"]) if system.name == name)
+
+
 def row(name: str, *tpots_s: float, bound_s: float | None = None, ttft_s: float = 0.5, tokens: int = 5) -> Row:
-    ours = KNOWN[name].is_ours
+    system = system_of(name)
+    ours = system.is_ours
     phase = PhaseStats(passes=4, tokens=4, duration_s=1.0)
     counted = replace(nothing_counted(SIZES), prefill=phase, decode=phase, cache_slots=4)
     return Row(
-        KNOWN[name],
+        system,
         [generation(ttft_s, tpot_s, tokens) for tpot_s in tpots_s],
         ttft_bound_s=0.25 if ours else None,
         tpot_bound_s=bound_s,

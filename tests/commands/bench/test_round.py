@@ -11,9 +11,10 @@ import torch
 from promoe.commands.bench.messages import Answer, Facts, Prompt, Sizes
 from promoe.commands.bench.process import WorkerError
 from promoe.commands.bench.round import Measured, Round
-from promoe.commands.bench.systems import KNOWN, System
+from promoe.commands.bench.systems import KNOWN, System, find_systems
 from promoe.commands.bench.table import Table, nothing_counted
-from promoe.commands.bench.tasks import Reference, Task
+from promoe.commands.bench.tasks import Reference, Task, TokensDifferError
+from promoe.commands.contention import Contention
 from promoe.commands.measure import Generation
 from promoe.scheduler import PoolSpec, SchedulerConfig
 from promoe.stats.counts import PhaseStats
@@ -90,6 +91,48 @@ def test_a_token_takes_no_less_than_computing_it_with_packed_experts(in_place_tp
     assert row.tpot_unmodified_s is None
 
 
+def test_a_quantised_system_is_bounded_by_its_own_bytes_and_by_computing_in_its_form() -> None:
+    """Tokens of 100 ms in 16 bits and of 20 ms in 8; experts of 1 MB and of 0.5 MB, over a link of 10 MB/s."""
+    systems = find_systems(["resident", "lru", "lru:int8"])
+    prompt, *tokens = [RoutedPass(phase, [(0, [[expert]])]) for phase, expert in (("prefill", 0), ("decode", 1))] * 2
+    answers = [Answer(one, [prompt, tokens[0]]) for one in generations(9.0, 1.0, 1.0)]
+    own = [Answer(Generation((5, 7), 9.0, (0.02,)), [prompt, tokens[0]]) for _ in range(3)]
+    sizes = Sizes((2,), (10**6,), (1,), 0, 1)
+    configs = {
+        name: SchedulerConfig([2], [(nbytes,)], [PoolSpec(1, (0,))], "lru")
+        for name, nbytes in (("lru", 10**6), ("lru:int8", 500_000))
+    }
+    found = Measured(
+        answers={
+            "resident": generations(1.0, 1.0, tpot_s=0.01),
+            "resident:int8": generations(0.5, 0.5, tpot_s=0.06),
+            "lru": generations(9.0, 9.0),
+            "lru:int8": generations(9.0, 9.0),
+        },
+        facts={name: Facts(nothing_counted(sizes), config, None, 0) for name, config in configs.items()},
+        peaks=dict.fromkeys(configs),
+    )
+    task = Task("generate", [])
+    comparison = Round(
+        systems,
+        [Reference(task, answers)],
+        sizes,
+        "25%",
+        quantised={"int8": [Reference(task, own, unmodified=False, given_by="“resident:int8”")]},
+    )
+    (result,) = comparison.tables([found], 1e7, Contention(2.0, 1e6))
+    rows = {row.system.name: row for row in result.rows}
+    assert rows["lru"].tpot_bound_s == pytest.approx(0.1)  # 1 MB over 10 MB/s
+    assert rows["lru:int8"].tpot_bound_s == pytest.approx(0.06)  # computing: 0.5 MB would take 50 ms
+    assert rows["lru:int8"].ttft_bound_s == pytest.approx(0.5)
+    assert rows["lru:int8"].tpot_shared_s is None, "contention was measured in 16 bits"
+    assert rows["lru"].tpot_shared_s is not None
+    assert rows["resident:int8"].tpot_bound_s is None
+    # (5, 6) and (5, 7): one token of two, in each of two prompts
+    assert (rows["lru:int8"].as_in_16_bits, rows["lru:int8"].num_tokens) == (2, 4)
+    assert rows["lru"].as_in_16_bits is None
+
+
 class Fake:
     """A system that answers at once, notes that it was asked, and breaks at one prompt."""
 
@@ -141,6 +184,25 @@ def test_systems_take_turns_at_each_prompt_and_forget_the_first() -> None:
         "a": [(1, 7), (2, 7)],
         "b": [(1, 7), (2, 7)],
     }
+
+
+def test_a_quantised_system_has_to_give_the_tokens_of_its_own_reference() -> None:
+    reference, quantised = find_systems(["lru:int8"])
+    opened: dict[str, Any] = {system.name: Fake(system, []) for system in (reference, quantised)}
+    plain = comparison(opened)
+    (task,) = (one.task for one in plain.references)
+    other = [
+        Answer(Generation((number, 8), 1.0, (0.5,)), one.routing)
+        for number, one in enumerate(plain.references[0].answers)
+    ]
+    with pytest.raises(
+        TokensDifferError, match=r"“resident:int8” generated other tokens than the 8-bit model: prompt 0"
+    ):
+        replace(plain, quantised={"int8": [Reference(task, other, False, "the 8-bit model")]}).measure(
+            opened, lambda: 1e9
+        )
+    (found,) = replace(plain, quantised={"int8": plain.references}).measure(opened, lambda: 1e9)
+    assert [len(row.answers) for row in found.rows] == [2, 2]
 
 
 @pytest.mark.parametrize(

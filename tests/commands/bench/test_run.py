@@ -15,7 +15,7 @@ from tiny_checkpoint import write_checkpoint
 from promoe import cli
 from promoe.commands import lower_bound as bound
 from promoe.commands.bench import run
-from promoe.commands.bench.messages import Opening, Prompt
+from promoe.commands.bench.messages import Opening, Prompt, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
 from promoe.commands.bench.run import Bench
@@ -181,6 +181,27 @@ def test_an_emulated_link_and_a_system_that_fails(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+def test_quantised_systems_are_compared_with_their_own_reference(folder: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", chat=False, hidden=64, intermediate=64)
+    fields = {"model": str(checkpoint), "systems": ["lru", "lru:int4"], "max_new_tokens": 4}
+    found = Bench(options(folder, **fields)).run()
+    lru, reference, int4 = found.tables[0].rows
+    assert [row.system.name for row in (lru, reference, int4)] == ["lru", "resident:int4", "lru:int4"]
+    assert [(row.error, len(row.answers)) for row in (lru, reference, int4)] == [(None, 1)] * 3
+    assert int4.answers[0].tokens == reference.answers[0].tokens
+    assert lru.stats is not None
+    assert int4.stats is not None
+    assert int4.stats.cache_slots > lru.stats.cache_slots
+    assert int4.stats.cache_bytes <= lru.stats.cache_bytes
+    assert int4.stats.expert_bytes[0] < lru.stats.expert_bytes[0] / 3
+    assert int4.tpot_bound_s is not None
+    assert 0 <= (int4.as_in_16_bits or 0) <= int4.num_tokens == 4  # type: ignore[operator]
+    if found.not_limited is None:
+        assert reference.peak_limited_bytes is None
+        assert int4.peak_limited_bytes is not None
+
+
+@pytest.mark.slow
 def test_a_peer_whose_files_cannot_be_written_is_left_out(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "peers").write_text("a file where a folder should be")
     fields = {"systems": ["gate", "page-cache"], "out": str(tmp_path), "max_new_tokens": 2}
@@ -197,10 +218,16 @@ def test_peers_read_no_emulated_link(folder: Path) -> None:
 
 
 def test_too_little_ram(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes((8,) * 3, (2**30,) * 3, (2,) * 3, 2**30, 64)
     bench = Bench(options(folder))
     monkeypatch.setattr(run, "free_ram_bytes", lambda: 2**30)
     with pytest.raises(ConfigError, match=r"1 systems at once take up to .* 1.00 GiB are free"):
-        bench._check_ram(2**20)
+        bench._check_ram(2**20, sizes)
+    monkeypatch.setattr(run, "prepare_forms", lambda *args: {"auto": [2**30] * 3, "int8": [2**29] * 3})
+    bench = Bench(options(folder, systems=["gate:int8"]))
+    # 2 GiB to spare, workspace and slots, 24 experts of 0.5 GiB and the rest of the model once more
+    with pytest.raises(ConfigError, match=r"2 systems at once take up to 15\.13 GiB"):
+        bench._check_ram(2**20, sizes)
 
 
 def opening(folder: Path, name: str, checkpoint: str = "checkpoint") -> Opening:

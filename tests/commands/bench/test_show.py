@@ -4,7 +4,8 @@ import json
 from dataclasses import replace
 
 from commands.bench.reports import READ, report, row, table
-from promoe.commands.bench.show import impossible, markdown, ratios, report_lines, table_lines
+from promoe.commands.bench.markdown import markdown
+from promoe.commands.bench.show import impossible, ratios, report_lines, table_lines
 from promoe.transfer.cpu_contention import Taken
 
 

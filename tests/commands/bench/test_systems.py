@@ -36,6 +36,46 @@ def test_a_trained_predictor_is_a_system(tmp_path: Path) -> None:
     assert other.name == "mlp-k8"
 
 
+def test_a_form_stands_behind_the_name_and_brings_its_reference(tmp_path: Path) -> None:
+    (tmp_path / "predictor").mkdir()
+    (tmp_path / "predictor" / "config.json").write_text("{}")
+    folder = str(tmp_path / "predictor")
+    found = find_systems(["gate", "gate:int4", "lru:int8", f"paper:int4@{folder}", f"{folder}:int8"])
+    assert [(system.name, system.experts) for system in found] == [
+        ("gate", "auto"),
+        ("resident:int4", "int4"),
+        ("gate:int4", "int4"),
+        ("resident:int8", "int8"),
+        ("lru:int8", "int8"),
+        ("paper, learned:int4", "int4"),
+        ("learned:int8", "int8"),
+    ]
+    by_name = {system.name: system for system in found}
+    assert by_name["paper, learned:int4"].predictor == folder
+    assert by_name["paper, learned:int4"].in_16_bits == "paper, learned"
+    assert by_name["gate:int4"].config == KNOWN["gate"].config
+    assert by_name["gate:int4"].reference == "resident:int4"
+    assert by_name["gate"].reference == by_name["gate"].in_16_bits.replace("gate", "resident") == "resident"
+    reference = by_name["resident:int4"]
+    assert (reference.kind, reference.is_ours, reference.is_peer) == ("resident", False, False)
+
+
+def test_a_reference_that_was_named_stays_where_it_is() -> None:
+    names = ["gate:int4", "resident:int4", "resident"]
+    assert [system.name for system in find_systems(names)] == names
+
+
+def test_mistakes_in_forms() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no system 'gate:int5'.*behind the name, as in gate:int4 .*int8, int4, int3, int2"
+    ):
+        find_systems(["gate:int5"])
+    with pytest.raises(ConfigError, match=r"'page-cache' serves experts as the checkpoint has them\. Leave :int4 out"):
+        find_systems(["gate", "page-cache:int4"])
+    with pytest.raises(ConfigError, match="at least one of this library's"):
+        find_systems(["resident:int4"])
+
+
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="There is no system 'lfu'"):
         find_systems(["lfu"])

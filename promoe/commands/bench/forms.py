@@ -1,0 +1,82 @@
+"""Experts in the forms that systems ask for, such as `gate:int4`: written if they are not there, at equal memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from promoe.commands.bench.systems import EXACT, System
+from promoe.experts.kernels.formats import FORMATS
+from promoe.model.opening import OpenedModel, open_headers
+from promoe.model.quantizing import write_quantized
+from promoe.model.slot_folders import default_folder, open_experts
+from promoe.model.slot_index import INDEX
+from promoe.runtime.sizes import CacheSize, slots_per_layer
+from promoe.stores.layout import DEFAULT_CHUNK_BYTES
+from promoe.units import format_memory
+
+# Rounding to nearest is poor with so few bits; "hqq" is what Eliseev and Mazur (2023) use.
+METHODS = {"int3": "hqq", "int2": "hqq"}
+
+SlotBytes = Mapping[str, Sequence[int]]
+"""Form of the experts -> bytes of a slot of each MoE layer."""
+
+
+def prepare_forms(systems: Sequence[System], checkpoint: Path, dtype: torch.dtype) -> SlotBytes:
+    """Return the bytes of a slot in each form that systems ask for. Experts that are not there in a form are written.
+
+    Args:
+        systems: all of them.
+        checkpoint: folder of the model. A form is beside its files, as `promoe quantize` writes it.
+        dtype: of the weights.
+
+    Raises:
+        ConfigError: experts in a form do not fit this checkpoint, machine or dtype, or cannot be written.
+        UnsupportedModelError: the model's experts cannot be kept in a form.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    forms = dict.fromkeys(system.experts for system in systems if not system.is_peer)
+    return {form: _prepare(form, checkpoint, dtype) for form in forms}
+
+
+def _prepare(form: str, checkpoint: Path, dtype: torch.dtype) -> list[int]:
+    opened = open_headers(checkpoint, dtype=dtype)
+    with closing(opened.store):
+        if form != EXACT and not (default_folder(opened.store, form) / INDEX).is_file():
+            _write(form, opened)
+        with closing(open_experts(opened.layers, opened.store, form, DEFAULT_CHUNK_BYTES)) as store:
+            return [layout.slot_bytes for layout in store.layouts]
+
+
+def _write(form: str, opened: OpenedModel) -> None:
+    folder = default_folder(opened.store, form)
+    with tqdm(unit="B", unit_scale=True, disable=None, desc=f"writing {form}") as bar:
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            bar.total = total_bytes
+            bar.update(done_bytes - bar.n)
+
+        method = METHODS.get(form, "rtn")
+        done = write_quantized(opened.layers, opened.store, folder, FORMATS[form], method, progress)
+    print(
+        f"The experts were not there in {form}: {format_memory(done.nbytes)} were written into {folder} (method {method}).",
+        file=sys.stderr,
+    )
+
+
+def cache_of(system: System, cache: str, budget_bytes: int) -> CacheSize:
+    """Return the size of a system's cache, with as much memory as the systems in 16 bits have.
+
+    Args:
+        system: one of this library's.
+        cache: what was asked for. "2 per layer" is taken at its word in every form.
+        budget_bytes: bytes of the slots of such a cache in 16 bits.
+    """
+    if slots_per_layer(cache) is not None or not system.is_quantised:
+        return cache
+    return budget_bytes

@@ -1,0 +1,46 @@
+"""Prints how quantised systems compare with the same systems in 16 bits, at equal memory."""
+
+from __future__ import annotations
+
+from promoe.commands.bench.markdown import Column, markdown
+from promoe.commands.bench.systems import RESIDENT
+from promoe.commands.bench.table import Row, Table
+from promoe.commands.measure import Estimate
+from promoe.runtime.sizes import slots_per_layer
+from promoe.units import DASH, format_times, is_number
+
+
+def quantised_lines(table: Table) -> list[str]:
+    """Return a table of the quantised systems with what it means; nothing if there are none."""
+    rows = [row for row in table.rows if row.answers and row.system.is_quantised]
+    if not rows:
+        return []
+    what = "TTFT" if table.task.reads else "TPOT"
+    columns = (
+        Column("quantised", lambda row: row.system.name),
+        Column(f"{what} / in 16 bits", lambda row: _ratio(table.over_16_bits(row))),
+        Column(f"{what} / {RESIDENT}", lambda row: _ratio(table.over_resident(row))),
+        Column("tokens as", lambda row: row.system.reference),
+        Column("first tokens as in 16 bits", _agreement),
+    )
+    same = "as many slots per layer" if slots_per_layer(table.cache) is not None else "as many bytes of slots"
+    return [
+        "",
+        f"Quantised systems have {same} as the others. Their times are set against the same system in 16 bits and against "
+        "the unmodified model in RAM: medians of the ratios, prompt by prompt, and 95% intervals. Their tokens are those of "
+        "`tokens as`, in which all experts are in slots in the same form, and which gives the C of their bounds. The last "
+        "column counts the tokens before an answer first differs from that of the unmodified model, which all other systems "
+        "are compared with.",
+        "",
+        *markdown(columns, rows),
+    ]
+
+
+def _ratio(found: Estimate | None) -> str:
+    if found is None or not is_number(found.value):
+        return DASH
+    return f"{format_times(found.value)} [{format_times(found.low)}, {format_times(found.high)}]"
+
+
+def _agreement(row: Row) -> str:
+    return DASH if row.as_in_16_bits is None else f"{row.as_in_16_bits} of {row.num_tokens}"
