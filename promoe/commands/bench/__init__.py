@@ -6,6 +6,7 @@ forms                 experts in fewer bits, and the caches that give all system
 served, process       a system that is open in this process, or in one of its own whose memory is limited
 messages              what a system is asked, and what it answers
 stock, peers          opening the unmodified model, and other software
+whole_layers          naive offloading with this library
 in_place              the least time that computing takes
 tasks                 the prompts, and the reference that all answers are compared with
 round, table          a comparison at one cache size, and the table that it gives

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +12,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.systems import EXACT, System
+from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.opening import OpenedModel, open_headers
 from promoe.model.quantizing import write_quantized
@@ -69,14 +73,39 @@ def _write(form: str, opened: OpenedModel) -> None:
     )
 
 
-def cache_of(system: System, cache: str, budget_bytes: int) -> CacheSize:
-    """Return the size of a system's cache, with as much memory as the systems in 16 bits have.
+def cache_of(system: System, cache: str, budget_bytes: int, slot_bytes: Sequence[int], sizes: Sizes) -> CacheSize:
+    """Return the size of a system's cache, in no more memory than the systems in 16 bits have that share their slots.
 
     Args:
         system: one of this library's.
         cache: what was asked for. "2 per layer" is taken at its word in every form.
         budget_bytes: bytes of the slots of such a cache in 16 bits.
+        slot_bytes: bytes of a slot of each MoE layer, in the form of the system.
+        sizes: of the model.
+
+    Raises:
+        ConfigError: there is no room for a slot per layer.
     """
-    if slots_per_layer(cache) is not None or not system.is_quantised:
+    if system.slots == "one token":
+        return min(budget_bytes, _bytes_of(max(sizes.top_k), slot_bytes, sizes))
+    if system.slots == "one layer":
+        return min(budget_bytes, _bytes_of(max(sizes.num_experts), slot_bytes, sizes))
+    if slots_per_layer(cache) is not None:
         return cache
-    return budget_bytes
+    if system.slots == "per layer":
+        if budget_bytes < sum(slot_bytes):
+            raise ConfigError(
+                f"The system {system.name!r} needs a slot for each layer, {format_memory(sum(slot_bytes))}, and a cache of "
+                f"{cache} has {format_memory(budget_bytes)}. Ask for a larger --cache."
+            )
+        return f"{budget_bytes // sum(slot_bytes)} per layer"
+    return budget_bytes if system.is_quantised else cache
+
+
+def _bytes_of(num_slots: int, slot_bytes: Sequence[int], sizes: Sizes) -> int:
+    """Return the bytes of a shared cache that has so many slots for the experts of every layer."""
+    total_bytes, counts = 0, Counter[int]()  # layers with slots of one size share them
+    for nbytes, count in zip(slot_bytes, sizes.num_experts, strict=True):
+        total_bytes += nbytes * count
+        counts[nbytes] += count
+    return math.ceil(total_bytes * num_slots / min(counts.values()))

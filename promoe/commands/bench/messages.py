@@ -29,7 +29,7 @@ class Opening:
         dtype: of the weights, such as "bfloat16".
         cache: size of the expert cache of this library's systems, as `promoe.from_pretrained` takes it.
         link: an emulated link for this library's systems; None: their experts come from the disk.
-        read_mode: how this library's systems read files.
+        read_mode: how this library's systems read files; None: as the system says.
         folder: a peer's own files.
         num_experts: of each MoE layer, for the oracle.
         decode_visits: (layer, experts) of every layer visit of short passes, in order, for the oracle.
@@ -40,7 +40,7 @@ class Opening:
     dtype: str
     cache: CacheSize
     link: EmulatedLink | None = None
-    read_mode: ReadMode = "auto"
+    read_mode: ReadMode | None = None
     folder: Path | None = None
     num_experts: Sequence[int] = ()
     decode_visits: Sequence[tuple[int, Sequence[int]]] = ()

@@ -61,7 +61,8 @@ class Options:
         default_factory=lambda: ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"]
     )
     """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
-    (ProMoE as published, step by step), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
+    (ProMoE as published, step by step), eliseev, eliseev-no-preload, eliseev-no-lru, eliseev-naive (Eliseev and Mazur 2023,
+    with :int2 or :int3 as published), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
     NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have their experts in int8, int4, int3 or int2, as in gate:int4; a form that
     is not beside the checkpoint is written there. resident:FORM has all of them in slots, and is added"""
     pairs: int = 5

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from promoe.commands.bench.markdown import Column, markdown
-from promoe.commands.bench.systems import RESIDENT
+from promoe.commands.bench.systems import EXACT, QUANTISED, RESIDENT
 from promoe.commands.bench.table import Row, Table
 from promoe.commands.measure import Estimate
 from promoe.runtime.sizes import slots_per_layer
-from promoe.units import DASH, format_times, is_number
+from promoe.units import DASH, format_number, format_times, is_number
 
 
 def quantised_lines(table: Table) -> list[str]:
@@ -28,12 +30,32 @@ def quantised_lines(table: Table) -> list[str]:
         "",
         f"Quantised systems have {same} as the others. Their times are set against the same system in 16 bits and against "
         "the unmodified model in RAM: medians of the ratios, prompt by prompt, and 95% intervals. Their tokens are those of "
-        "`tokens as`, in which all experts are in slots in the same form, and which gives the C of their bounds. The last "
-        "column counts the tokens before an answer first differs from that of the unmodified model, which all other systems "
-        "are compared with.",
+        "`tokens as`, in which all experts are in slots in the same form: its time, or that of a quicker system of the form, "
+        "is the C of their bounds. The last column counts the tokens before an answer first differs from that of the "
+        "unmodified model, which all other systems are compared with.",
         "",
         *markdown(columns, rows),
+        *_rates(table),
     ]
+
+
+def _rates(table: Table) -> list[str]:
+    """Return a table of tokens per second: a row for each system that was run quantised, a column for each form."""
+    rows = {row.system.name: row for row in table.rows if row.answers and is_number(row.tpot.value)}
+    by_system: dict[str, dict[str, Row]] = {}
+    for row in rows.values():
+        by_system.setdefault(row.system.in_16_bits, {})[row.system.experts] = row
+    shown = [next(iter(forms.values())) for forms in by_system.values() if set(forms) != {EXACT}]
+    if not shown:
+        return []
+
+    def rate(form: str, row: Row) -> str:
+        found = by_system[row.system.in_16_bits].get(form)
+        return DASH if found is None else format_number(1 / found.tpot.value)
+
+    columns = [Column("tokens/s", lambda row: row.system.in_16_bits)]
+    columns += [Column("16 bits" if form == EXACT else form, partial(rate, form)) for form in (EXACT, *QUANTISED)]
+    return ["", *markdown(columns, shown)]
 
 
 def _ratio(found: Estimate | None) -> str:

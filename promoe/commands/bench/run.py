@@ -142,17 +142,22 @@ class Bench:
                     "num_experts": comparison.sizes.num_experts,
                     "decode_visits": decode_visits(comparison.references),
                 }
-            cache = cache_of(system, comparison.cache, slots_bytes)
             limit_bytes = None if system.kind == "resident" else comparison.limit_bytes
             try:
+                cache = self._cache_of(system, comparison, slots_bytes)
                 opened[system.name] = (
                     resident if system.name == RESIDENT else self._start(stack, system, cache, limit_bytes, **more)
                 )
-            except WorkerError as error:
+            except (WorkerError, ConfigError) as error:
                 comparison.errors[system.name] = str(error)
         if not any(system.is_ours and system.name in opened for system in self.systems):
             raise WorkerError("None of this library's systems could be opened. " + " ".join(comparison.errors.values()))
         return opened
+
+    def _cache_of(self, system: System, comparison: Round, slots_bytes: int) -> CacheSize:
+        if not system.is_ours:
+            return comparison.cache
+        return cache_of(system, comparison.cache, slots_bytes, self._slot_bytes[system.experts], comparison.sizes)
 
     def _start(
         self, stack: ExitStack, system: System, cache: CacheSize, limit_bytes: int | None = None, **more: Any

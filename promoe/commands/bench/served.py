@@ -20,6 +20,7 @@ from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt, Reade
 from promoe.commands.bench.peers import open_peer, prepare
 from promoe.commands.bench.stock import load_stock
 from promoe.commands.bench.systems import ORACLE, ORACLE_LOOKAHEAD, System
+from promoe.commands.bench.whole_layers import read_whole_layers
 from promoe.commands.contention import Contention, measure_contention
 from promoe.commands.lower_bound import link_bandwidth
 from promoe.commands.measure import REPETITION_PENALTY, generate
@@ -168,15 +169,19 @@ def _open_ours(opening: Opening, dtype: torch.dtype) -> Any:
         count = len(opening.num_experts)
         context = PredictorContext(gates=(), num_experts=opening.num_experts, top_k=[1] * count)
         predictor = OraclePredictor(context, ORACLE_LOOKAHEAD, opening.decode_visits)
-    return from_pretrained(
+    config = opening.system.config
+    model: Any = from_pretrained(
         opening.checkpoint,
         experts=opening.system.experts,
         cache=opening.cache,
         predictor=predictor,
         dtype=dtype,
         link="auto" if opening.link is None else opening.link,
-        config=replace(opening.system.config, read_mode=opening.read_mode),
+        config=replace(config, read_mode=opening.read_mode or config.read_mode),
     )
+    if opening.system.slots == "one layer":
+        read_whole_layers(model.promoe.runtime.engine)
+    return model
 
 
 def _open_filled(opening: Opening, dtype: torch.dtype) -> Any:

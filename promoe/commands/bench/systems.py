@@ -14,6 +14,7 @@ from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
 
 Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm"]
+Slots = Literal["shared", "per layer", "one token", "one layer"]
 RESIDENT = "resident"
 # The form of experts whose output is the unmodified model's.
 EXACT = "auto"
@@ -23,6 +24,7 @@ ORACLE = "oracle"
 ORACLE_LOOKAHEAD = 4
 # Without `bypass` slots are measured even where they hold everything.
 _BASE = PromoeConfig(bypass=False)
+_MORE_THAN_A_LAYER = 2**60  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,9 @@ class System:
         config: settings of this library.
         predictor: the predictor of this library's prefetch; "oracle" knows the future.
         experts: form of the experts, see `promoe.from_pretrained`: "auto" or one of `QUANTISED`.
+        slots: what becomes of the memory for slots: "shared" by all layers; split evenly, slots "per layer"; or used only in
+            part, so that nothing is kept: slots for the experts of "one token" in one layer, or for all experts of "one
+            layer", which each visit then reads.
     """
 
     name: str
@@ -45,6 +50,7 @@ class System:
     config: PromoeConfig = _BASE
     predictor: str | None = None
     experts: str = EXACT
+    slots: Slots = "shared"
 
     @property
     def is_ours(self) -> bool:
@@ -85,6 +91,16 @@ def _paper(name: str, meaning: str, ablation: Ablation) -> System:
     return _ours(name, meaning, "gate", eviction="lru", waste_share=1.0, ablation=ablation)
 
 
+# They do not read through the page cache, which would keep what they are not to keep.
+_PUBLISHED: dict[str, Any] = {"eviction": "lru", "waste_share": 1.0, "read_mode": "direct"}
+_AT_THE_LAYER = Ablation(early_preemption=False, begin_early=False, stream=False, governor=False)
+
+
+def _eliseev(name: str, meaning: str, slots: Slots, predictor: str | None = None, **settings: Any) -> System:
+    """Return a row of Eliseev and Mazur (2023), table 2; with 2 and 3 bits as NAME:int2 and NAME:int3."""
+    return replace(_ours(name, meaning, predictor, **_PUBLISHED, ablation=_AT_THE_LAYER, **settings), slots=slots)
+
+
 _ALL = (
     System(RESIDENT, "resident", "the unmodified model with everything in RAM, memory not limited"),
     _ours(
@@ -113,6 +129,24 @@ _ALL = (
         "paper",
         "as paper-preempt, and experts at hand run first: ProMoE as published",
         replace(_PAPER, early_preemption=True, reorder=True),
+    ),
+    _eliseev(
+        "eliseev",
+        "Eliseev and Mazur (2023): LRU in slots per layer; the next layer's gate, asked one layer early, says what to prefetch",
+        "per layer",
+        "gate",
+    ),
+    _eliseev("eliseev-no-preload", "as eliseev, without prefetch", "per layer"),
+    _eliseev(
+        "eliseev-no-lru",
+        "as eliseev-no-preload, with slots for one layer's experts of one token only: no expert is kept for the next token",
+        "one token",
+    ),
+    _eliseev(
+        "eliseev-naive",
+        "each layer reads all its experts before it computes, and none is kept (as accelerate offloads)",
+        "one layer",
+        min_group_bytes=_MORE_THAN_A_LAYER,
     ),
     _ours("random", "the default with useless predictions", "random"),
     _ours(

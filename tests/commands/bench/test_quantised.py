@@ -55,6 +55,15 @@ def test_what_is_equal_is_said() -> None:
     assert "have as many slots per layer as the others" in quantised_lines(with_quantised("2 per layer"))[1]
 
 
+def test_tokens_per_second_are_a_table_by_system_and_form() -> None:
+    lines = quantised_lines(with_quantised())
+    begin = next(number for number, line in enumerate(lines) if line.startswith("| tokens/s"))
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[begin:]]
+    assert found[0] == ["tokens/s", "16 bits", "int8"]
+    assert found[2:] == [["resident", "18.2", "12.5"], ["gate", "9.09", "16.7"], ["lru", "–", "10.0"]]
+    assert not any("tokens/s" in line for line in quantised_lines(with_quantised(task=READ)))
+
+
 def test_json_has_the_ratios() -> None:
     values = json.loads(json.dumps(report(with_quantised()).to_json()))
     rows = {one["system"]: one for one in values["tables"][0]["rows"]}

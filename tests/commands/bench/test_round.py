@@ -125,6 +125,10 @@ def test_a_quantised_system_is_bounded_by_its_own_bytes_and_by_computing_in_its_
     assert rows["lru"].tpot_bound_s == pytest.approx(0.1)  # 1 MB over 10 MB/s
     assert rows["lru:int8"].tpot_bound_s == pytest.approx(0.06)  # computing: 0.5 MB would take 50 ms
     assert rows["lru:int8"].ttft_bound_s == pytest.approx(0.5)
+    # What computes and fetches in 55 ms computes in no more.
+    found.answers["lru:int8"] = generations(9.0, 9.0, tpot_s=0.055)
+    (result,) = comparison.tables([found], 1e7)
+    assert [row.tpot_bound_s for row in result.rows if row.system.name == "lru:int8"] == [pytest.approx(0.055)]
     assert rows["lru:int8"].tpot_shared_s is None, "contention was measured in 16 bits"
     assert rows["lru"].tpot_shared_s is not None
     assert rows["resident:int8"].tpot_bound_s is None
