@@ -21,7 +21,7 @@ from promoe.training.baselines import Kind, spread, used
 from promoe.training.kinds import check_kinds, note_on_training, prepare
 from promoe.training.metrics import Caches, Figures, Transfer, name_of_rate, top, transfer_of
 from promoe.training.options import Evaluate, check_choice
-from promoe.training.result_table import accuracy_columns, cache_columns, legend, table
+from promoe.training.result_table import accuracy_columns, cache_columns, legend, recall_columns, table
 from promoe.training.routing_traces import RoutingTrace, load_npz
 from promoe.units import format_bandwidth, format_number, format_seconds
 
@@ -49,9 +49,10 @@ def evaluate(options: Evaluate) -> dict[str, Any]:
     fit, held_out = trace.split()
     kinds = prepare(options.kind_names, trace, fit)
     caches = replay_caches(held_out.first(options.replay_tokens), policies, options.cache_rates)
-    result = judge(kinds, held_out, options.lookaheads, caches, transfer)
+    result = judge(kinds, held_out, options.lookaheads, caches, transfer, options.fetched_counts)
     print(*_conditions(options, transfer, trace, fit, held_out), sep="\n")
-    print(*_tables(result, [(policy, name_of_rate(rate)) for policy, rate in caches], transfer is not None), sep="\n")
+    names = [(policy, name_of_rate(rate)) for policy, rate in caches]
+    print(*_tables(result, names, transfer is not None, options.fetched_counts), sep="\n")
     for kind, by_lookahead in result.items():
         if silent := [k for k, figures in by_lookahead.items() if figures["accuracy"] is None]:
             print(f"{kind} predicts nothing at k = {', '.join(silent)}")
@@ -124,6 +125,7 @@ def judge(
     lookaheads: Sequence[int],
     caches: Caches,
     transfer: Transfer | None = None,
+    fetched: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Judge kinds at several lookaheads.
 
@@ -133,19 +135,21 @@ def judge(
         lookaheads: layers between what is known and what is predicted.
         caches: for miss recall and precision.
         transfer: for FETCHRATE and GOODPRED.
+        fetched: numbers of experts whose recall is judged.
 
     Returns:
         `{kind: {"1": {figures, "prefill": {figures}, "decode": {figures}}}}`, where figures are `"accuracy", "exact",
         "coverage_error", "next_token_accuracy"`, the same per layer in `"layers", "exact_layers",
-        "coverage_error_layers", "next_token_layers"`, `"calibration": {"brier", "layers", "predicted", "observed"}` and
-        `"misses": {policy: {"12.5%": {"recall", "precision", "predicted_per_visit", "fetch_rate", "goodpred"}}}`. None
-        where there is nothing to divide by, or nothing is predicted or known.
+        "coverage_error_layers", "next_token_layers"`, `"recall": {"1": ...}` by number of fetched experts and per layer in
+        `"recall_layers"`, `"calibration": {"brier", "layers", "predicted", "observed"}` and `"misses": {policy: {"12.5%":
+        {"recall", "precision", "predicted_per_visit", "fetch_rate", "goodpred"}}}`. None where there is nothing to divide by,
+        or nothing is predicted or known.
     """
     result: dict[str, Any] = {}
     for name, fit_kind in kinds.items():
         kind = fit_kind()
         asked = lookaheads[:1] if kind.same_for_every_lookahead else lookaheads
-        judged = {lookahead: _judge_one(name, kind, held_out, lookahead, caches) for lookahead in asked}
+        judged = {lookahead: _judge_one(name, kind, held_out, lookahead, caches, fetched) for lookahead in asked}
         result[name] = {}
         for lookahead in lookaheads:
             parts = judged.get(lookahead, judged[asked[0]])
@@ -155,13 +159,15 @@ def judge(
     return result
 
 
-def _judge_one(name: str, kind: Kind, held_out: RoutingTrace, lookahead: int, caches: Caches) -> dict[str, Figures]:
+def _judge_one(
+    name: str, kind: Kind, held_out: RoutingTrace, lookahead: int, caches: Caches, fetched: Sequence[int]
+) -> dict[str, Figures]:
     """Return figures of all held-out tokens ("all"), and where phases are known of those of "prefill" and "decode"."""
-    parts = {"all": Figures(None, held_out.num_layers, caches)}
+    parts = {"all": Figures(None, held_out.num_layers, caches, fetched)}
     if held_out.generated is not None:
         for phase, tokens in (("prefill", ~held_out.generated), ("decode", held_out.generated)):
             if tokens.any():
-                parts[phase] = Figures(tokens, held_out.num_layers, caches)
+                parts[phase] = Figures(tokens, held_out.num_layers, caches, fetched)
     num_outcomes = held_out.num_layers * held_out.num_experts
     sample = spread(held_out.num_tokens, max(1, CALIBRATION_OUTCOMES // num_outcomes))
     continues = np.ones(held_out.num_tokens, dtype=np.bool_)
@@ -206,8 +212,10 @@ def _conditions(
     return lines + [note for note in notes if note]
 
 
-def _tables(result: dict[str, Any], caches: Sequence[tuple[str, str]], has_link: bool) -> list[str]:
-    """Return the lines of a table, and of another one if a link is given."""
+def _tables(
+    result: dict[str, Any], caches: Sequence[tuple[str, str]], has_link: bool, fetched: Sequence[int]
+) -> list[str]:
+    """Return the lines of a table, and of further ones if a link or numbers of fetched experts are given."""
     columns = accuracy_columns(result) + cache_columns(caches, " misses", "recall", "precision")
     words = ["misses: of what that cache does not hold, recall/precision in %"] if caches else []
     lines = ["", *table(result, columns), "", *legend(columns, *words)]
@@ -216,6 +224,13 @@ def _tables(result: dict[str, Any], caches: Sequence[tuple[str, str]], has_link:
         words = [
             "GOODPRED/FETCHRATE in %: FETCHRATE is the share of the predicted experts absent from that cache that arrive "
             "within k layers, GOODPRED accuracy times that"
+        ]
+        lines += ["", *table(result, columns), "", *legend(columns, *words)]
+    if fetched:
+        columns = recall_columns(fetched)
+        words = [
+            "recall: share of the experts used that are among so many fetched, those with the highest scores, in layers that "
+            "are predicted from exactly k layers before"
         ]
         lines += ["", *table(result, columns), "", *legend(columns, *words)]
     return lines

@@ -5,6 +5,8 @@ the token begins. Definitions, for a prediction of the top-k experts of each hel
 
 accuracy: share of the experts used that are among the predicted (the paper's ACCURACY); mean over layers.
 exact: share of tokens whose experts of a layer are all predicted; mean over layers.
+recall of m fetched: share of the experts used that are among the m with the highest scores, mean over the layers j >= k, which
+    are predicted from exactly k layers before (Eliseev and Mazur 2023, speculative loading).
 coverage error: how many experts, in the order of their scores, must be fetched to have all that are used; mean over layers.
 next-token accuracy: accuracy of layers j < k, predicted from layer L + j - k of the token before, in the same prompt.
 Brier score: mean squared difference of the probability given and what happened (0 or 1).
@@ -173,11 +175,13 @@ class Figures:
         tokens: mask `[num_tokens]` of these tokens; None: all.
         num_layers: MoE layers of the model.
         caches: for misses.
+        fetched: numbers of experts whose recall is measured.
     """
 
-    def __init__(self, tokens: Bools | None, num_layers: int, caches: Caches) -> None:
+    def __init__(self, tokens: Bools | None, num_layers: int, caches: Caches, fetched: Sequence[int] = ()) -> None:
         self._tokens = tokens
         self._caches = caches
+        self.recall: dict[int, list[float | None]] = {count: [None] * num_layers for count in fetched}
         self.accuracy: list[float | None] = [None] * num_layers
         self.exact: list[float | None] = [None] * num_layers
         self.coverage: list[float | None] = [None] * num_layers
@@ -195,6 +199,8 @@ class Figures:
             return
         self.accuracy[layer_idx] = float(np.count_nonzero(right) / np.count_nonzero(wanted))
         self.exact[layer_idx] = float((right == wanted).all(axis=1).mean())
+        for count, recall in self.recall.items():
+            recall[layer_idx] = float(np.count_nonzero(top(scores, count) & wanted) / np.count_nonzero(wanted))
         # coverage_error checks int8 faster than bools.
         self.coverage[layer_idx] = float(coverage_error(wanted.astype(np.int8), scores))
         for cache, held in self._caches.items():
@@ -228,10 +234,12 @@ class Figures:
         return {
             "accuracy": accuracy,
             "exact": _mean(self.exact, self.exact[1:]),
+            "recall": {str(count): _mean(of[lookahead:], of[lookahead:]) for count, of in self.recall.items()},
             "coverage_error": _mean(self.coverage, self.coverage[1:]),
             "next_token_accuracy": _mean(self.next_token, self.next_token[:lookahead]),
             "layers": self.accuracy,
             "exact_layers": self.exact,
+            "recall_layers": {str(count): of_layers for count, of_layers in self.recall.items()},
             "coverage_error_layers": self.coverage,
             "next_token_layers": self.next_token,
             "calibration": self.calibration.to_json() if accuracy is not None else None,

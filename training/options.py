@@ -181,6 +181,8 @@ class Evaluate:
     for 12 layers and 4 lookaheads), folders of runs of `fit` or of trained predictors"""
     lookahead: str = "1,2,4,8"
     """how many MoE layers ahead"""
+    fetched: str = ""
+    """also print the share of the experts used that are among so many fetched, for example 1,2,3,4"""
     cache: str = "12.5%,25%,50%"
     """cache rates whose misses are counted; "" for none"""
     policy: str = "lru,next_use"
@@ -201,7 +203,7 @@ class Evaluate:
     def __post_init__(self) -> None:
         require_libraries("sklearn", *(["datasets"] if os.path.isdir(self.trace) else []))
         # Parsed now, so that a mistake is answered before anything slow begins.
-        _ = (self.kind_names, self.lookaheads, self.policy_names, self.cache_rates)
+        _ = (self.kind_names, self.lookaheads, self.fetched_counts, self.policy_names, self.cache_rates)
         if self.cache_rates:
             check_at_least(1, replay_tokens=self.replay_tokens)
 
@@ -213,13 +215,12 @@ class Evaluate:
     @cached_property
     def lookaheads(self) -> list[int]:
         """MoE layers ahead."""
-        texts = _listed(self.lookahead, "--lookahead")
-        for text in texts:
-            if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
-                raise ConfigError(
-                    f"--lookahead must be whole numbers of layers, at least 1. Got {shown(text)} instead."
-                )
-        return [int(text) for text in texts]
+        return _counts(self.lookahead, "--lookahead", "layers")
+
+    @cached_property
+    def fetched_counts(self) -> list[int]:
+        """Numbers of fetched experts whose recall is wanted."""
+        return _counts(self.fetched, "--fetched", "experts") if self.fetched else []
 
     @cached_property
     def policy_names(self) -> list[str]:
@@ -270,6 +271,14 @@ def _listed(text: str, option: str) -> list[str]:
     if not all(values):
         raise ConfigError(f"{option} must be a list with commas between. Got {text!r} instead.")
     return values
+
+
+def _counts(text: str, option: str, what: str) -> list[int]:
+    texts = _listed(text, option)
+    for one in texts:
+        if not re.fullmatch("[0-9]{1,9}", one) or int(one) < 1:
+            raise ConfigError(f"{option} must be whole numbers of {what}, at least 1. Got {shown(one)} instead.")
+    return [int(one) for one in texts]
 
 
 def _rate(text: str) -> float:

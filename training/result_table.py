@@ -73,6 +73,15 @@ def cache_columns(caches: Iterable[tuple[str, str]], suffix: str, first: str, se
     return [column(policy, rate) for policy, rate in caches]
 
 
+def recall_columns(fetched: Iterable[int]) -> list[Column]:
+    """Return a column for each number of fetched experts."""
+
+    def column(count: int) -> Column:
+        return Column("recall of fetched, %", str(count), lambda figures: percent(figures["recall"][str(count)]))
+
+    return [column(count) for count in fetched]
+
+
 def table(result: dict[str, Any], columns: Sequence[Column]) -> list[str]:
     """Return the lines of the table. A kind whose figures are the same for every lookahead gets one row."""
     rows: list[list[str]] = []

@@ -11,6 +11,8 @@ def figures(accuracy: float | None, **changes: Any) -> dict[str, Any]:
     return {
         "accuracy": accuracy,
         "exact": None if accuracy is None else accuracy / 2,
+        "recall": {},
+        "recall_layers": {},
         "coverage_error": None if accuracy is None else 4.25,
         "next_token_accuracy": None,
         "layers": layers,

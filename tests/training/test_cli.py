@@ -57,6 +57,7 @@ def test_without_caches_only_accuracy_is_judged(trace: str, capsys: pytest.Captu
         (["--kinds", "token,,gate"], "list with commas"),
         (["--lookahead", "0"], "at least 1. Got '0'"),
         (["--lookahead", "1.5"], "whole numbers of layers"),
+        (["--fetched", "1,0"], "--fetched must be whole numbers of experts, at least 1. Got '0'"),
         (["--cache", "0.25"], "shares of the experts such as 12.5%"),
         (["--cache", "101%"], "up to 100%"),
         (["--policy", "belady"], "must be of lru, lfru, static, next_use. Got 'belady'"),

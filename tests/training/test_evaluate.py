@@ -60,6 +60,26 @@ def test_a_link_gives_a_table_of_its_own(recorded: Path, capsys: Capture) -> Non
     assert far["misses"]["lru"]["50%"]["goodpred"] == pytest.approx(far["accuracy"] * min(1.0, 1.5 / predicted))
 
 
+def test_the_recall_of_fetched_experts_is_a_table_of_its_own(recorded: Path, tmp_path: Path, capsys: Capture) -> None:
+    arguments = {"kinds": "gate,popularity", "lookahead": "1,2,10", "cache": "", "fetched": "1,2,5"}
+    result = evaluate(options(recorded, json=str(tmp_path / "out.json"), **arguments))
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = (number for number, line in enumerate(lines) if line.split() == ["kind", "k", "1", "2", "5"])
+    assert lines[head - 1].strip() == "recall of fetched, %"
+    rows = [line.split() for line in lines[head + 1 : head + 7]]
+    assert [row[0] for row in rows] == ["gate", "2", "10", "popularity", "2", "10"]
+    gate = json.loads((tmp_path / "out.json").read_text())["gate"]
+    assert rows[0][1:] == ["1", *(f"{100 * gate['1']['recall'][count]:.1f}" for count in ("1", "2", "5"))]
+    assert rows[2] == ["10", "–", "–", "–"], "there is no layer so far away"
+    # With all experts fetched nothing is missed; as many as are used are what accuracy counts, over the same layers.
+    assert gate["1"]["recall"]["5"] == 1.0
+    assert gate["1"]["recall"]["2"] == pytest.approx(gate["1"]["accuracy"])
+    assert gate["2"]["recall"]["2"] == gate["2"]["layers"][2]
+    assert 0 < gate["1"]["recall"]["1"] < gate["1"]["recall"]["2"] < 1
+    assert gate["1"]["decode"]["recall_layers"]["2"][0] is None
+    assert result["gate"] == gate
+
+
 def test_a_predictor_that_saw_another_trace_is_noted(recorded: Path, tmp_path: Path, capsys: Capture) -> None:
     run = save_run(tmp_path / "run", num_tokens=1234)
     evaluate(options(recorded, kinds=str(run), cache=""))

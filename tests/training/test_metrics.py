@@ -86,6 +86,30 @@ def test_there_are_no_means_where_a_layer_other_than_the_first_is_not_predicted(
     assert figures.to_json(1, None)["accuracy"] == 0.5
 
 
+def test_recall_is_the_share_of_what_is_used_among_the_first_scores() -> None:
+    figures = Figures(None, 1, {}, fetched=(1, 2, 3, 9))
+    figures.add(0, SCORES, PREDICTED, NEEDED)
+    # In the order of scores, the needed experts come 1st and 2nd, 1st and 3rd, 3rd and 4th.
+    assert figures.recall == {1: [2 / 6], 2: [3 / 6], 3: [5 / 6], 9: [1.0]}
+    part = Figures(np.array([False, False, True]), 1, {}, fetched=(3,))
+    part.add(0, SCORES, PREDICTED, NEEDED)
+    assert part.recall == {3: [1 / 2]}
+
+
+def test_recall_counts_layers_that_are_predicted_from_exactly_so_far_before() -> None:
+    figures = Figures(None, 4, {}, fetched=(2,))
+    figures.add(1, SCORES, NEEDED, NEEDED)
+    figures.add(2, SCORES, NEEDED, NEEDED)
+    figures.add(3, NEEDED.astype(np.float32), NEEDED, NEEDED)
+    assert figures.recall == {2: [None, 0.5, 0.5, 1.0]}
+    recall = {lookahead: figures.to_json(lookahead, None)["recall"]["2"] for lookahead in (1, 2, 3, 4)}
+    assert recall == {1: pytest.approx(2 / 3), 2: 0.75, 3: 1.0, 4: None}
+    unknown = Figures(None, 3, {}, fetched=(2,))
+    unknown.add(2, SCORES, NEEDED, NEEDED)
+    assert unknown.to_json(1, None)["recall"] == {"2": None}, "layer 1 is not predicted"
+    assert Figures(None, 3, {}).to_json(1, None)["recall"] == {}
+
+
 def test_next_tokens_are_those_that_continue_a_prompt() -> None:
     figures = Figures(None, 3, {})
     figures.add_next_token(0, np.array([False, True, True]), PREDICTED, NEEDED)
