@@ -190,6 +190,21 @@ def test_slots_per_layer_stay_slots_per_layer() -> None:
         assert_unharmed(model)
 
 
+def test_slots_of_every_layer_are_warmed() -> None:
+    with served(FAMILY, cache="2 per layer") as model:
+        assert model.promoe.warm([[1.0] * EXPERTS] * LAYERS) == 2 * LAYERS
+        resident_layers = [key.layer_idx for key in model.promoe.runtime.engine.scheduler.resident()]
+        assert Counter(resident_layers) == dict.fromkeys(range(LAYERS), 2)
+        assert_unharmed(model)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfru", "static", "next_use"])
+def test_every_policy_prefetches_into_slots_of_the_layer(eviction: str) -> None:
+    with served(FAMILY, cache="4 per layer", predictor="gate", eviction=eviction, waste_share=1.0) as model:
+        for prompt in ("one", "padded", "short"):
+            assert_unharmed(model, prompt)
+
+
 def test_a_layer_with_slots_of_its_own_loses_none_to_others() -> None:
     """With as many slots as a token needs, the next token finds what the last one used."""
     with served(FAMILY, cache=f"{TOP_K} per layer", eviction="lru") as model:
