@@ -107,9 +107,11 @@ def num_same(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def refer(system: OpenSystem, task: Task, *, unmodified: bool = True, given_by: str = Reference.given_by) -> Reference:
-    """Let a system answer a task, and record the routing."""
+    """Let a system answer a task, and record the routing. No answer is cut short: others are compared with them."""
     bar = tqdm(task.prompts, desc=f"reference: {task.name}", unit="answer", disable=None, leave=False)
-    return Reference(task, [system.answer(replace(prompt, record=True)) for prompt in bar], unmodified, given_by)
+    return Reference(
+        task, [system.answer(replace(prompt, record=True, seconds=math.inf)) for prompt in bar], unmodified, given_by
+    )
 
 
 def make_tasks(options: Options, checkpoint: Path, prompts: Path) -> list[Task]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from zoo import families
 
 from promoe.commands.bench.messages import Answer, Prompt
 from promoe.commands.bench.options import Options
-from promoe.commands.bench.tasks import GENERATE, Reference, Task, TokensDifferError, make_tasks
+from promoe.commands.bench.tasks import GENERATE, Reference, Task, TokensDifferError, make_tasks, refer
 from promoe.commands.measure import Generation
 from promoe.errors import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -98,6 +99,20 @@ def test_an_answer_that_was_cut_short_is_compared_as_far_as_it_goes() -> None:
         expected.verify("other", 0, Generation((1, 3), 0.0, ()), partly=True)
     with pytest.raises(TokensDifferError, match="from token 0 on"):
         expected.verify("nothing", 0, Generation((), 0.0, ()), partly=True)
+
+
+def test_reference_answers_are_not_cut_short() -> None:
+    asked: list[Prompt] = []
+
+    class Noting:
+        def answer(self, prompt: Prompt) -> Answer:
+            asked.append(prompt)
+            return Answer(Generation((7,), 1.0, ()), [])
+
+    prompt = Prompt([1], 5, 0, seconds=0.5)
+    found = refer(Noting(), Task(GENERATE, [prompt]), given_by="another")  # type: ignore[arg-type]
+    assert [(one.record, one.seconds) for one in asked] == [(True, math.inf)]
+    assert (found.task.prompts, found.given_by) == ([prompt], "another")
 
 
 def test_tokens_beside_which_something_else_ran_do_not_set_the_pace() -> None:
