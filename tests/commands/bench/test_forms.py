@@ -40,7 +40,7 @@ def test_a_form_is_written_once_where_it_is_looked_for(folder: Path, capsys: pyt
         written = index.stat().st_mtime_ns
         assert prepare_forms(systems, folder, torch.bfloat16) == found
         assert index.stat().st_mtime_ns == written
-    assert methods == {"int8": "rtn", "int2": "hqq"}
+    assert methods == {"int8": "rtn", "int2": "rtn"}
     assert not capsys.readouterr().err.strip()
 
 
