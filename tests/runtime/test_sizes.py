@@ -182,7 +182,9 @@ def test_which_sizes_are_slots_per_layer(cache: Any, found: int | None) -> None:
 
 def test_slots_per_layer_are_for_experts_of_one_size() -> None:
     hot = HotLayouts(frozenset(ExpertKey(layer, 0) for layer in range(2)), [LARGE] * 2)
-    with pytest.raises(ConfigError, match=r"for experts of one size, .* in more bits .*Got '2 per layer'\. Give a size or a"):
+    with pytest.raises(
+        ConfigError, match=r"for experts of one size, .* in more bits .*Got '2 per layer'\. Give a size or a"
+    ):
         plan_pools("2 per layer", [SMALL] * 2, [8] * 2, hot=hot)
 
 

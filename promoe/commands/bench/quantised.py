@@ -40,13 +40,12 @@ def quantised_lines(table: Table) -> list[str]:
 
 
 def _rates(table: Table) -> list[str]:
-    """Return a table of tokens per second: a row for each system that was run quantised, a column for each form."""
+    """Return a table of tokens per second: a row for each system, a column for each form."""
     rows = {row.system.name: row for row in table.rows if row.answers and is_number(row.tpot.value)}
     by_system: dict[str, dict[str, Row]] = {}
     for row in rows.values():
         by_system.setdefault(row.system.in_16_bits, {})[row.system.experts] = row
-    shown = [next(iter(forms.values())) for forms in by_system.values() if set(forms) != {EXACT}]
-    if not shown:
+    if not by_system:
         return []
 
     def rate(form: str, row: Row) -> str:
@@ -55,7 +54,7 @@ def _rates(table: Table) -> list[str]:
 
     columns = [Column("tokens/s", lambda row: row.system.in_16_bits)]
     columns += [Column("16 bits" if form == EXACT else form, partial(rate, form)) for form in (EXACT, *QUANTISED)]
-    return ["", *markdown(columns, shown)]
+    return ["", *markdown(columns, [next(iter(forms.values())) for forms in by_system.values()])]
 
 
 def _ratio(found: Estimate | None) -> str:
