@@ -62,7 +62,8 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Set what every notebook reads: a tiny model, few prompts, few tokens."""
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([f"Question {number}: what is {'very ' * number}good?" for number in range(6)]))
-    values = {"MODEL": str(write_checkpoint(tmp_path / "model")), "PROMPTS": str(prompts), "NEW_TOKENS": "6"}
+    model = write_checkpoint(tmp_path / "model", hidden=64, intermediate=64)
+    values = {"MODEL": str(model), "PROMPTS": str(prompts), "NEW_TOKENS": "6"}
     for name, value in values.items():
         monkeypatch.setenv(f"PROMOE_{name}", value)
     monkeypatch.chdir(tmp_path)
@@ -144,3 +145,12 @@ def test_bringing_ones_own_model(
     assert "has no MoE layers" in printed
     assert "ModuleList" in printed
     assert printed.count("supported\n") >= 1
+
+
+@pytest.mark.usefixtures("settings", "own_threads")
+def test_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run("06_fewer_bits")
+    assert names["kl"]["checkpoint"] == 0 < names["kl"]["int8"] < names["kl"]["int4"] < names["kl"]["int2"]
+    slots = [stats.cache_slots for _, stats in names["found"].values()]
+    assert slots == sorted(slots)
+    assert "the same bits with all experts in memory and with a fifth of them" in capsys.readouterr().out

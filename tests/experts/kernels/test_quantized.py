@@ -49,6 +49,13 @@ def formula(made: Quantized, matrix: torch.Tensor) -> torch.Tensor:
     return exact.flatten(1).float().to(torch.bfloat16)
 
 
+def factor(made: Quantized) -> torch.Tensor:
+    """The same as a right factor `[in, out]`, in the order of elements in which the format has it: bits depend on that."""
+    found = made.expand(made.parts(made.pack(weights())), ThreadMemory())
+    assert torch.equal(found.t(), formula(made, weights()))
+    return found
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_slot_holds_what_the_formulas_say(transposed: bool) -> None:
     matrix = weights(transposed)
@@ -127,7 +134,7 @@ def test_from_so_many_rows_on_it_is_the_expanded_matrix() -> None:
         assert torch.equal(matrix.multiply(rows(15)), few.multiply(rows(15)))
         for count in (16, 40):
             x = rows(count)
-            assert torch.equal(matrix.multiply(x), torch.mm(x, formula(made, weights()).t()))
+            assert torch.equal(matrix.multiply(x), torch.mm(x, factor(made)))
             out = torch.empty((count, SHAPE[0]), dtype=torch.bfloat16)
             assert matrix.multiply(x, out) is out
             assert torch.equal(out, matrix.multiply(x))
@@ -167,7 +174,7 @@ def test_without_torchs_kernel_it_is_the_expanded_matrix(
             matrix = made.view(made.pack(weights()))
         assert f"no product by {kind.smallest().name} matrices, so they are expanded: injected" in caplog.text
         x = rows(3)
-        assert torch.equal(matrix.multiply(x), torch.mm(x, formula(made, weights()).t()))
+        assert torch.equal(matrix.multiply(x), torch.mm(x, factor(made)))
     finally:
         has_kernel.cache_clear()
 
