@@ -15,6 +15,7 @@ moved to the middle of 4 bits: 0..7 become 4..11, and 0..3 become 6..9.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -134,6 +135,13 @@ class Int4(Quantized):
         scales, zeros = (part.contiguous().unsqueeze(-2) for part in scales_and_zeros.unbind(-1))
         torch.addcmul(zeros, by_group, scales, out=by_group)
         return factor
+
+    def split(self, parts: tuple[torch.Tensor, ...], size: int) -> Iterator[tuple[Int4, tuple[torch.Tensor, ...]]]:
+        """See `Quantized.split`. The parts have codes of 4 bits."""
+        codes, scales_and_zeros = parts
+        of_outputs = self._in_blocks(codes).view(self.linear_shape[0], -1)
+        for some, rest in zip(of_outputs.split(size), scales_and_zeros.split(size, dim=1), strict=True):
+            yield self._with_outputs(len(some), bits=4), (some.flatten(), rest)
 
 
 class Int4Format:

@@ -6,6 +6,7 @@ accumulates in fp32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,6 +73,11 @@ class Int8(Quantized):
         """See `Quantized.expand`. Each weight is rounded once."""
         codes, scales = parts
         return torch.mul(codes, scales.unsqueeze(-1), out=memory.of(codes.shape, self.dtype, codes.device)).mT
+
+    def split(self, parts: tuple[torch.Tensor, ...], size: int) -> Iterator[tuple[Int8, tuple[torch.Tensor, ...]]]:
+        """See `Quantized.split`."""
+        for codes, scales in zip(*(part.split(size) for part in parts), strict=True):
+            yield self._with_outputs(len(codes)), (codes, scales)
 
 
 class Int8Format:

@@ -19,19 +19,25 @@ import json
 import logging
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from promoe.experts.kernels.thread_memory import ThreadMemory
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 logger = logging.getLogger(__name__)
 
 # torch's kernels load whole vectors of AVX-512: inputs and outputs must be multiples of these.
 INPUTS, OUTPUTS = 64, 64
+
+# Memory of a thread for expanded weights. A larger matrix is expanded some outputs at a time.
+EXPANDED_BYTES = 32 * 2**20
 
 _DENSE = ThreadMemory()
 
@@ -158,6 +164,19 @@ class Quantized(ABC):
         The bits are the same on every device.
         """
 
+    @abstractmethod
+    def split(self, parts: tuple[torch.Tensor, ...], size: int) -> Iterator[tuple[Quantized, tuple[torch.Tensor, ...]]]:
+        """Yield format and parts of the next `size` outputs (a multiple of `OUTPUTS`), or of those that are left."""
+
+    def _with_outputs(self, count: int, **changes: Any) -> Self:
+        inputs = self.linear_shape[1]
+        return replace(self, shape=(inputs, count) if self.transposed else (count, inputs), **changes)
+
+    @property
+    def outputs_at_once(self) -> int:
+        """How many outputs are expanded at a time for a product."""
+        return max(OUTPUTS, EXPANDED_BYTES // (self.linear_shape[1] * self.dtype.itemsize) // OUTPUTS * OUTPUTS)
+
 
 class QuantizedMatrix:
     """A quantised matrix of an expert (a `SlotMatrix`)."""
@@ -189,10 +208,14 @@ class QuantizedMatrix:
 
     def multiply_expanded(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Do the same after expanding the matrix to bf16."""
-        factor = self.format.expand(self.parts, _DENSE)
         if out is None:
             out = x.new_empty((len(x), self.shape[1]))
-        return torch.mm(x, factor, out=out)
+        size = self.format.outputs_at_once
+        if size >= self.shape[1]:
+            return torch.mm(x, self.format.expand(self.parts, _DENSE), out=out)
+        for (part, parts), columns in zip(self.format.split(self.parts, size), out.split(size, dim=1), strict=True):
+            torch.mm(x, part.expand(parts, _DENSE), out=columns)
+        return out
 
 
 @cache

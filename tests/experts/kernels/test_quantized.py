@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from promoe.experts.kernels import crossover, int4
+from promoe.experts.kernels import crossover, int4, quantized
 from promoe.experts.kernels.int4 import BLOCKS, Int4, Int4Format, kernel_block
 from promoe.experts.kernels.int8 import Int8, Int8Format
 from promoe.experts.kernels.quantization import METHODS, quantize_groups, quantize_rows
@@ -138,6 +138,24 @@ def test_from_so_many_rows_on_it_is_the_expanded_matrix() -> None:
             out = torch.empty((count, SHAPE[0]), dtype=torch.bfloat16)
             assert matrix.multiply(x, out) is out
             assert torch.equal(out, matrix.multiply(x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_large_matrix_is_expanded_some_outputs_at_a_time(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In little memory, with the same weights."""
+    monkeypatch.setattr(quantized, "_DENSE", memory := ThreadMemory())
+    monkeypatch.setattr(quantized, "EXPANDED_BYTES", nbytes := 2 * 64 * SHAPE[1])
+    for made in formats(transposed, dense_from=1):
+        x, expected = rows(20), []
+        for first in range(0, SHAPE[0], 64):
+            linear = formula(made, weights(transposed))[first : first + 64]
+            expected.append(x.float() @ linear.float().t())
+        matrix = made.view(made.pack(weights(transposed)))
+        found = matrix.multiply(x)
+        assert torch.allclose(found.float(), torch.cat(expected, 1), rtol=0.01, atol=0.02), made
+        assert torch.equal(matrix.multiply(x, out := torch.empty_like(found)), found)
+        assert torch.equal(out, found)
+    assert len(memory._memory) == nbytes
 
 
 def test_no_rows_and_rows_that_lie_otherwise() -> None:
