@@ -30,5 +30,6 @@ def test_help_says_what_a_script_prints_and_how_long_it_takes(
 
 
 def test_every_script_is_named_beside_its_figures() -> None:
-    page = (FOLDER.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8").replace("\n", " ")
+    pages = (FOLDER.parent / "docs" / "benchmarks.md", FOLDER / "NOTES.md")
+    page = " ".join(page.read_text(encoding="utf-8") for page in pages).replace("\n", " ")
     assert [script.name for script in SCRIPTS if f"python benchmarks/{script.name}" not in page] == []

@@ -12,6 +12,7 @@ import torch
 
 from promoe.experts.kernels.formats import Formats, read_formats
 from promoe.experts.moe_layers import MoELayer
+from promoe.files import loads
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts
 from promoe.stores.layout import ExpertLayout
@@ -165,7 +166,7 @@ def index_of(layers: Sequence[MoELayer], forms: Forms, store: SafetensorsStore, 
             "experts": [in_kinds(layer.layer_idx, layer.num_experts, hot.experts)[1] for layer in layers],
             "matrices": [_matrices_entry(layout) for layout in hot.layouts],
         }
-    plain: dict[str, Any] = json.loads(json.dumps(index))
+    plain: dict[str, Any] = loads(json.dumps(index).encode())
     return plain
 
 

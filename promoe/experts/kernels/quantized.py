@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from promoe.experts.kernels.thread_memory import ThreadMemory
+from promoe.files import loads
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -82,7 +83,7 @@ class Quantized(ABC):
     def from_signature(cls, signature: str, shape: tuple[int, ...], transposed: bool) -> Quantized | None:
         """Return the format that has this signature; None: there is none for such matrices."""
         try:
-            fields = json.loads(signature)
+            fields = loads(signature.encode())
             found = cls(**{**fields, "shape": tuple(fields["shape"])})
         except (ValueError, TypeError, KeyError):
             return None
