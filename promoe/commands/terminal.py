@@ -6,7 +6,7 @@ import os
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TextIO
 
 from tqdm import tqdm
@@ -113,12 +113,12 @@ class LiveText:
 
 
 @contextmanager
-def opening_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+def bytes_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar in bytes on stderr, if that is a terminal; yield `progress(done_bytes, total_bytes)`.
 
     A call with another total starts a new bar: first everything but the experts is read, then, if they fit, the experts.
     """
-    with tqdm(desc=f"Opening {name}", unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
+    with tqdm(desc=what, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False) as bar:
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             if bar.total != total_bytes:
@@ -126,6 +126,11 @@ def opening_bar(name: str) -> Iterator[Callable[[int, int], None]]:
             bar.update(done_bytes - bar.n)
 
         yield progress
+
+
+def opening_bar(name: str) -> AbstractContextManager[Callable[[int, int], None]]:
+    """Show such a bar while a model is opened."""
+    return bytes_bar(f"Opening {name}")
 
 
 def column_after(text: str, column: int, columns: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from promoe.errors import UnsupportedModelError
 from promoe.experts.kernels.formats import FORMATS, Formats, SlotFormat, formats_in, formats_of
+from promoe.experts.kernels.gain import gain_of
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
 from promoe.model.slot_folders import write_slots
@@ -76,22 +77,21 @@ def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_for
         )
     _check_stored(layers, possible, store)
     found = {
-        layout: {name: matrix for name, matrix in matrices.items() if slot_format.gain(matrix) >= LEAST_GAIN}
+        layout: {name: matrix for name, matrix in matrices.items() if gain_of(matrix) >= LEAST_GAIN}
         for layout, matrices in possible.items()
     }
     if not any(found.values()):
         raise UnsupportedModelError(
             "Packing this model's experts gains nothing on this machine. Measured speedup of one token's product by packed "
-            f"matrices: {gains_in_words(possible, slot_format.name)}; packing is worth it from {LEAST_GAIN} on. "
+            f"matrices: {gains_in_words(possible)}; packing is worth it from {LEAST_GAIN} on. "
             f"Found {properties(layers)}. Run the model without packing."
         )
     return {layout: matrices for layout, matrices in found.items() if matrices}
 
 
-def gains_in_words(formats: Formats, slot_format: str = PACKED) -> str:
+def gains_in_words(formats: Formats) -> str:
     """Return the speedup of the products by each tensor, as text."""
-    gain = FORMATS[slot_format].gain
-    gains = {(name, gain(matrix)) for matrices in formats.values() for name, matrix in matrices.items()}
+    gains = {(name, gain_of(matrix)) for matrices in formats.values() for name, matrix in matrices.items()}
     return ", ".join(f"{name} {times:.2f}" for name, times in sorted(gains))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PatchStateError, shown
-from promoe.experts.kernels.formats import FORMATS, SlotFormat
+from promoe.experts.kernels.formats import FORMATS, QUANTIZED, SlotFormat
 from promoe.runtime.checking import Arguments, Checked, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import find_in_ram
 from promoe.runtime.handle import Handle
@@ -91,11 +91,10 @@ def _slot_format(experts: str, on_disk: bool) -> SlotFormat | None:
     """
     if experts == "auto":
         return None
-    names = [name for name, known in FORMATS.items() if not known.exact]
-    if experts not in names:
+    if experts not in QUANTIZED:
         raise ConfigError(
-            f"The 'experts' argument of patch must be \"auto\" or one of {', '.join(names)}. Got {shown(experts)} instead. (A "
-            "folder is opened by promoe.from_pretrained.)"
+            f"The 'experts' argument of patch must be \"auto\" or one of {', '.join(QUANTIZED)}. Got {shown(experts)} instead. "
+            "(A folder is opened by promoe.from_pretrained.)"
         )
     if not on_disk:
         raise ConfigError(f'experts="{experts}" needs store="disk": quantised experts are kept in files and in slots.')

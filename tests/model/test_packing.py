@@ -137,7 +137,7 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
     (possible,) = formats_of(open_headers(copied).layers, FORMATS["packed"]).values()
     gains = {packing: quicker[name] for name, packing in possible.items()}
     monkeypatch.setattr(packing, "LEAST_GAIN", 1.05)
-    monkeypatch.setattr(packed, "gain_of", gains.__getitem__)
+    monkeypatch.setattr(packing, "gain_of", gains.__getitem__)
     out = io.StringIO()
     run_pack(pack.Options(str(copied)), out)
     assert (
@@ -159,7 +159,7 @@ def test_only_what_is_quicker_packed_is_packed(copied: Path, monkeypatch: pytest
 
 def test_what_is_not_quicker_is_refused(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "LEAST_GAIN", 1.05)
-    monkeypatch.setattr(packed, "gain_of", lambda packing: 1.04)
+    monkeypatch.setattr(packing, "gain_of", lambda packing: 1.04)
     shutil.rmtree(copied / FOLDER)
     message = (
         r"gains nothing .* Measured speedup .*: down_proj 1\.04, gate_up_proj 1\.04; packing is worth it from 1\.05"

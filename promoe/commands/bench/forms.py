@@ -10,10 +10,10 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.systems import EXACT, System
+from promoe.commands.terminal import bytes_bar
 from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.opening import OpenedModel, open_headers
@@ -56,12 +56,7 @@ def _prepare(form: str, checkpoint: Path, dtype: torch.dtype) -> list[int]:
 
 def _write(form: str, opened: OpenedModel) -> None:
     folder = default_folder(opened.store, form)
-    with tqdm(unit="B", unit_scale=True, disable=None, desc=f"writing {form}") as bar:
-
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-
+    with bytes_bar(f"writing {form}") as progress:
         # Rounding to nearest: other methods take much longer, and what they write takes the same time to read and compute.
         done = write_quantized(opened.layers, opened.store, folder, FORMATS[form], progress=progress)
     print(

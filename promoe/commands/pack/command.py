@@ -7,9 +7,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
-from tqdm import tqdm
-
 from promoe.commands.pack.options import Options
+from promoe.commands.terminal import bytes_bar
 from promoe.model.opening import open_headers
 from promoe.model.packing import PACKED, gains_in_words, packable, write_packed
 from promoe.model.slot_folders import default_folder
@@ -24,12 +23,7 @@ def run_pack(options: Options, out: TextIO | None = None) -> None:
     """
     opened = open_headers(options.model, dtype=options.dtype)
     start_s = time.perf_counter()
-    with closing(opened.store) as store, tqdm(unit="B", unit_scale=True, disable=None, desc="packing") as bar:
-
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-
+    with closing(opened.store) as store, bytes_bar("packing") as progress:
         folder = default_folder(store, PACKED) if options.out is None else Path(options.out)
         nbytes = write_packed(opened.layers, store, folder, progress)
         formats = packable(opened.layers, store)

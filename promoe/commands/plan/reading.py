@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, init
 from promoe.commands.plan.kv_cache import find_kv_cache
 from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
-from promoe.experts.kernels.formats import FORMATS, SlotFormat, form_in_words
+from promoe.experts.kernels.formats import FORMATS, QUANTIZED, SlotFormat, form_in_words
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
 from promoe.model.hub import base_of, is_folder
 from promoe.model.meta_model import as_loaded
@@ -79,7 +79,7 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
     else:
         opened = open_headers(folder, dtype=dtype)
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
-        written = not _is_quantized(experts) or (default_folder(opened.store, experts) / INDEX).is_file()
+        written = experts not in QUANTIZED or (default_folder(opened.store, experts) / INDEX).is_file()
         # As `from_pretrained` does.
         store = open_experts(layers, opened.store, experts if written else "checkpoint", DEFAULT_CHUNK_BYTES)
         if store.hot is not None:
@@ -92,7 +92,7 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
         form = form_in_words(layout_counts(store))
         found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
         found_in += f", experts {form}" if form else ""
-    if _is_quantized(experts) and not any(one.layout.formats for one in found):
+    if experts in QUANTIZED and not any(one.layout.formats for one in found):
         found = experts_in(layers, FORMATS[experts])
         found_in += f", with experts in {form_in_words((one.layout, one.num_experts) for one in found)}"
     sizes = ModelSizes(
@@ -115,10 +115,6 @@ def experts_in(layers: Sequence[MoELayer], slot_format: SlotFormat) -> list[Expe
     """
     formats = quantizable(layers, slot_format)
     return [_assumed_experts(layer, layer.layout.in_formats(formats[layer.layout]), None) for layer in layers]
-
-
-def _is_quantized(experts: str) -> bool:
-    return experts in FORMATS and not FORMATS[experts].exact
 
 
 def _local_folder(path_or_id: str) -> Path | None:

@@ -8,9 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
-from tqdm import tqdm
-
 from promoe.commands.quantize.options import Options
+from promoe.commands.terminal import bytes_bar
 from promoe.experts.kernels.formats import FORMATS, SlotFormat
 from promoe.experts.kernels.int4 import Int4Format
 from promoe.experts.moe_layers import MoELayer
@@ -31,12 +30,7 @@ def run_quantize(options: Options, out: TextIO | None = None) -> None:
     opened = open_headers(options.model, dtype=options.dtype)
     num_experts = sum(layer.num_experts for layer in opened.layers)
     start_s = time.perf_counter()
-    with closing(opened.store) as store, tqdm(unit="B", unit_scale=True, disable=None, desc="quantising") as bar:
-
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            bar.total = total_bytes
-            bar.update(done_bytes - bar.n)
-
+    with closing(opened.store) as store, bytes_bar("quantising") as progress:
         hot = None if options.hot is None else _hot(options, opened.layers)
         folder = default_folder(store, options.form) if options.out is None else Path(options.out)
         done = write_quantized(opened.layers, store, folder, slot_format, options.method, progress, hot)

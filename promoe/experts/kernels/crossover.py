@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ def _dense_from(matrix_format: Quantized, num_threads: int) -> int | None:
         out = x.new_empty((num_rows, out_size))
         rounds = [
             (
-                seconds_of(lambda x=x, out=out: matrix_format.product(x, matrix.parts)),  # type: ignore[misc]
-                seconds_of(lambda x=x, out=out: matrix.multiply_expanded(x, out)),  # type: ignore[misc]
+                seconds_of(partial(matrix_format.product, x, matrix.parts)),
+                seconds_of(partial(matrix.multiply_expanded, x, out)),
             )
             for _ in range(ROUNDS + 1)
         ]

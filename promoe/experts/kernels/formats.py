@@ -1,4 +1,4 @@
-"""The registry of slot formats: which matrices each format can hold, and how much faster it multiplies.
+"""The registry of slot formats: which matrices each format can hold.
 
 A format is one file in this folder and one line in `FORMATS`. All other code (pools, links, planning, kernels) uses the
 format that a layout has for each tensor (`promoe.stores.layout.TensorSpec.format`).
@@ -50,14 +50,12 @@ class SlotFormat(Protocol):
         """Return the format that has this signature; None: there is none for such matrices on this machine."""
         ...
 
-    def gain(self, matrix: MatrixFormat) -> float:
-        """Return the measured speedup of one token's product in this format over the model's own format."""
-        ...
-
 
 FORMATS: dict[str, SlotFormat] = {
     made.name: made for made in (PackedFormat(), Int8Format(), Int4Format(4), Int4Format(3), Int4Format(2))
 }
+# The names of those that change the output.
+QUANTIZED = tuple(name for name, made in FORMATS.items() if not made.exact)
 
 
 def formats_of(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:

@@ -22,12 +22,10 @@ from functools import cache
 import torch
 
 from promoe.experts.kernels.crossover import dense_from
-from promoe.experts.kernels.gain import gain_of
 from promoe.experts.kernels.quantization import METHODS, middle_code, quantize_groups
 from promoe.experts.kernels.quantized import INPUTS, Quantized
 from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
-from promoe.stores.slot_format import MatrixFormat
 
 BITS, GROUPS, BLOCKS = (4, 3, 2), (32, 64, 128), (64, 32)
 DEFAULT_GROUP = 64
@@ -84,19 +82,12 @@ class Int4(Quantized):
     def _code_bytes(self) -> int:
         return self.shape[0] * self.shape[1] * self.bits // 8
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a weight, with its share of scales and zeros."""
-        return self.bits + 32 / self.group
-
     def quantize(self, matrix: torch.Tensor, method: str) -> torch.Tensor:
         """See `Quantized.quantize`."""
         found = quantize_groups(self.as_linear(matrix), self.bits, self.group, METHODS[method])
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
         codes, scales_and_zeros = self.parts(memory)
-        outputs, inputs = self.linear_shape
-        low, high = found.codes.view(outputs // self.block, 2, self.block // 2, inputs).unbind(1)
-        in_blocks = (low | (high << 4)).transpose(1, 2).contiguous().flatten()
+        in_blocks = _to_blocks(found.codes, self.block)
         codes.copy_(in_blocks if self.bits == 4 else _planes(in_blocks, self.bits))
         scales_and_zeros.copy_(torch.stack((found.scales.t(), found.zeros.t()), dim=2))
         return memory
@@ -172,10 +163,6 @@ class Int4Format:
         found = Int4.from_signature(signature, matrix.shape, transposed)
         return found if isinstance(found, Int4) and found.bits == self._bits else None
 
-    def gain(self, matrix: MatrixFormat) -> float:
-        """Return the measured speedup of one token's product."""
-        return gain_of(matrix)
-
 
 @cache
 def kernel_block() -> int | None:
@@ -187,10 +174,15 @@ def kernel_block() -> int | None:
     except (RuntimeError, AttributeError, NotImplementedError):
         return None
     for block in BLOCKS:
-        low, high = pattern.to(torch.uint8).view(-1, 2, block // 2, INPUTS).unbind(1)
-        if torch.equal(found, (low | (high << 4)).transpose(1, 2).flatten()):
+        if torch.equal(found, _to_blocks(pattern.to(torch.uint8), block)):
             return block
     return None
+
+
+def _to_blocks(codes: torch.Tensor, block: int) -> torch.Tensor:
+    """Return codes `[out, in]` of 4 bits, uint8, as torch's kernel reads them with this block, `[out * in / 2]`."""
+    low, high = codes.view(-1, 2, block // 2, codes.shape[1]).unbind(1)
+    return (low | (high << 4)).transpose(1, 2).flatten()
 
 
 def _planes(in_blocks: torch.Tensor, bits: int) -> torch.Tensor:

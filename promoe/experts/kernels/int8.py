@@ -12,12 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from promoe.experts.kernels.crossover import dense_from
-from promoe.experts.kernels.gain import gain_of
 from promoe.experts.kernels.quantization import quantize_rows
 from promoe.experts.kernels.quantized import INPUTS, OUTPUTS, Quantized
 from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
-from promoe.stores.slot_format import MatrixFormat
 
 SCALE_BYTES = 2
 
@@ -41,12 +39,6 @@ class Int8(Quantized):
         """See `MatrixFormat`: a byte for each weight, two for each output."""
         outputs, inputs = self.linear_shape
         return outputs * inputs + outputs * SCALE_BYTES
-
-    @property
-    def bits_per_weight(self) -> float:
-        """Bits of a weight, with its share of the scales."""
-        outputs, inputs = self.linear_shape
-        return 8 * self.nbytes / (outputs * inputs)
 
     def quantize(self, matrix: torch.Tensor, method: str) -> torch.Tensor:
         """See `Quantized.quantize`. There is one method, whatever `method` says: round to nearest."""
@@ -98,7 +90,3 @@ class Int8Format:
         """Return the format with this signature; None: there is none for such matrices."""
         found = Int8.from_signature(signature, matrix.shape, transposed)
         return found if isinstance(found, Int8) else None
-
-    def gain(self, matrix: MatrixFormat) -> float:
-        """Return the measured speedup of one token's product."""
-        return gain_of(matrix)

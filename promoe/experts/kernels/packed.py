@@ -28,12 +28,10 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 
-from promoe.experts.kernels.gain import gain_of
 from promoe.experts.kernels.onednn import bytes_of, library, reorder
 from promoe.experts.kernels.proofs import proof_of
 from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
-from promoe.stores.slot_format import MatrixFormat
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +83,6 @@ class PackedFormat:
         """Return the packing that has this signature; None: such matrices would be packed otherwise on this machine."""
         found = self.of(matrix, transposed)
         return found if found is not None and found.signature == signature else None
-
-    def gain(self, matrix: MatrixFormat) -> float:
-        """Return the measured speedup of one token's product with a packed matrix."""
-        return gain_of(matrix)
 
 
 _MEMORY = ThreadMemory()

@@ -102,6 +102,11 @@ class Quantized(ABC):
         """Whether this processor can multiply by matrices in this format. A device expands them in any case."""
         return True
 
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight, with its share of scales and zeros."""
+        return 8 * self.nbytes / (self.shape[0] * self.shape[1])
+
     def pack(self, matrix: torch.Tensor) -> torch.Tensor:
         """See `MatrixFormat.pack`. Rounds to nearest."""
         return self.quantize(matrix, "rtn")
@@ -136,11 +141,6 @@ class Quantized(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """See `MatrixFormat`: codes, scales and zeros."""
-
-    @property
-    @abstractmethod
-    def bits_per_weight(self) -> float:
-        """Bits of a weight, with its share of scales and zeros."""
 
     @abstractmethod
     def quantize(self, matrix: torch.Tensor, method: str) -> torch.Tensor:

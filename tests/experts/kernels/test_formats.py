@@ -16,7 +16,6 @@ from promoe.experts.kernels.formats import FORMATS, formats_in
 from promoe.model.opening import open_headers
 from promoe.model.packing import write_packed
 from promoe.stores.layout import TensorSpec
-from promoe.stores.slot_format import MatrixFormat
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,6 @@ class NegatedFormat:
 
     def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Negated | None:
         return self.of(matrix, transposed) if signature == Negated.signature else None
-
-    def gain(self, matrix: MatrixFormat) -> float:
-        return 2.0
 
 
 @pytest.fixture
