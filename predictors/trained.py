@@ -18,7 +18,7 @@ from torch import nn
 from promoe.errors import CheckpointError, ConfigError
 from promoe.files import read_json
 from promoe.scheduler.reuse import START_WEIGHTS, LearnedReuse
-from promoe.stores.safetensors_files import SafetensorsFile
+from promoe.stores.tensor_files import TensorFile
 
 from .network import MlpNetwork, Network, ResidualNetwork
 
@@ -283,7 +283,7 @@ def _check_weights(predictor: type[TrainedPredictor], config: TrainedConfig, pat
     """Raise ValueError if the file's tensors are not those of a predictor of these sizes. Allocates no memory for them."""
     with torch.device("meta"):
         expected = predictor(config).state_dict()
-    file = SafetensorsFile.open(path)
+    file = TensorFile.open(path)
     file.close()
     for name, tensor in expected.items():
         found = file.tensors.get(name)

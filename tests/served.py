@@ -274,7 +274,7 @@ def offloaded(model: PreTrainedModel, store: str, arguments: dict[str, Any]) -> 
         promoe.patch(model, store="disk", **arguments)
     finally:
         model.config._name_or_path = name
-    assert model.promoe.stats().store == {"offloaded": "SafetensorsStore", "spooled": "SpooledStore"}[store]
+    assert model.promoe.stats().store == {"offloaded": "FileStore", "spooled": "SpooledStore"}[store]
     return model
 
 

@@ -209,7 +209,7 @@ def test_a_miss_moves_the_forms_bytes() -> None:
     for form, bits in (("int4", 4), ("int3", 3), ("int2", 2)):
         assert moved[form] == weights * bits / 8 + 4 * weights / 32
     names = [f"SlotFilesStore, int{bits}, {size} bits per weight" for bits, size in ((8, 8.25), (4, 5), (3, 4), (2, 3))]
-    assert described == ["SafetensorsStore", *names]
+    assert described == ["FileStore", *names]
 
 
 # -- every family -----------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_header import TensorRange
+from promoe.stores.tensor_files import TensorFiles
 
 Progress = Callable[[int, int], None]
 
@@ -50,7 +50,7 @@ class TensorInFile:
     """A tensor in a file, with the interface of a safetensors slice: `tensor[...]` reads it into new memory."""
 
     def __init__(
-        self, files: SafetensorsFiles, where: TensorRange, count: Callable[[int], None], most_elements: int
+        self, files: TensorFiles, where: TensorRange, count: Callable[[int], None], most_elements: int
     ) -> None:
         self._files, self._where, self._count, self._most_elements = files, where, count, most_elements
 

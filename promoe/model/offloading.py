@@ -30,10 +30,10 @@ from promoe.model.passes import check_idle
 from promoe.model.restoring import LOADING_THREADS, read_all_experts
 from promoe.model.spool import spool
 from promoe.scheduler import ExpertKey
-from promoe.stores import HostStore, SafetensorsStore, Store
+from promoe.stores import FileStore, HostStore, Store
 from promoe.stores.base import read_expert
 from promoe.stores.layout import ExpertLayout
-from promoe.stores.safetensors_files import remedy
+from promoe.stores.tensor_files import remedy
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Offloaded:
             if store is None:
                 store, folder = spool(layers, live, config.spool_folder, config.longest_chunk())
                 self._spooled.append(folder)
-            self.store: SafetensorsStore = store
+            self.store: FileStore = store
             self._plain = store
             if list(layouts) != list(live.layouts):
                 try:
@@ -226,16 +226,14 @@ def _check_unchanged(experts: Sequence[_ExpertParameter]) -> None:
             )
 
 
-def _checkpoint(
-    model: nn.Module, layers: Sequence[MoELayer], live: HostStore, chunk_bytes: int
-) -> SafetensorsStore | None:
+def _checkpoint(model: nn.Module, layers: Sequence[MoELayer], live: HostStore, chunk_bytes: int) -> FileStore | None:
     """Return a store over the checkpoint that the model was loaded from; None: there is none, or its experts differ."""
     folder = checkpoint_folder(model)
     if folder is None or not isinstance(model, PreTrainedModel):
         logger.info("No checkpoint of this model is known, so its experts are written to files.")
         return None
     try:
-        store = SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in layers], chunk_bytes)
+        store = FileStore.open(folder, model, [bank_specs(layer) for layer in layers], chunk_bytes)
     except (CheckpointError, UnsupportedModelError, OSError) as error:
         logger.info("The experts are not read from %s: %s", folder, error)
         return None

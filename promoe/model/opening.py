@@ -38,9 +38,9 @@ from promoe.model.opening_checks import (
     prepare_config,
 )
 from promoe.stores.checkpoint_plan import plan_experts
+from promoe.stores.file_store import FileStore
 from promoe.stores.layout import CACHE_LINE_BYTES, DEFAULT_CHUNK_BYTES
-from promoe.stores.safetensors_files import SafetensorsFiles, check_inside
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.tensor_files import TensorFiles, check_inside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,7 +57,7 @@ class OpenedModel:
 
     model: PreTrainedModel
     layers: list[MoELayer]
-    store: SafetensorsStore
+    store: FileStore
 
 
 def open_without_experts(
@@ -148,7 +148,7 @@ class _Opening:
         self.chunk_bytes = chunk_bytes
         self.headers_only = headers_only
         self.model: Any = None  # the model on the meta device, if only headers are read
-        self.store: SafetensorsStore | None = None
+        self.store: FileStore | None = None
         self.layers: list[MoELayer] = []
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
         self.is_loaded = False
@@ -224,14 +224,14 @@ class _Opening:
         banks = [bank_specs(layer) for layer in self.layers]
         names = set(model.state_dict()) | {name for layer in banks for bank in layer for name in bank.full_names}
         check_inside((load_config.sharded_metadata or {}).get("weight_map", {}).values(), "index")
-        files = SafetensorsFiles.open(paths)
+        files = TensorFiles.open(paths)
         try:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
             plan = plan_experts(banks, files.tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
         except BaseException:
             files.close()
             raise
-        self.store = SafetensorsStore(files, plan)
+        self.store = FileStore(files, plan)
         # Transformers keeps the conversions that were used, to be able to save in the checkpoint's own layout.
         for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
             conversion._was_used = conversion.was_used() or planned.was_used()

@@ -17,7 +17,7 @@ from promoe.errors import CheckpointError, ConfigError, PromoeError, Unsupported
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
-from promoe.stores.safetensors_files import check_files, locate_files, remedy
+from promoe.stores.tensor_files import check_files, locate_files, remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -15,7 +15,7 @@ from promoe.model.file_tensors import Progress
 from promoe.model.slot_folders import write_slots
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.file_store import FileStore
 from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
 
@@ -24,7 +24,7 @@ PACKED = "packed"
 LEAST_GAIN = 1.05
 
 
-def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Formats:
+def packable(layers: Sequence[MoELayer], store: FileStore) -> Formats:
     """Return what `write_packed` would pack; nothing if it would raise, or if the experts are in a slot format already."""
     if formats_in(store.layouts):
         return {}
@@ -36,7 +36,7 @@ def packable(layers: Sequence[MoELayer], store: SafetensorsStore) -> Formats:
 
 def write_packed(
     layers: Sequence[MoELayer],
-    store: SafetensorsStore,
+    store: FileStore,
     folder: Path,
     progress: Progress | None = None,
     slot_format: str = PACKED,
@@ -66,7 +66,7 @@ def write_packed(
     return write_slots(layers, store, folder, formats, _pack, slot_format, progress)
 
 
-def _worth_packing(layers: Sequence[MoELayer], store: SafetensorsStore, slot_format: SlotFormat) -> Formats:
+def _worth_packing(layers: Sequence[MoELayer], store: FileStore, slot_format: SlotFormat) -> Formats:
     possible = formats_of(layers, slot_format)
     if not any(possible.values()):
         raise UnsupportedModelError(
@@ -107,12 +107,12 @@ def properties(layers: Sequence[MoELayer]) -> str:
     return f"{', '.join(matrices)}; {' and '.join(how)}; torch with {torch.backends.cpu.get_cpu_capability()}"
 
 
-def stored_bytes(layer: MoELayer, store: SafetensorsStore) -> int:
+def stored_bytes(layer: MoELayer, store: FileStore) -> int:
     """Return the size of an expert in the checkpoint's files, in bytes."""
     return sum(chunk.source_nbytes for chunk in store.chunks(ExpertKey(layer.layer_idx, 0)))
 
 
-def _check_stored(layers: Sequence[MoELayer], formats: Formats, store: SafetensorsStore) -> None:
+def _check_stored(layers: Sequence[MoELayer], formats: Formats, store: FileStore) -> None:
     """Raise UnsupportedModelError if packed experts would be larger than they are in the checkpoint."""
     for layer in layers:
         packed_bytes = layer.layout.in_formats(formats.get(layer.layout, {})).payload_bytes

@@ -19,7 +19,7 @@ from promoe.model.packing import properties, stored_bytes
 from promoe.model.slot_folders import write_slots
 from promoe.model.slot_index import HotFormats
 from promoe.scheduler import ExpertKey
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.file_store import FileStore
 from promoe.stores.slot_format import MatrixFormat
 from promoe.units import format_memory
 
@@ -53,7 +53,7 @@ class Hot(NamedTuple):
 
 def write_quantized(
     layers: Sequence[MoELayer],
-    store: SafetensorsStore,
+    store: FileStore,
     folder: Path,
     slot_format: SlotFormat,
     method: str = "rtn",
@@ -115,7 +115,7 @@ def quantizable(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
     return formats
 
 
-def _warn_twice(layers: Sequence[MoELayer], store: SafetensorsStore) -> None:
+def _warn_twice(layers: Sequence[MoELayer], store: FileStore) -> None:
     layer = layers[0]
     nbytes = stored_bytes(layer, store)
     if nbytes < layer.layout.payload_bytes:

@@ -29,11 +29,11 @@ from promoe.model.file_tensors import Progress
 from promoe.model.slot_index import DIFFERENCES, INDEX, Forms, HotFormats, digest_of, forms_in, index_of
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Store, read_expert
+from promoe.stores.file_store import FileStore
 from promoe.stores.layout import ExpertLayout
-from promoe.stores.safetensors_files import SafetensorsFiles
-from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import SlotFilesStore, layer_path, write_layer
 from promoe.stores.slot_format import MatrixFormat
+from promoe.stores.tensor_files import TensorFiles
 from promoe.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ ExpertsChoice: TypeAlias = "str | os.PathLike[str]"
 Encode: TypeAlias = Callable[[MoELayer, str, torch.Tensor, MatrixFormat], torch.Tensor]
 
 
-def default_folder(store: SafetensorsStore, slot_format: str) -> Path:
+def default_folder(store: FileStore, slot_format: str) -> Path:
     """Return the folder in which experts in a slot format are looked for: beside the checkpoint's files."""
     return store.files[0].path.parent / f"promoe-{slot_format}"
 
@@ -60,7 +60,7 @@ def command_for(slot_format: str) -> str:
 
 def write_slots(
     layers: Sequence[MoELayer],
-    store: SafetensorsStore,
+    store: FileStore,
     folder: Path,
     formats: Formats,
     encode: Encode,
@@ -122,9 +122,7 @@ def _part(folder: Path) -> Path:
     return folder / f"{INDEX}.part"
 
 
-def _begun(
-    layers: Sequence[MoELayer], store: SafetensorsStore, folder: Path, method: str, forms: Forms
-) -> Forms | None:
+def _begun(layers: Sequence[MoELayer], store: FileStore, folder: Path, method: str, forms: Forms) -> Forms | None:
     """Return the forms of an interrupted call that can go on; None: there is none, or it was for something else.
 
     They may differ from `forms` in what is measured.
@@ -147,11 +145,11 @@ def _sizes(forms: Forms) -> tuple[object, ...]:
 
 def open_experts(
     layers: Sequence[MoELayer],
-    store: SafetensorsStore,
+    store: FileStore,
     choice: ExpertsChoice,
     chunk_bytes: int,
     on_device: bool = False,
-) -> SafetensorsStore:
+) -> FileStore:
     """Return a store of the experts of `store` in the form that was chosen. It then owns `store`, or is `store` itself.
 
     Args:
@@ -186,7 +184,7 @@ def open_experts(
         raise ConfigError(f'{_cannot(folder, error)} Or open the model with experts="checkpoint".') from error
 
 
-def _open_packed(layers: Sequence[MoELayer], store: SafetensorsStore, chunk_bytes: int) -> SafetensorsStore:
+def _open_packed(layers: Sequence[MoELayer], store: FileStore, chunk_bytes: int) -> FileStore:
     """Return a store of packed experts, if they are beside the checkpoint and fit; else `store`."""
     folder = default_folder(store, "packed")
     if not (folder / INDEX).is_file():
@@ -207,7 +205,7 @@ def _cannot(folder: Path, error: BaseException) -> str:
 
 def _open_folder(
     layers: Sequence[MoELayer],
-    store: SafetensorsStore,
+    store: FileStore,
     folder: Path,
     chunk_bytes: int,
     *,
@@ -230,7 +228,7 @@ def _open_folder(
         if index.get(key) != expected.get(key):
             raise ValueError(f"They are of {what}.")
     digest = digest_of(expected)
-    files = SafetensorsFiles.open(_paths(layers, folder))
+    files = TensorFiles.open(_paths(layers, folder))
     try:
         for layer, file in zip(layers, files.files, strict=True):
             if file.fingerprint.header_crc != zlib.crc32(forms.header(layer, digest)):

@@ -15,8 +15,8 @@ from promoe.experts.moe_layers import MoELayer
 from promoe.files import loads
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts
+from promoe.stores.file_store import FileStore
 from promoe.stores.layout import ExpertLayout
-from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import header_of, in_kinds
 from promoe.stores.slot_format import MatrixFormat
 
@@ -133,7 +133,7 @@ def _layouts_in(index: Mapping[str, Any], layers: Sequence[MoELayer], on_device:
     ]
 
 
-def index_of(layers: Sequence[MoELayer], forms: Forms, store: SafetensorsStore, method: str) -> dict[str, Any]:
+def index_of(layers: Sequence[MoELayer], forms: Forms, store: FileStore, method: str) -> dict[str, Any]:
     """Return the index of a folder, as JSON will have it.
 
     Args:

@@ -15,11 +15,11 @@ from promoe.errors import ConfigError
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.slot_folders import slots_of
 from promoe.stores import HostStore
+from promoe.stores.file_store import FileStore
 from promoe.stores.layout import ExpertLayout
-from promoe.stores.safetensors_files import SafetensorsFiles
-from promoe.stores.safetensors_store import SafetensorsStore
 from promoe.stores.slot_files import SlotFilesStore, header_of, layer_path, write_layer
 from promoe.stores.slot_format import MatrixFormat
+from promoe.stores.tensor_files import TensorFiles
 from promoe.transfer.control_groups import PROC
 from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
@@ -37,7 +37,7 @@ def spool(
     parent: str | os.PathLike[str] | None,
     chunk_bytes: int,
     layouts: Sequence[ExpertLayout] | None = None,
-    source: SafetensorsStore | None = None,
+    source: FileStore | None = None,
 ) -> tuple[SpooledStore, TemporaryDirectory[str]]:
     """Write all experts to a new folder.
 
@@ -68,7 +68,7 @@ def spool(
             header = header_of({"layer": layer.name}, layer.num_experts, layout)
             write_layer(path, header, slots_of(layer, layout, live, _pack))
         drop_files(paths)  # otherwise the page cache keeps what was written, as much as all experts
-        files = SafetensorsFiles.open(paths)
+        files = TensorFiles.open(paths)
         return SpooledStore(files, layouts, live.num_experts, chunk_bytes, source), folder
     except BaseException as error:
         if folder is not None:

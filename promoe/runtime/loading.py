@@ -18,7 +18,7 @@ from promoe.runtime.finding import FoundInFiles
 from promoe.runtime.serving import serve
 from promoe.runtime.sizes import CacheSize
 from promoe.runtime.slot_plan import plan_slots
-from promoe.stores.safetensors_files import remedy
+from promoe.stores.tensor_files import remedy
 from promoe.transfer.devices import Device
 
 if TYPE_CHECKING:

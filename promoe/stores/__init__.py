@@ -2,7 +2,7 @@
 
     base                what a store is, and what a chunk is
     host                experts in RAM: the model's own tensors
-    safetensors_store   experts in the files of a checkpoint
+    file_store   experts in the files of a checkpoint
     slot_files          experts in files of their own, as they lie in a slot
     layout              where the tensors of one expert lie in a slot; `slot_format` says how a matrix lies there
     checkpoint_names    which tensors of a checkpoint become which parameter of the model
@@ -29,14 +29,14 @@ from promoe.stores.base import (
     read_expert,
     split_at_pages,
 )
+from promoe.stores.file_store import FileStore
 from promoe.stores.host import HostStore
-from promoe.stores.safetensors_store import SafetensorsStore
 
 __all__ = [
     "Chunk",
+    "FileStore",
     "HostStore",
     "HotLayouts",
-    "SafetensorsStore",
     "Store",
     "convert_chunk",
     "first_chunks",

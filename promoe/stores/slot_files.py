@@ -17,11 +17,11 @@ import torch
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts
 from promoe.stores.checkpoint_plan import CheckpointPlan
+from promoe.stores.file_store import FileStore
 from promoe.stores.layer_plan import LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
-from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.tensor_files import TensorFiles
 
 # The names of the tensors in a layer's file.
 SLOTS, HOT_SLOTS = "slots", "hot_slots"
@@ -83,7 +83,7 @@ def write_layer(path: Path, header: bytes, slots: Iterable[bytearray]) -> None:
     part.replace(path)  # a process that has the old file open keeps it
 
 
-class SlotFilesStore(SafetensorsStore):
+class SlotFilesStore(FileStore):
     """A store over such files. It owns `files` and `source`, and closes them.
 
     Args:
@@ -97,11 +97,11 @@ class SlotFilesStore(SafetensorsStore):
 
     def __init__(
         self,
-        files: SafetensorsFiles,
+        files: TensorFiles,
         layouts: Sequence[ExpertLayout],
         num_experts: Sequence[int],
         chunk_bytes: int,
-        source: SafetensorsStore | None = None,
+        source: FileStore | None = None,
         hot: HotLayouts | None = None,
     ) -> None:
         self._source = source

@@ -27,7 +27,7 @@ from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import bank_specs, open_without_experts
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 from promoe.scheduler import ExpertKey
-from promoe.stores import SafetensorsStore
+from promoe.stores import FileStore
 from promoe.training.collect import open_model
 
 from .inputs import fuzzed, outcome
@@ -161,7 +161,7 @@ class Stored:
         self.layers = [bank_specs(layer) for layer in find_moe_layers(self.model)]
 
     def experts(self) -> dict[ExpertKey, dict[str, torch.Tensor]]:
-        store = SafetensorsStore.open(self.path, self.model, self.layers)
+        store = FileStore.open(self.path, self.model, self.layers)
         try:
             keys = [ExpertKey(layer, idx) for layer, count in enumerate(store.num_experts) for idx in range(count)]
             return {key: expert_tensors(store, key) for key in keys}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from promoe.errors import CheckpointError
-from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME, SafetensorsFile, SafetensorsFiles, locate_files
+from promoe.stores.tensor_files import INDEX_NAME, WEIGHTS_NAME, TensorFile, TensorFiles, locate_files
 
 from .inputs import fuzzed, outcome
 from .mutations import DEEP, INTEGERS, VALUES, damaged, json_bytes
@@ -56,7 +56,7 @@ Read = dict[str, tuple[tuple[int, ...], str, bytes]]
 
 def as_promoe_reads(path: Path) -> tuple[Read, bytes]:
     """And the same header as the format has it: unknown formats as bytes, nothing that is not needed."""
-    file = SafetensorsFile.open(path)
+    file = TensorFile.open(path)
     first_byte = min((where.offset_bytes for where in file.tensors.values()), default=file.size_bytes)
     result, header = {}, {}
     try:
@@ -188,7 +188,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_index(folder: Path) -> dict[str, bytes]:
-    files = SafetensorsFiles.open(locate_files(folder))
+    files = TensorFiles.open(locate_files(folder))
     try:
         for file in files.files:
             assert folder in file.path.parents, file.path

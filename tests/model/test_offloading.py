@@ -85,7 +85,7 @@ def test_experts_are_read_from_the_checkpoint_that_they_came_from(model: PreTrai
     experts = [tensor for layer in promoe.find_moe_layers(model) for tensor in layer.parameters()]
     files = open_files()
     offload(model)
-    assert model.promoe.stats().store == "SafetensorsStore"
+    assert model.promoe.stats().store == "FileStore"
     assert {file.path.parent for file in model.promoe._store.files} == {folder}
     assert all(tensor.numel() == 0 for tensor in experts)
     assert [name for name, tensor in model.named_parameters() if is_guard(tensor)] == [
@@ -122,7 +122,7 @@ def test_a_checkpoint_of_another_dtype(folder: Path, dtype: torch.dtype) -> None
     model = load_stock(folder, dtype=dtype)
     wanted = answer(model)
     offload(model)
-    assert model.promoe.stats().store == "SafetensorsStore"
+    assert model.promoe.stats().store == "FileStore"
     answer(model).assert_equals(wanted)
     promoe.unpatch(model)
     assert model.dtype == dtype
@@ -429,7 +429,7 @@ def test_slots_on_a_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPat
     wanted = answer(model)
     promoe.patch(model, store="disk", device="cuda", cache="30%", config=config())
     answer(model).assert_equals(wanted)
-    assert "SafetensorsStore" in model.promoe.stats().store
+    assert "FileStore" in model.promoe.stats().store
     promoe.unpatch(model)
     answer(model).assert_equals(wanted)
 

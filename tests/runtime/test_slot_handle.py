@@ -318,7 +318,7 @@ def test_resetting_counts_from_zero_and_keeps_the_cache() -> None:
 def test_a_file_store_and_its_link_are_named() -> None:
     with served(FAMILY, store="file", cache=2, link="auto", read_mode="page_cache", bypass=True) as model:
         stats = model.promoe.stats()
-        assert stats.store == "SafetensorsStore"
+        assert stats.store == "FileStore"
         assert "page cache" in stats.link
         assert_unharmed(model)
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts, kinds, layout_of, longest_chunk, read_expert
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
-from promoe.stores.safetensors_files import SafetensorsFiles
 from promoe.stores.slot_files import SlotFilesStore, header_of, in_kinds, layer_path, write_layer
+from promoe.stores.tensor_files import TensorFiles
 
 LAYOUT = ExpertLayout.of(
     {"first": ((300, 64), torch.float32), "bias": ((7,), torch.float16), "second": ((5, 3), torch.int8)}
@@ -45,7 +45,7 @@ def test_experts_are_read_as_they_were_written(chunk_bytes: int, tmp_path: Path)
             written[ExpertKey(layer_idx, expert_idx)] = bytes(slot)
             slots.append(slot)
         write_layer(layer_path(tmp_path, layer_idx), header_of({}, count, LAYOUT), slots)
-    files = SafetensorsFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
+    files = TensorFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
     store = SlotFilesStore(files, [LAYOUT] * len(counts), counts, chunk_bytes)
     for key, slot in written.items():
         found = bytearray(LAYOUT.slot_bytes)
@@ -64,7 +64,7 @@ def test_who_reads_a_file_keeps_it(tmp_path: Path) -> None:
     stores = []
     for number in (1, 2):
         write_layer(path, header_of({}, 1, LAYOUT), [bytearray([number] * LAYOUT.slot_bytes)])
-        stores.append(SlotFilesStore(SafetensorsFiles.open([path]), [LAYOUT], [1], 4096))
+        stores.append(SlotFilesStore(TensorFiles.open([path]), [LAYOUT], [1], 4096))
     for (number, store), again in itertools.product(enumerate(stores, 1), range(2)):
         slot = bytearray(LAYOUT.slot_bytes)
         read_expert(store, ExpertKey(0, 0), memoryview(slot))
@@ -87,7 +87,7 @@ def test_hot_experts_are_read_from_where_they_are(tmp_path: Path) -> None:
         write_layer(layer_path(tmp_path, layer_idx), header_of({}, count, LAYOUT, len(of_hot), HOT_LAYOUT), slots)
     others = load_file(layer_path(tmp_path, 0))
     assert {name: tensor[:, 0].tolist() for name, tensor in others.items()} == {"slots": [0, 2, 4], "hot_slots": [1, 3]}
-    files = SafetensorsFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
+    files = TensorFiles.open([layer_path(tmp_path, layer_idx) for layer_idx in range(len(counts))])
     store = SlotFilesStore(files, [LAYOUT] * len(counts), counts, 8192, hot=hot)
     for layer_idx, count in enumerate(counts):
         for expert_idx in range(count):

@@ -16,7 +16,7 @@ from promoe.commands.plan.stand_in import StandIn, Timed, token_ids
 from promoe.commands.plan.time_model import ComputeTimes, Curve, LinkSpeed
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import compute_chunk
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.file_store import FileStore
 from promoe.transfer.links.direct import DirectUnsupportedError
 from promoe.transfer.links.disk import FileMode, drop_files
 from promoe.transfer.links.probe import ProbeMode, ReadBandwidth, all_chunks, probe_file, probe_read_bandwidth
@@ -80,7 +80,7 @@ def _group_cost_s(stand_in: StandIn) -> float:
 
 
 def measure_link(
-    stand_in: StandIn | None, store: SafetensorsStore | None, folder: Path, mode: FileMode, workers: int
+    stand_in: StandIn | None, store: FileStore | None, folder: Path, mode: FileMode, workers: int
 ) -> LinkSpeed:
     """Measure how fast experts come from files, alone and beside a model that computes, and what both lose to each other.
 
@@ -124,7 +124,7 @@ def measure_link(
     return LinkSpeed(name, alone.bytes_per_s, beside_bytes_per_s, slowdown, convert_s, how)
 
 
-def _conversion_s(store: SafetensorsStore) -> float:
+def _conversion_s(store: FileStore) -> float:
     """Return the seconds to compute one expert from what is stored; 0 where it is stored as it is."""
     times_s = []
     for _ in range(CONVERSIONS):

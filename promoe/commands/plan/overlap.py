@@ -26,7 +26,7 @@ from promoe.runtime.assembly import Parts, assemble, scheduler_config
 from promoe.runtime.patching import unpatch
 from promoe.runtime.sizes import plan_pools
 from promoe.stats.routing import RoutedPass, RoutingRecorder
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.file_store import FileStore
 from promoe.transfer.link_timetable import Wire
 from promoe.transfer.links.probe import ProbeMode
 
@@ -39,7 +39,7 @@ ROUNDS = 16
 
 
 def fit_overlap(
-    stand_in: StandIn, store: SafetensorsStore, mode: ProbeMode, compute: ComputeTimes, link: LinkSpeed
+    stand_in: StandIn, store: FileStore, mode: ProbeMode, compute: ComputeTimes, link: LinkSpeed
 ) -> LinkSpeed:
     """Return the link with the slowdown with which the simulator takes as long as a real run, and if need be another speed.
 
@@ -97,7 +97,7 @@ def fitted(link: LinkSpeed, token_s: float, simulated_s: Callable[[float, float]
     return replace(link, slowdown=slowdown, bytes_per_s=factor * speed)
 
 
-def _borrowed(store: SafetensorsStore) -> SafetensorsStore:
+def _borrowed(store: FileStore) -> FileStore:
     """Return the same store, whose files stay open when the model is unpatched: they are the lender's."""
     borrowed = copy.copy(store)
     object.__setattr__(borrowed, "close", lambda: None)

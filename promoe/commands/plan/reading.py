@@ -30,9 +30,9 @@ from promoe.model.slot_folders import default_folder, open_experts
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import layout_counts, split_at_pages
+from promoe.stores.file_store import FileStore
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
-from promoe.stores.safetensors_files import INDEX_NAME, WEIGHTS_NAME
-from promoe.stores.safetensors_store import SafetensorsStore
+from promoe.stores.tensor_files import INDEX_NAME, WEIGHTS_NAME
 
 # Bits of a weight in the files, scales included, by quantisation.
 STORED_BITS = {"fp8": 8.0, "mxfp4": 4.25}
@@ -53,7 +53,7 @@ class ReadModel:
     sizes: ModelSizes
     model: PreTrainedModel
     layers: list[MoELayer]
-    store: SafetensorsStore | None
+    store: FileStore | None
     folder: Path
 
 
@@ -168,7 +168,7 @@ def _safe_on_meta() -> AbstractContextManager[object]:
     return context
 
 
-def _stored_experts(layer: MoELayer, store: SafetensorsStore) -> ExpertsOfLayer:
+def _stored_experts(layer: MoELayer, store: FileStore) -> ExpertsOfLayer:
     chunks = store.chunks(ExpertKey(layer.layer_idx, 0))
     stored = sum(sum(part.nbytes for part in chunk.parts) or chunk.source_nbytes for chunk in chunks)
     layout, chunk_bytes = store.layouts[layer.layer_idx], store.chunk_bytes(layer.layer_idx)

@@ -20,7 +20,7 @@ from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.sizes import ModelSizes, Slots, cache_argument
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.model.placement import other_bytes
-from promoe.stores.safetensors_files import SafetensorsFile
+from promoe.stores.tensor_files import TensorFile
 
 CONTEXT = 40
 # One like Mixtral, one with shared experts, two with MLA and dense layers (one of them keeps buffers in fp32), one whose layers
@@ -103,7 +103,7 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def read_into(*args: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(SafetensorsFile, "read_into", read_into)
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
     read = read_model(str(tmp_path))
     assert read.store is not None
     with closing(read.store) as store:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.opening import bank_specs
 from promoe.scheduler import ExpertKey
-from promoe.stores import Chunk, SafetensorsStore, Store
+from promoe.stores import Chunk, FileStore, Store
 from promoe.stores.host import HostStore
 from promoe.transfer.links import Fault, FaultyLink, FileLink, HostLink, Link
 from promoe.transfer.links.faults import Plan
@@ -94,7 +94,7 @@ def test_converted_chunks_agree_whatever_the_way(tmp_path: Path, dtype: torch.dt
     """The second read is converted in other memory."""
     save(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-    store = SafetensorsStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])
+    store = FileStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])
     pool = SlotPool(store.layouts[0], 1)
     for read_mode in ("page_cache", "direct"):
         link = VerifiedLink(FileLink(store, read_mode), store, "always")  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_bytes_changed_without_a_date_are_noticed(tmp_path: Path) -> None:
     """A fingerprint of the file cannot see them."""
     (file,) = save(tmp_path).glob("*.safetensors")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    store = SafetensorsStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])
+    store = FileStore.open(tmp_path, model, [bank_specs(layer) for layer in find_moe_layers(model)])
     pool, link = SlotPool(store.layouts[0], 1), VerifiedLink(FileLink(store, "page_cache"), store, "always")
     moves(link, store, pool)
     before, chunk = file.stat(), store.chunks(ExpertKey(0, 0))[0]

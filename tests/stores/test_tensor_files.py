@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 from untouched import open_files, opened_since
 
 from promoe.errors import CheckpointError
-from promoe.stores import safetensors_files
-from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files, remedy
+from promoe.stores import tensor_files
 from promoe.stores.safetensors_header import TORCH_DTYPES
+from promoe.stores.tensor_files import TensorFile, TensorFiles, locate_files, remedy
 from stores.checkpoints import read_header, save, shards, write_header
 
 
@@ -30,18 +30,18 @@ def file(tmp_path: Path) -> Path:
 
 def open_error(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
-        SafetensorsFile.open(path)
+        TensorFile.open(path)
     assert str(path) in str(caught.value)
     return str(caught.value)
 
 
 def test_what_nobody_closed_is_closed_when_it_is_gone(file: Path) -> None:
     files = open_files()
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     assert opened_since(files)
     del opened
     assert not opened_since(files)
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     opened.close()
     opened.close()
     with file.open("rb") as other:  # which may have got the same number
@@ -50,7 +50,7 @@ def test_what_nobody_closed_is_closed_when_it_is_gone(file: Path) -> None:
 
 
 def test_tensors_are_where_the_header_says(file: Path) -> None:
-    opened = SafetensorsFile.open(file, file_idx=7)
+    opened = TensorFile.open(file, file_idx=7)
     a, b = opened.tensors["a"], opened.tensors["b"]
     assert (a.shape, a.dtype, a.nbytes, a.file_idx) == ((3, 4), torch.float32, 48, 7)
     assert (b.shape, b.dtype, b.nbytes) == ((5,), torch.bfloat16, 10)
@@ -64,7 +64,7 @@ def test_tensors_are_where_the_header_says(file: Path) -> None:
 def test_every_dtype_has_the_formats_size(tmp_path: Path) -> None:
     tensors = {name: torch.zeros(3).to(dtype) for name, dtype in TORCH_DTYPES.items()}
     save_file(tensors, tmp_path / "all.safetensors")
-    files = SafetensorsFiles.open([tmp_path / "all.safetensors"])
+    files = TensorFiles.open([tmp_path / "all.safetensors"])
     assert {name: where.dtype for name, where in files.tensors.items()} == TORCH_DTYPES
     assert {name: where.dtype_name for name, where in files.tensors.items()} == {name: name for name in TORCH_DTYPES}
     files.close()
@@ -129,13 +129,13 @@ def test_no_descriptor_is_left_open_by_a_failure(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     for _ in range(3):
         with pytest.raises(CheckpointError):
-            SafetensorsFiles.open(shards(tmp_path))
+            TensorFiles.open(shards(tmp_path))
     after = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     assert after == before
 
 
 def test_short_reads_name_offset_and_bytes(file: Path) -> None:
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     with pytest.raises(OSError, match=f"expected 100 bytes at offset {opened.size_bytes - 40}, found 40") as caught:
         opened.read_into(opened.size_bytes - 40, memoryview(bytearray(100)))
     assert caught.value.filename == str(file)
@@ -143,7 +143,7 @@ def test_short_reads_name_offset_and_bytes(file: Path) -> None:
 
 
 def test_a_file_that_shrinks_later_is_a_short_read(file: Path) -> None:
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     os.truncate(file, opened.tensors["a"].offset_bytes + 8)
     with pytest.raises(OSError, match=r"expected 48 bytes at offset .*, found 8"):
         opened.read_into(opened.tensors["a"].offset_bytes, memoryview(bytearray(48)))
@@ -151,7 +151,7 @@ def test_a_file_that_shrinks_later_is_a_short_read(file: Path) -> None:
 
 
 def test_reading_after_close(file: Path) -> None:
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     opened.close()
     opened.close()
     with pytest.raises(OSError, match="Cannot read 4 bytes at offset 8: closed"):
@@ -161,7 +161,7 @@ def test_reading_after_close(file: Path) -> None:
 def test_reads_in_pieces_are_put_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:5]], offset))
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     content = bytearray(48)
     opened.read_into(opened.tensors["a"].offset_bytes, memoryview(content))
     assert torch.equal(torch.frombuffer(content, dtype=torch.float32), torch.arange(12.0))
@@ -172,7 +172,7 @@ def test_device_errors_name_offset_and_bytes(file: Path, monkeypatch: pytest.Mon
     def fails(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    opened = SafetensorsFile.open(file)
+    opened = TensorFile.open(file)
     monkeypatch.setattr(os, "preadv", fails)
     with pytest.raises(OSError, match=r"Cannot read 8 bytes at offset 16, found 0: Input/output error"):
         opened.read_into(16, memoryview(bytearray(8)))
@@ -234,11 +234,11 @@ class TestLocateFiles:
         with pytest.raises(
             CheckpointError, match=f"{gone.name}: No such file .*not complete: download or copy that file"
         ):
-            SafetensorsFiles.open(locate_files(tmp_path))
+            TensorFiles.open(locate_files(tmp_path))
 
     def test_what_a_stale_index_says_of_tensors_does_not_count(self, tmp_path: Path) -> None:
         save(tmp_path, shard_size="50KB")
-        files = SafetensorsFiles.open(locate_files(tmp_path))
+        files = TensorFiles.open(locate_files(tmp_path))
         index = tmp_path / "model.safetensors.index.json"
         content = json.loads(index.read_text())
         (shard, count), *_ = Counter(content["weight_map"].values()).most_common()
@@ -247,7 +247,7 @@ class TestLocateFiles:
         content["weight_map"][name] = next(path.name for path in shards(tmp_path) if path.name != shard)
         content["weight_map"]["nobody.has.it"] = shard
         index.write_text(json.dumps(content))
-        again = SafetensorsFiles.open(locate_files(tmp_path))
+        again = TensorFiles.open(locate_files(tmp_path))
         assert again.tensors == files.tensors
         for opened in (files, again):
             opened.close()
@@ -260,15 +260,15 @@ class TestRemedies:
         def refuse(path: Any) -> int:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-        monkeypatch.setattr(safetensors_files, "open_plain", refuse)
+        monkeypatch.setattr(tensor_files, "open_plain", refuse)
         with pytest.raises(CheckpointError, match=r"Permission denied\. Give this user the right to read it"):
-            SafetensorsFile.open(tmp_path / "model.safetensors")
+            TensorFile.open(tmp_path / "model.safetensors")
 
     def test_a_pointer_of_git_lfs(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n")
         with pytest.raises(CheckpointError, match=r"is a Git LFS pointer of \d+ bytes, .*`git lfs pull`"):
-            SafetensorsFile.open(path)
+            TensorFile.open(path)
 
     def test_more_files_than_a_process_may_have_open(self, tmp_path: Path) -> None:
         save(tmp_path, shard_size="50KB")
@@ -278,10 +278,10 @@ class TestRemedies:
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 2, limits[1]))
         try:
             with pytest.raises(CheckpointError, match=rf"may have {lowest_free + 2} files open.*`ulimit -n \d+`"):
-                SafetensorsFiles.open(locate_files(tmp_path))
+                TensorFiles.open(locate_files(tmp_path))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        SafetensorsFiles.open(locate_files(tmp_path)).close()
+        TensorFiles.open(locate_files(tmp_path)).close()
 
     @pytest.mark.parametrize(
         ("number", "what"),

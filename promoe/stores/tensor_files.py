@@ -23,7 +23,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
 
-class SafetensorsFile:
+class TensorFile:
     """An open safetensors file. Its header was checked against its size; each read checks that the file is unchanged."""
 
     def __init__(self, path: Path, fd: int, fingerprint: Fingerprint, tensors: Mapping[str, TensorRange]) -> None:
@@ -46,7 +46,7 @@ class SafetensorsFile:
         return self.fingerprint.size_bytes
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], file_idx: int = 0) -> SafetensorsFile:
+    def open(cls, path: str | os.PathLike[str], file_idx: int = 0) -> TensorFile:
         """Open `path` for reading; every tensor of its header gets `file_idx`.
 
         Raises:
@@ -101,26 +101,26 @@ class SafetensorsFile:
         self._closing()
 
 
-class SafetensorsFiles:
+class TensorFiles:
     """All files of one checkpoint, open, and the tensors in them by name."""
 
-    def __init__(self, files: Sequence[SafetensorsFile]) -> None:
+    def __init__(self, files: Sequence[TensorFile]) -> None:
         self.files = tuple(files)
         self.tensors: dict[str, TensorRange] = {}
         for file in files:  # if two files have the same name, the later one counts, as in Transformers
             self.tensors.update(file.tensors)
 
     @classmethod
-    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> SafetensorsFiles:
+    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> TensorFiles:
         """Open files. Their headers say what is in them: an index may be stale, and only names the files.
 
         Raises:
             CheckpointError: a file is missing, damaged or truncated.
         """
-        files: list[SafetensorsFile] = []
+        files: list[TensorFile] = []
         try:
             for file_idx, path in enumerate(paths):
-                files.append(SafetensorsFile.open(path, file_idx))
+                files.append(TensorFile.open(path, file_idx))
         except BaseException:
             for file in files:
                 file.close()
@@ -128,7 +128,7 @@ class SafetensorsFiles:
         return cls(files)
 
     def read_into(self, tensor: TensorRange, destination: memoryview) -> None:
-        """Fill `destination` (`tensor.nbytes` long) with the tensor's bytes. Raises OSError as `SafetensorsFile.read_into`."""
+        """Fill `destination` (`tensor.nbytes` long) with the tensor's bytes. Raises OSError as `TensorFile.read_into`."""
         self.files[tensor.file_idx].read_into(tensor.offset_bytes, destination)
 
     def close(self) -> None:

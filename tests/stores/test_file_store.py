@@ -14,17 +14,17 @@ from promoe.errors import CheckpointError, ConfigError
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model.meta_model import bank_specs
 from promoe.scheduler import ExpertKey
-from promoe.stores import SafetensorsStore, Store
+from promoe.stores import FileStore, Store
 from stores.checkpoints import expert_tensors, plain_tensors, read_header, rewrite, save, shards
 
 
-def open_store(folder: Path, model: PreTrainedModel | None = None, **kwargs: Any) -> SafetensorsStore:
+def open_store(folder: Path, model: PreTrainedModel | None = None, **kwargs: Any) -> FileStore:
     """Return the store of a checkpoint for a model that was loaded from it in full."""
     model = AutoModelForCausalLM.from_pretrained(folder) if model is None else model
-    return SafetensorsStore.open(folder, model, [bank_specs(layer) for layer in find_moe_layers(model)], **kwargs)
+    return FileStore.open(folder, model, [bank_specs(layer) for layer in find_moe_layers(model)], **kwargs)
 
 
-def assert_equal_experts(store: SafetensorsStore, model: PreTrainedModel) -> None:
+def assert_equal_experts(store: FileStore, model: PreTrainedModel) -> None:
     layers = find_moe_layers(model)
     assert [layer.num_experts for layer in layers] == list(store.num_experts)
     assert [layer.layout for layer in layers] == list(store.layouts)

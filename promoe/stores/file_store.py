@@ -12,21 +12,21 @@ from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
 from promoe.stores.layer_plan import PlannedStore
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES
-from promoe.stores.safetensors_files import SafetensorsFile, SafetensorsFiles, locate_files
+from promoe.stores.tensor_files import TensorFile, TensorFiles, locate_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class SafetensorsStore(PlannedStore):
+class FileStore(PlannedStore):
     """A store over the files of a checkpoint. A chunk's source is a file.
 
     It takes over `files` and closes them. `promoe.model.opening` makes plan and files.
     """
 
-    def __init__(self, files: SafetensorsFiles, plan: CheckpointPlan) -> None:
+    def __init__(self, files: TensorFiles, plan: CheckpointPlan) -> None:
         super().__init__(plan.layers)
-        self.files: Sequence[SafetensorsFile] = files.files
+        self.files: Sequence[TensorFile] = files.files
         self._needed = {files.tensors[name].file_idx for name in plan.expert_tensors}
 
     @classmethod
@@ -36,7 +36,7 @@ class SafetensorsStore(PlannedStore):
         model: PreTrainedModel,
         layers: Sequence[Sequence[BankSpec]],
         chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    ) -> SafetensorsStore:
+    ) -> FileStore:
         """Serve the experts of a model from the files of the checkpoint that it was loaded from. Reads headers only.
 
         Args:
@@ -54,7 +54,7 @@ class SafetensorsStore(PlannedStore):
         # Not state_dict(), which would touch the parameters' values.
         names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        files = SafetensorsFiles.open(locate_files(checkpoint))
+        files = TensorFiles.open(locate_files(checkpoint))
         try:
             conversions = get_model_conversion_mapping(model)
             plan = plan_experts(layers, files.tensors, conversions, names, model.base_model_prefix, chunk_bytes)
