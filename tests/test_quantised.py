@@ -36,14 +36,14 @@ def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: An
             close(model)
 
 
-def test_what_can_be_read_is_said_of_stacked_fp8_experts(tmp_path: Path) -> None:
-    what = r"has dtype F8_E4M3.*FP8 if each expert has tensors of its own \(not stacked ones\).*MXFP4\. Open such"
+def test_fp8_experts_without_scales_are_refused(tmp_path: Path) -> None:
+    what = r"has dtype F8_E4M3.*quantised in a way that cannot be read: open another one"
     with pytest.raises(promoe.CheckpointError, match=what):
         promoe.from_pretrained(write_stacked_fp8(tmp_path))
 
 
 def test_another_dtype_is_what_the_experts_are_dequantised_to(tmp_path: Path) -> None:
-    """With MXFP4 only: of FP8 checkpoints Transformers leaves the other weights in bf16, and then cannot run them.
+    """Of MXFP4 checkpoints. (Of FP8 ones Transformers leaves the other weights in bf16, and then cannot run them.)
 
     Transformers 5.17 ignores the dtype for the experts and leaves them in bf16, in a model that is otherwise fp32. Here,
     as in later versions, they are fp32, so that the model to compare with is that one with all of its weights in fp32.

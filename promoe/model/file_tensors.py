@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.stores.safetensors_header import TensorRange
+from promoe.stores.encodings.base import EncodedTensor, StoredTensor
+from promoe.stores.safetensors_header import TORCH_DTYPES, TensorRange
 from promoe.stores.tensor_files import TensorFiles
 
 Progress = Callable[[int, int], None]
@@ -46,13 +47,47 @@ class Counted:
             self.count(self.total_bytes - self._done_bytes)
 
 
+class Reader:
+    """Reads tensors from files into new memory, and counts their bytes.
+
+    Args:
+        files: of the checkpoint.
+        count: called with the bytes of each tensor that was read.
+        most_elements: a tensor that has more is not read.
+    """
+
+    def __init__(self, files: TensorFiles, count: Callable[[int], None], most_elements: int) -> None:
+        self._files, self._count, self._most_elements = files, count, most_elements
+
+    def check(self, tensor: StoredTensor) -> None:
+        """Raise CheckpointError if a tensor has too many elements.
+
+        Transformers compares shapes only after it has read the tensor, for which there may be too little memory.
+        """
+        if math.prod(tensor.shape) > self._most_elements:
+            raise CheckpointError(
+                f"The checkpoint's {tensor.name!r} has shape {list(tensor.shape)}: more elements than the whole "
+                f"model, which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
+            )
+
+    def read(self, where: TensorRange) -> torch.Tensor:
+        """Return a tensor of the files as it is there."""
+        if where.dtype is None:
+            raise CheckpointError(
+                f"The checkpoint's {where.name!r} has dtype {where.dtype_name}, which torch does not have."
+            )
+        tensor = torch.empty(where.shape, dtype=where.dtype)  # torch aligns it to 64 bytes
+        if where.nbytes:
+            self._files.read_into(where, tensor.reshape(-1).view(torch.uint8).numpy().data)
+        self._count(where.nbytes)
+        return tensor
+
+
 class TensorInFile:
     """A tensor in a file, with the interface of a safetensors slice: `tensor[...]` reads it into new memory."""
 
-    def __init__(
-        self, files: TensorFiles, where: TensorRange, count: Callable[[int], None], most_elements: int
-    ) -> None:
-        self._files, self._where, self._count, self._most_elements = files, where, count, most_elements
+    def __init__(self, where: TensorRange, reader: Reader) -> None:
+        self._where, self._reader = where, reader
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape in the file."""
@@ -63,18 +98,31 @@ class TensorInFile:
         return self._where.dtype_name
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if self._where.dtype is None:
-            raise CheckpointError(
-                f"The checkpoint's {self._where.name!r} has dtype {self._where.dtype_name}, which torch does not have."
-            )
-        # Transformers compares shapes only after it has read the tensor, for which there may be too little memory.
-        if math.prod(self._where.shape) > self._most_elements:
-            raise CheckpointError(
-                f"The checkpoint's {self._where.name!r} has shape {list(self._where.shape)}: more elements than the whole "
-                f"model, which has {self._most_elements}. The checkpoint is not of this model, or config.json was changed."
-            )
-        tensor = torch.empty(self._where.shape, dtype=self._where.dtype)  # torch aligns it to 64 bytes
-        if self._where.nbytes:
-            self._files.read_into(self._where, tensor.reshape(-1).view(torch.uint8).numpy().data)
-        self._count(self._where.nbytes)
-        return tensor[index]
+        self._reader.check(self._where)
+        return self._reader.read(self._where)[index]
+
+
+class EncodedInFile:
+    """A weight in fewer bits in files, with the interface of a safetensors slice: `tensor[...]` decodes it to `dtype`."""
+
+    def __init__(self, where: EncodedTensor, dtype: torch.dtype, reader: Reader) -> None:
+        self._where, self._dtype, self._reader = where, dtype, reader
+
+    def get_shape(self) -> list[int]:
+        """Return the weight's shape."""
+        return list(self._where.shape)
+
+    def get_dtype(self) -> str:
+        """Return the name that safetensors has for the dtype it is decoded to."""
+        return next(name for name, dtype in TORCH_DTYPES.items() if dtype == self._dtype)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self._reader.check(self._where)
+        parts = [self._reader.read(part) for part in self._where.parts]
+        weight = torch.empty(self._where.shape, dtype=self._dtype)
+        if weight.dim() <= 2:
+            self._where.encoding.decode(parts, weight)
+        else:  # a stack
+            for idx, one in enumerate(weight):
+                self._where.encoding.decode([part[idx] for part in parts], one)
+        return weight[index]

@@ -43,6 +43,13 @@ def as_loaded(model: PreTrainedModel, dtype_plan: Mapping[str, torch.dtype] | No
             tensor.data = tensor.data.to(dtype)
 
 
+def dtype_of(name: str, load_config: Any) -> torch.dtype:
+    """Return the dtype in which a tensor of the checkpoint will be loaded."""
+    kept = _patterns(load_config.dtype_plan)
+    found: torch.dtype = load_config.dtype or torch.get_default_dtype()
+    return next((dtype for pattern, dtype in kept.items() if pattern.search(name)), found)
+
+
 def _patterns(dtype_plan: Mapping[str, torch.dtype] | None) -> dict[re.Pattern[str], torch.dtype]:
     """Return Transformers' `dtype_plan` with its name patterns compiled."""
     return {re.compile(glob.replace("*", ".*")): dtype for glob, dtype in (dtype_plan or {}).items()}

@@ -25,8 +25,9 @@ from promoe.experts.adapters.base import set_tensor
 from promoe.experts.guard import guard_parameter, is_guard
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.requirements import is_peft_module
-from promoe.model.file_tensors import Counted, Progress, TensorInFile
-from promoe.model.meta_model import as_loaded, bank_specs, find_layers
+from promoe.model.file_tensors import Counted, EncodedInFile, Progress, Reader, TensorInFile
+from promoe.model.hub import OF_THE_HUB
+from promoe.model.meta_model import as_loaded, bank_specs, dtype_of, find_layers
 from promoe.model.model_class import class_to_open
 from promoe.model.opening_checks import (
     check_adapter,
@@ -35,9 +36,11 @@ from promoe.model.opening_checks import (
     check_missing,
     check_shapes,
     opening_error,
-    prepare_config,
+    take_quantization,
 )
 from promoe.stores.checkpoint_plan import plan_experts
+from promoe.stores.encodings.base import EncodedTensor
+from promoe.stores.encodings.schemes import find_weights
 from promoe.stores.file_store import FileStore
 from promoe.stores.layout import CACHE_LINE_BYTES, DEFAULT_CHUNK_BYTES
 from promoe.stores.tensor_files import TensorFiles, check_inside
@@ -150,6 +153,7 @@ class _Opening:
         self.model: Any = None  # the model on the meta device, if only headers are read
         self.store: FileStore | None = None
         self.layers: list[MoELayer] = []
+        self.quantization: Mapping[str, Any] | None = None  # the checkpoint's
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
         self.is_loaded = False
 
@@ -174,7 +178,9 @@ class _Opening:
                 cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
             ) -> Any:
                 opening.model_class = base
-                prepare_config(pretrained_model_name_or_path, config)
+                if config is None:
+                    config = _quantized_config(base, pretrained_model_name_or_path, kwargs)
+                opening.quantization = take_quantization(pretrained_model_name_or_path, config)
                 return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
             # All arguments are passed on to the original method, whether Transformers passes them by position or by
@@ -211,7 +217,7 @@ class _Opening:
 
     def plan(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None, load_config: Any
-    ) -> dict[str, TensorInFile]:
+    ) -> dict[str, TensorInFile | EncodedInFile]:
         """Find the layers and plan where their experts lie; return the tensors that Transformers is to load, by name."""
         paths = [Path(path) for path in checkpoint_files or ()]
         if not paths or any(path.suffix != ".safetensors" for path in paths):
@@ -227,7 +233,8 @@ class _Opening:
         files = TensorFiles.open(paths)
         try:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
-            plan = plan_experts(banks, files.tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
+            tensors = find_weights(files.tensors, self.quantization)
+            plan = plan_experts(banks, tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
         except BaseException:
             files.close()
             raise
@@ -235,10 +242,16 @@ class _Opening:
         # Transformers keeps the conversions that were used, to be able to save in the checkpoint's own layout.
         for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
             conversion._was_used = conversion.was_used() or planned.was_used()
-        rest = [tensor for name, tensor in files.tensors.items() if name not in plan.expert_tensors]
+        rest = [tensor for name, tensor in tensors.items() if name not in plan.expert_tensors]
         self.progress.total_bytes = sum(tensor.nbytes for tensor in rest if tensor.name not in plan.unused_tensors)
         num_elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-        return {tensor.name: TensorInFile(files, tensor, self.progress.count, num_elements) for tensor in rest}
+        reader = Reader(files, self.progress.count, num_elements)
+        return {
+            tensor.name: EncodedInFile(tensor, dtype_of(tensor.name, load_config), reader)
+            if isinstance(tensor, EncodedTensor)
+            else TensorInFile(tensor, reader)
+            for tensor in rest
+        }
 
     def finish(self, model: PreTrainedModel) -> OpenedModel:
         """Give the model its original class back, and put guards in place of the experts."""
@@ -267,6 +280,13 @@ class _Opening:
         """Close the files, after a failure."""
         if self.store is not None:
             self.store.close()
+
+
+def _quantized_config(model_class: Any, path_or_id: Any, options: Mapping[str, Any]) -> Any:
+    """Return the checkpoint's configuration if it is quantised; None: Transformers is to read it itself."""
+    found = {name: options[name] for name in OF_THE_HUB if name in options}
+    config = model_class.config_class.from_pretrained(path_or_id, **found)
+    return config if getattr(config, "quantization_config", None) else None
 
 
 class _SubclassedMapping:

@@ -17,13 +17,12 @@ from promoe.errors import CheckpointError, ConfigError, PromoeError, Unsupported
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
+from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.tensor_files import check_files, locate_files, remedy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Quantised formats (quant_method) whose weights are dequantised when they arrive.
-DEQUANTISED = ("fp8", "mxfp4")
 # Parts of the names of the parameters that PEFT adds to a model.
 _OF_ADAPTERS = ("lora_", "ia3_", "vera_", "modules_to_save", "trainable_tokens")
 # A config.json with more layers is damaged. Models are built layer by layer before anything is compared with the files.
@@ -120,16 +119,21 @@ def _check_dtype(dtype: Any) -> None:
         )
 
 
-def prepare_config(path_or_id: Any, config: Any) -> None:
-    """Check the configuration, and have Transformers dequantise the weights of a quantised checkpoint.
+def take_quantization(path_or_id: Any, config: Any) -> Mapping[str, Any] | None:
+    """Check the configuration of a checkpoint. Remove from it how the checkpoint is quantised, and return that.
 
-    Experts stay quantised in the files, and are dequantised one by one when they arrive. The other weights are
-    dequantised when they are loaded.
+    Transformers then takes the checkpoint for one in 16 bits. Its weights are decoded when they are read: experts one by
+    one as they arrive, the others when they are loaded.
+
+    Returns:
+        The `quantization_config`, with its `quant_method` as a string; None: the checkpoint is not quantised.
 
     Raises:
         CheckpointError: the checkpoint is quantised in an unsupported format, or has more layers than any model.
     """
-    for owner in (config, getattr(config, "text_config", None)):
+    found: Mapping[str, Any] | None = None
+    owners: tuple[Any, ...] = (config, getattr(config, "text_config", None))
+    for owner in owners:
         for field, value in getattr(owner, "__dict__", {}).items():
             if "layers" in field and isinstance(value, int) and value > MAX_LAYERS:
                 raise CheckpointError(
@@ -139,13 +143,16 @@ def prepare_config(path_or_id: Any, config: Any) -> None:
         if not quantisation:
             continue
         fields = quantisation if isinstance(quantisation, dict) else vars(quantisation)
-        method = getattr(fields.get("quant_method"), "value", fields.get("quant_method"))
-        if method not in DEQUANTISED:
+        method = fields.get("quant_method")
+        method = str(getattr(method, "value", method))
+        if method not in SCHEMES:
             raise CheckpointError(
                 f"The checkpoint {path_or_id} is quantised (quant_method {method}). Supported quantised formats: "
-                f"{', '.join(DEQUANTISED)}. Open a checkpoint in one of these, or an unquantised one (BF16, F16 or F32)."
+                f"{', '.join(SCHEMES)}. Open a checkpoint in one of these, or an unquantised one (BF16, F16 or F32)."
             )
-        fields["dequantize"] = True
+        found = found or {**fields, "quant_method": method}
+        del owner.quantization_config
+    return found
 
 
 def check_shapes(loading: Any, ignored: bool) -> None:

@@ -41,8 +41,8 @@ class Chunk:
     `source_idx` (a file or a tensor). `source_dtype` and `dtype` are both None when bytes are copied as they are; then
     `source_nbytes == nbytes`. Otherwise the elements are converted on arrival.
 
-    A chunk with `compute` comes from several ranges, `parts`, of which the first is also the chunk's source. `compute`
-    makes a tensor of `dtype` from the tensors of all parts.
+    A chunk with `compute` comes from several ranges, `parts`, of which the first is also the chunk's source.
+    `compute(tensors, out)` makes the elements `out`, flat and of `dtype`, from the tensors of all parts.
     """
 
     slot_offset_bytes: int
@@ -53,7 +53,7 @@ class Chunk:
     source_dtype: torch.dtype | None = None
     dtype: torch.dtype | None = None
     parts: tuple[ChunkPart, ...] = ()
-    compute: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None
+    compute: Callable[[Sequence[torch.Tensor], torch.Tensor], None] | None = None
 
     @property
     def name(self) -> tuple[int, int, int]:
@@ -255,6 +255,7 @@ def convert_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
 def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> None:
     """Compute a chunk from the bytes read for its parts: `source` (`source_nbytes`) -> `destination` (`nbytes`)."""
     assert chunk.compute is not None, chunk
+    assert chunk.dtype is not None, chunk
     with torch.inference_mode():  # inference mode is per thread: the caller's does not reach a worker
         tensors = [
             torch.frombuffer(
@@ -262,9 +263,7 @@ def compute_chunk(chunk: Chunk, source: memoryview, destination: memoryview) -> 
             ).view(part.shape)
             for part in chunk.parts
         ]
-        result = chunk.compute(tensors)
-        assert result.dtype == chunk.dtype, (result.dtype, chunk)
-        torch.frombuffer(destination, dtype=result.dtype).copy_(result.reshape(-1))
+        chunk.compute(tensors, torch.frombuffer(destination, dtype=chunk.dtype))
 
 
 def read_expert(store: Store, key: ExpertKey, slot: memoryview) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.stores.safetensors_header import TensorRange
+from promoe.stores.encodings.base import StoredTensor
 
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
@@ -52,7 +52,7 @@ class BankSources:
     bank: BankSpec
     patterns: list[str]
     """The source patterns of the conversion; empty for a plain rename."""
-    tensors: list[list[TensorRange]]
+    tensors: list[list[StoredTensor]]
     """The tensors of each pattern, in the order of experts."""
     operations: list[Any]
     """Transformers' operations that make the bank out of them; empty for a plain rename."""
@@ -80,7 +80,7 @@ class CheckpointNames:
 
     def __init__(
         self,
-        tensors: Mapping[str, TensorRange],
+        tensors: Mapping[str, StoredTensor],
         conversions: Sequence[WeightTransform],
         parameter_names: Collection[str],
         base_model_prefix: str,
@@ -98,7 +98,7 @@ class CheckpointNames:
             for entry in converters
             if [type(operation).__name__ for operation in entry.operations] == ["ErnieFuseAndSplitTextVisionExperts"]
         ]
-        self._by_parameter: dict[str, dict[str | None, list[TensorRange]]] = defaultdict(lambda: defaultdict(list))
+        self._by_parameter: dict[str, dict[str | None, list[StoredTensor]]] = defaultdict(lambda: defaultdict(list))
         # In this order, a list of tensors is in the order of experts, because `*` stands for their index.
         for name in sorted(tensors, key=dot_natural_key):
             parameter, pattern = rename_source_key(name, renamings, converters, base_model_prefix, known)
@@ -144,7 +144,7 @@ class CheckpointNames:
         patterns = list(converter.source_patterns)
         lists = [by_pattern.get(pattern, []) for pattern in patterns]
         for pattern, tensors in zip(patterns, lists, strict=True):
-            if not tensors and not _is_optional(pattern, converter.operations):
+            if not tensors:
                 raise CheckpointError(
                     f"The checkpoint has no tensors {pattern!r} for {bank}, though it has others of that parameter. A file is "
                     "missing: compare the files with the original checkpoint."
@@ -177,12 +177,7 @@ class CheckpointNames:
         )
 
 
-def _is_optional(pattern: str, operations: Sequence[Any]) -> bool:
-    """Return whether a source may be absent: a quantised checkpoint has no scales for tensors that it left as they were."""
-    return "scale" in pattern and any(type(operation).__name__.endswith("Dequantize") for operation in operations)
-
-
-def _share(tensors: list[TensorRange], share: int, num_shares: int) -> list[TensorRange]:
+def _share(tensors: list[StoredTensor], share: int, num_shares: int) -> list[StoredTensor]:
     size = -(-len(tensors) // num_shares)
     return tensors[share * size : (share + 1) * size]
 

@@ -16,7 +16,8 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.base import ChunkPart
 from promoe.stores.checkpoint_names import BankSources, BankSpec, CheckpointNames
-from promoe.stores.expert_conversion import ExpertConversion
+from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.expert_conversion import ConversionSource, Decoding, ExpertConversion
 from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange, joined
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
 from promoe.stores.safetensors_header import TensorRange
@@ -24,10 +25,6 @@ from promoe.stores.safetensors_header import TensorRange
 if TYPE_CHECKING:
     from transformers.core_model_loading import WeightTransform
 
-READABLE = (
-    "Two kinds of quantised experts can be read: FP8 if each expert has tensors of its own (not stacked ones), and gpt-oss's "
-    "MXFP4."
-)
 CONVERTIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -42,7 +39,7 @@ class CheckpointPlan:
 
 def plan_experts(
     layers: Sequence[Sequence[BankSpec]],
-    tensors: Mapping[str, TensorRange],
+    tensors: Mapping[str, StoredTensor],
     conversions: Sequence[WeightTransform],
     parameter_names: Collection[str],
     base_model_prefix: str,
@@ -52,7 +49,7 @@ def plan_experts(
 
     Args:
         layers: the banks of each MoE layer, in the order in which they lie in a slot.
-        tensors: all tensors of the checkpoint.
+        tensors: all tensors of the checkpoint, by the names that they would have in 16 bits.
         conversions: the model's weight conversions, as `get_model_conversion_mapping` returns them; their state is
             changed.
         parameter_names: all names of the model's state dict, those of the banks included.
@@ -77,18 +74,16 @@ def plan_experts(
     return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()))
 
 
-def _bank_pieces(
-    bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int
-) -> Sequence[Piece] | Sequence[ComputedPiece]:
+def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece | ComputedPiece]:
     """Return the pieces of one expert's tensor, one after the other."""
     if len(bank.full_names) > 1:
-        sources = tuple(_own_tensor(bank, parameter, found) for parameter in bank.full_names)
-        return [Piece(slot_offset_bytes, math.prod(bank.row_shape) * bank.dtype.itemsize, bank.dtype, sources)]
+        own = [_own_tensor(bank, parameter, found) for parameter in bank.full_names]
+        return [_piece(bank, own, bank.row_shape, slot_offset_bytes)]
     origin = found.sources(bank)
     per_expert = origin.are_per_expert
     if per_expert is None:
         return [_computed(origin, slot_offset_bytes)]
-    pieces: list[Piece] = []
+    pieces: list[Piece | ComputedPiece] = []
     for tensors, part_shape in zip(origin.tensors, _part_shapes(origin, per_expert), strict=True):
         # A stack may have rows, and the files may have tensors, that belong to no expert: they come last.
         if per_expert and len(tensors) not in (bank.num_experts, bank.stack_shape[0]):
@@ -100,15 +95,49 @@ def _bank_pieces(
             _check_dtype(bank, tensor)
             if tensor.shape != expected_shape:
                 raise CheckpointError(_wrong_shape(bank, tensor, expected_shape))
-        elements = math.prod(part_shape)
-        sources = tuple(
-            _source(tensors[idx]) if per_expert else _source(tensors[0], idx * elements)
-            for idx in range(bank.num_experts)
-        )
-        nbytes = elements * bank.dtype.itemsize
-        pieces.append(Piece(slot_offset_bytes, nbytes, bank.dtype, sources))
-        slot_offset_bytes += nbytes
+        of_experts = tensors[: bank.num_experts] if per_expert else tensors
+        pieces.append(_piece(bank, of_experts, part_shape, slot_offset_bytes))
+        slot_offset_bytes += math.prod(part_shape) * bank.dtype.itemsize
     return pieces
+
+
+def _piece(
+    bank: BankSpec, tensors: Sequence[StoredTensor], shape: tuple[int, ...], slot_offset_bytes: int
+) -> Piece | ComputedPiece:
+    """Return the piece of one expert that has this `shape`.
+
+    Args:
+        bank: the tensor that it is a part of.
+        tensors: one for each expert, or one that stacks all of them.
+        shape: of one expert's part.
+        slot_offset_bytes: where the piece begins.
+    """
+    elements = math.prod(shape)
+    nbytes = elements * bank.dtype.itemsize
+    stacked = len(tensors) == 1 and tensors[0].shape != shape
+    plain = [tensor for tensor in tensors if isinstance(tensor, TensorRange)]
+    if len(plain) == len(tensors):
+        ranges = tuple(
+            _source(plain[0], idx * elements) if stacked else _source(plain[idx]) for idx in range(bank.num_experts)
+        )
+        return Piece(slot_offset_bytes, nbytes, bank.dtype, ranges)
+    conversion = Decoding(_encoding(bank, tensors), shape)
+    sources = tuple(_parts(bank, [tensors], [stacked], idx) for idx in range(bank.num_experts))
+    return ComputedPiece(slot_offset_bytes, nbytes, bank.dtype, sources, conversion)
+
+
+def _encoding(bank: BankSpec, tensors: Sequence[StoredTensor]) -> Encoding:
+    """Return the encoding of the tensors of all experts. Raises CheckpointError if they are not alike."""
+    encodings = {tensor.encoding if isinstance(tensor, EncodedTensor) else None for tensor in tensors}
+    found, *others = encodings
+    if others or found is None:
+        examples = {tensor.dtype_name: tensor.name for tensor in tensors}
+        raise CheckpointError(
+            f"The checkpoint's experts of {bank} are not all in the same form: "
+            f"{', '.join(f'{name!r} is {form}' for form, name in sorted(examples.items()))}. Open another checkpoint of the "
+            "model."
+        )
+    return found
 
 
 def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
@@ -126,38 +155,71 @@ def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
             _check_numbers(bank, tensors)
         if is_stacked and (len(tensors) > 1 or tensors[0].shape[:1] != (bank.num_experts,)):
             raise CheckpointError(_wrong_shape(bank, tensors[0], (bank.num_experts, *tensors[0].shape[1:])))
-    conversion = ExpertConversion(bank, [pattern for pattern, _ in present], stacked, origin.operations)
-    sources = tuple(
-        _parts(bank, [tensors for _, tensors in present], stacked, expert_idx) for expert_idx in range(bank.num_experts)
+    lists = [tensors for _, tensors in present]
+    conversion = ExpertConversion(
+        bank,
+        [
+            _conversion_source(bank, pattern, is_stacked, tensors)
+            for is_stacked, (pattern, tensors) in zip(stacked, present, strict=True)
+        ],
+        origin.operations,
     )
-    conversion.check([torch.zeros(part.shape, dtype=torch.uint8).to(part.dtype) for part in sources[0]])
+    sources = tuple(_parts(bank, lists, stacked, expert_idx) for expert_idx in range(bank.num_experts))
+    conversion.check(
+        [_of_one(bank, tensors[0], is_stacked) for is_stacked, tensors in zip(stacked, lists, strict=True)]
+    )
     nbytes = math.prod(bank.row_shape) * bank.dtype.itemsize
     return ComputedPiece(slot_offset_bytes, nbytes, bank.dtype, sources, conversion)
 
 
+def _conversion_source(
+    bank: BankSpec, pattern: str, stacked: bool, tensors: Sequence[StoredTensor]
+) -> ConversionSource:
+    first = tensors[0]
+    if all(isinstance(tensor, TensorRange) for tensor in tensors):
+        return ConversionSource(pattern, stacked)
+    decoding = Decoding(_encoding(bank, tensors), _of_one(bank, first, stacked)[0])
+    return ConversionSource(pattern, stacked, len(_ranges(first)), decoding)
+
+
+def _of_one(bank: BankSpec, tensor: StoredTensor, stacked: bool) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and dtype of one expert's tensor, decoded."""
+    shape = tensor.shape[1:] if stacked else tensor.shape
+    return shape, bank.dtype if isinstance(tensor, EncodedTensor) else _torch_dtype(bank, tensor)
+
+
+def _ranges(tensor: StoredTensor) -> tuple[TensorRange, ...]:
+    return tensor.parts if isinstance(tensor, EncodedTensor) else (tensor,)
+
+
 def _parts(
-    bank: BankSpec, lists: Sequence[Sequence[TensorRange]], stacked: Sequence[bool], expert_idx: int
+    bank: BankSpec, lists: Sequence[Sequence[StoredTensor]], stacked: Sequence[bool], expert_idx: int
 ) -> tuple[ChunkPart, ...]:
     """Return an expert's part of each source. They are read one after the other, aligned."""
     parts: list[ChunkPart] = []
     offset_bytes = 0
     for tensors, is_stacked in zip(lists, stacked, strict=True):
-        tensor = tensors[0] if is_stacked else tensors[expert_idx]
-        if tensor.dtype is None:
-            raise CheckpointError(
-                f"The checkpoint's {tensor.name!r}, which {bank} is computed from, has dtype {tensor.dtype_name}, which torch "
-                "does not have. Open an unquantised (BF16, F16 or F32) checkpoint of the model."
-            )
-        shape = tensor.shape[1:] if is_stacked else tensor.shape
-        nbytes = math.prod(shape) * tensor.dtype.itemsize
-        start_bytes = tensor.offset_bytes + (expert_idx * nbytes if is_stacked else 0)
-        parts.append(ChunkPart(tensor.file_idx, start_bytes, nbytes, offset_bytes, shape, tensor.dtype))
-        offset_bytes = round_up(offset_bytes + nbytes, CACHE_LINE_BYTES)
+        for tensor in _ranges(tensors[0] if is_stacked else tensors[expert_idx]):
+            dtype = _torch_dtype(bank, tensor)
+            shape = tensor.shape[1:] if is_stacked else tensor.shape
+            nbytes = math.prod(shape) * dtype.itemsize
+            start_bytes = tensor.offset_bytes + (expert_idx * nbytes if is_stacked else 0)
+            parts.append(ChunkPart(tensor.file_idx, start_bytes, nbytes, offset_bytes, shape, dtype))
+            offset_bytes = round_up(offset_bytes + nbytes, CACHE_LINE_BYTES)
     return tuple(parts)
 
 
-def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> SourceRange:
-    """Return where the tensor of an expert lies, if each expert has a parameter."""
+def _torch_dtype(bank: BankSpec, tensor: TensorRange) -> torch.dtype:
+    if tensor.dtype is None:
+        raise CheckpointError(
+            f"The checkpoint's {tensor.name!r}, which {bank} is computed from, has dtype {tensor.dtype_name}, which torch "
+            "does not have. Open an unquantised (BF16, F16 or F32) checkpoint of the model."
+        )
+    return tensor.dtype
+
+
+def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> StoredTensor:
+    """Return the tensor of an expert, if each expert has a parameter."""
     origin = found.sources(bank, parameter)
     lists = origin.tensors
     if origin.operations or len(lists) > 1 or len(lists[0]) > 1:
@@ -170,7 +232,7 @@ def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> Sourc
     _check_dtype(bank, tensor)
     if tensor.shape != bank.row_shape:
         raise CheckpointError(_wrong_shape(bank, tensor, bank.row_shape))
-    return _source(tensor)
+    return tensor
 
 
 def _stacked_shape(bank: BankSpec, part_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -197,23 +259,28 @@ def _source(tensor: TensorRange, first_element: int = 0) -> SourceRange:
     return SourceRange(tensor.file_idx, tensor.offset_bytes + first_element * dtype.itemsize, dtype)
 
 
-def _check_dtype(bank: BankSpec, tensor: TensorRange) -> None:
-    if tensor.dtype == bank.dtype or (tensor.dtype in CONVERTIBLE_DTYPES and bank.dtype in CONVERTIBLE_DTYPES):
+def _check_dtype(bank: BankSpec, tensor: StoredTensor) -> None:
+    known = bank.dtype in CONVERTIBLE_DTYPES
+    if isinstance(tensor, EncodedTensor) and known:
+        return
+    if isinstance(tensor, TensorRange) and (
+        tensor.dtype == bank.dtype or (tensor.dtype in CONVERTIBLE_DTYPES and known)
+    ):
         return
     raise CheckpointError(
-        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}, but {bank} was expected. {READABLE} Open such a "
-        "checkpoint of the model, or an unquantised (BF16, F16 or F32) one."
+        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}, but {bank} was expected. The checkpoint is "
+        "quantised in a way that cannot be read: open another one of the model, or an unquantised (BF16, F16 or F32) one."
     )
 
 
-def _wrong_shape(bank: BankSpec, tensor: TensorRange, expected: tuple[int, ...]) -> str:
+def _wrong_shape(bank: BankSpec, tensor: StoredTensor, expected: tuple[int, ...]) -> str:
     return (
         f"The checkpoint's {tensor.name!r} has shape {list(tensor.shape)}, but {list(expected)} was expected for "
         f"{bank}. The checkpoint is not of this model, or config.json was changed."
     )
 
 
-def _check_numbers(bank: BankSpec, tensors: Sequence[TensorRange]) -> None:
+def _check_numbers(bank: BankSpec, tensors: Sequence[StoredTensor]) -> None:
     """Raise CheckpointError unless the experts' tensors are numbered one after the other.
 
     If one is missing and another one does not belong there, their count is right, and every tensor between them would
@@ -233,7 +300,7 @@ def _check_numbers(bank: BankSpec, tensors: Sequence[TensorRange]) -> None:
     )
 
 
-def _wrong_count(bank: BankSpec, tensors: Sequence[TensorRange]) -> str:
+def _wrong_count(bank: BankSpec, tensors: Sequence[StoredTensor]) -> str:
     numbers = [[int(number) for number in re.findall(r"\d+", tensor.name)] for tensor in tensors]
     columns = [set(column) for column in zip(*numbers, strict=False)]
     expert_idxs = max(columns, key=len, default=set())

@@ -27,7 +27,7 @@ class FileStore(PlannedStore):
     def __init__(self, files: TensorFiles, plan: CheckpointPlan) -> None:
         super().__init__(plan.layers)
         self.files: Sequence[TensorFile] = files.files
-        self._needed = {files.tensors[name].file_idx for name in plan.expert_tensors}
+        self._needed = frozenset().union(*(layer.source_idxs for layer in plan.layers))
 
     @classmethod
     def open(

@@ -14,7 +14,7 @@ import torch
 
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, ChunkPart, Store, split_at_pages
-from promoe.stores.expert_conversion import ExpertConversion
+from promoe.stores.expert_conversion import Decoding, ExpertConversion
 from promoe.stores.layout import ExpertLayout
 
 
@@ -53,6 +53,11 @@ class Piece:
             dtype=self.dtype if converted else None,
         )
 
+    @property
+    def source_idxs(self) -> frozenset[int]:
+        """The sources of all experts."""
+        return frozenset(source.source_idx for source in self.sources)
+
     def is_followed_by(self, other: Piece) -> bool:
         """Return whether `other` follows this piece without a gap, in the slot and in the source of every expert."""
         return (
@@ -75,7 +80,12 @@ class ComputedPiece:
     nbytes: int
     dtype: torch.dtype
     sources: tuple[tuple[ChunkPart, ...], ...]
-    conversion: ExpertConversion
+    conversion: ExpertConversion | Decoding
+
+    @property
+    def source_idxs(self) -> frozenset[int]:
+        """The sources of all experts."""
+        return frozenset(part.source_idx for parts in self.sources for part in parts)
 
     def split(self, chunk_bytes: int) -> list[tuple[int, int]]:
         """Return the (offset, bytes) of the only chunk: the piece is computed as a whole."""
@@ -117,6 +127,11 @@ class LayerPlan:
     def parts(self) -> tuple[tuple[Piece | ComputedPiece, int, int], ...]:
         """The piece, the offset in it and the bytes (both in the slot) of each chunk of an expert."""
         return tuple((piece, *part) for piece in self.pieces for part in piece.split(self.chunk_bytes))
+
+    @property
+    def source_idxs(self) -> frozenset[int]:
+        """The sources that have a part of any expert."""
+        return frozenset().union(*(piece.source_idxs for piece in self.pieces))
 
     def chunks(self, expert_idx: int) -> list[Chunk]:
         """Return the expert's chunks, in slot order."""

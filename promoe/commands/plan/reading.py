@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from promoe.model.hub import base_of, is_folder
 from promoe.model.meta_model import as_loaded
 from promoe.model.model_class import class_to_open
 from promoe.model.opening import open_headers
-from promoe.model.opening_checks import prepare_config
+from promoe.model.opening_checks import take_quantization
 from promoe.model.placement import other_bytes
 from promoe.model.quantizing import quantizable
 from promoe.model.slot_folders import default_folder, open_experts
@@ -73,8 +73,8 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
     folder = _local_folder(path_or_id)
     if folder is None or not _has_weights(folder):
         store = None
-        model, layers, assumed = _from_config(path_or_id if folder is None else str(folder), dtype)
-        found = [_assumed_experts(layer, layer.layout, _stored_bits(model)) for layer in layers]
+        model, layers, assumed, bits = _from_config(path_or_id if folder is None else str(folder), dtype)
+        found = [_assumed_experts(layer, layer.layout, bits) for layer in layers]
         found_in = f"config.json alone; {assumed}"
     else:
         opened = open_headers(folder, dtype=dtype)
@@ -134,11 +134,11 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str]:
-    """Return the model that a configuration describes, its MoE layers, and what its dtype rests on."""
+def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str, float | None]:
+    """Return the model that a configuration describes, its MoE layers, what its dtype rests on, and the bits in the files."""
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
-        prepare_config(path_or_id, config)
+        bits = _stored_bits(take_quantization(path_or_id, config))
         stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         wanted: torch.dtype = getattr(torch, dtype) if dtype is not None else stated or torch.bfloat16
         assumed = "as asked" if dtype is not None else "as it says" if stated else "which does not say so: assumed"
@@ -147,7 +147,8 @@ def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, l
         with torch.device("meta"), _safe_on_meta():
             model: Any = build(config, dtype=wanted)
         as_loaded(model, model._get_dtype_plan(wanted))
-        return model.eval(), find_moe_layers(model, allow_meta=True), f"{str(wanted).removeprefix('torch.')}, {assumed}"
+        stated_as = f"{str(wanted).removeprefix('torch.')}, {assumed}"
+        return model.eval(), find_moe_layers(model, allow_meta=True), stated_as, bits
     except (PromoeError, MemoryError):
         raise
     except OSError as error:
@@ -190,11 +191,6 @@ def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: float | None) 
     return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layout, stored, chunks)
 
 
-def _stored_bits(model: PreTrainedModel) -> float | None:
-    for owner in (model.config, model.config.get_text_config()):
-        fields = getattr(owner, "quantization_config", None)
-        if fields:
-            fields = fields if isinstance(fields, dict) else vars(fields)
-            method: Any = fields.get("quant_method")
-            return STORED_BITS.get(getattr(method, "value", method))
-    return None
+def _stored_bits(quantization: Mapping[str, Any] | None) -> float | None:
+    """Return the bits of a weight in the files of a quantised checkpoint; None: those of its dtype."""
+    return None if quantization is None else STORED_BITS.get(quantization["quant_method"])
