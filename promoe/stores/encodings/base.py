@@ -12,14 +12,37 @@ import torch
 from promoe.stores.safetensors_header import TensorRange
 
 
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What an encoding's weights are if they are integers with scales, as the quantised slot formats have them.
+
+    Attributes:
+        bits: 4: a weight is `(code - 8) * scale + zero`, with codes from 0 to 15. 8: it is `code * scale`, with codes from
+            -128 to 127.
+        group: inputs that share a scale and a zero; None: all of an output.
+    """
+
+    bits: int
+    group: int | None
+
+
 class Encoding(ABC):
     """A way to keep a weight in fewer bits. Two are equal if they decode alike.
 
     Attributes:
         name: for messages, such as "fp8" or "Q4_K".
+        integers: what `unpack` returns; None: the weights are not integers with scales.
     """
 
     name: str
+    integers: Integers | None = None
+
+    def unpack(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return a weight's codes, scales and zeros (None: all are zero), if the encoding has `integers`.
+
+        Codes are `[out, in]`, uint8 (4 bits) or int8 (8 bits). Scales and zeros are `[out, in / group]`, fp32 and exact.
+        """
+        raise NotImplementedError(self.name)
 
     @abstractmethod
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
