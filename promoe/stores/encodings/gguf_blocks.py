@@ -1,0 +1,90 @@
+"""GGUF: rows of blocks, in each of which a few bytes of scales come with the codes of 32 or 256 values.
+
+Values are those of `gguf.quants.dequantize`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from promoe.stores.encodings import gguf_iq, gguf_k, gguf_q
+from promoe.stores.encodings.base import Encoding
+from promoe.stores.encodings.gguf_bits import Expand
+
+# Values decoded at a time, which stay in the processor's cache.
+SLICE_ELEMENTS = 64 * 1024
+
+
+@dataclass(frozen=True)
+class GgufBlocks(Encoding):
+    """Blocks of one GGUF type.
+
+    Attributes:
+        type_id: the type's number in GGUF files.
+        block_elements: values of a block; a row is a whole number of blocks.
+        block_bytes: bytes of a block.
+    """
+
+    type_id: int
+    name: str = field(compare=False)
+    block_elements: int = field(compare=False)
+    block_bytes: int = field(compare=False)
+    expand: Expand = field(compare=False, repr=False)
+
+    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """See `Encoding.decode`. There is one part, uint8 of any shape."""
+        (packed,) = parts
+        blocks, decoded = packed.view(-1, self.block_bytes), out.view(-1, self.block_elements)
+        assert len(blocks) == len(decoded), (packed.shape, out.shape, self)
+        step = SLICE_ELEMENTS // self.block_elements
+        shape = (min(step, len(blocks)), self.block_elements)
+        codes = torch.empty(shape, dtype=torch.uint8, device="cpu")
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        for start in range(0, len(blocks), step):
+            part = blocks[start : start + step]
+            self.expand(part, codes[: len(part)], values[: len(part)])
+            decoded[start : start + step] = values[: len(part)]
+
+
+# By type id: name, elements and bytes of a block, and the decoder; None: that of Transformers.
+_TYPES: dict[int, tuple[str, int, int, Expand | None]] = {
+    2: ("Q4_0", 32, 18, gguf_q.expand_q4_0),
+    3: ("Q4_1", 32, 20, gguf_q.expand_q4_1),
+    6: ("Q5_0", 32, 22, gguf_q.expand_q5_0),
+    7: ("Q5_1", 32, 24, gguf_q.expand_q5_1),
+    8: ("Q8_0", 32, 34, gguf_q.expand_q8_0),
+    10: ("Q2_K", 256, 84, gguf_k.expand_q2_k),
+    11: ("Q3_K", 256, 110, gguf_k.expand_q3_k),
+    12: ("Q4_K", 256, 144, gguf_k.expand_q4_k),
+    13: ("Q5_K", 256, 176, gguf_k.expand_q5_k),
+    14: ("Q6_K", 256, 210, gguf_k.expand_q6_k),
+    16: ("IQ2_XXS", 256, 66, None),
+    17: ("IQ2_XS", 256, 74, None),
+    18: ("IQ3_XXS", 256, 98, None),
+    19: ("IQ1_S", 256, 50, None),
+    20: ("IQ4_NL", 32, 18, gguf_iq.expand_iq4_nl),
+    21: ("IQ3_S", 256, 110, None),
+    22: ("IQ2_S", 256, 82, None),
+    23: ("IQ4_XS", 256, 136, gguf_iq.expand_iq4_xs),
+    29: ("IQ1_M", 256, 56, None),
+    34: ("TQ1_0", 256, 54, gguf_q.expand_tq1_0),
+    35: ("TQ2_0", 256, 66, gguf_q.expand_tq2_0),
+    39: ("MXFP4", 32, 17, gguf_iq.expand_mxfp4),
+}
+
+
+def block_encoding(type_id: int) -> GgufBlocks | None:
+    """Return the encoding of a GGUF type; None: it has no blocks (F32, BF16, ...), or is not known.
+
+    Raises:
+        CheckpointError: the type is one that Transformers decodes, and this version of it does not.
+    """
+    if type_id not in _TYPES:
+        return None
+    name, block_elements, block_bytes, expand = _TYPES[type_id]
+    return GgufBlocks(
+        type_id, name, block_elements, block_bytes, expand or gguf_iq.expand_by_transformers(type_id, name)
+    )

@@ -1,0 +1,122 @@
+"""GGUF blocks become what the `gguf` package's `dequantize` makes of them, bit for bit, rounded once."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from promoe.errors import CheckpointError
+from promoe.stores.encodings import gguf_blocks
+from promoe.stores.encodings.gguf_blocks import GgufBlocks, block_encoding
+
+TYPES = [kind for kind in gguf.GGMLQuantizationType if block_encoding(kind.value) is not None]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Bytes of each block at which fp16 scales begin; IQ1_M keeps its scale in the high bits of four numbers.
+HALVES = {
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,)),
+    **dict.fromkeys(("IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "IQ1_M": (),
+}
+EXTREMES = (0.0, -0.0, 2.0**-24, -(2.0**-24), 2.0**-15, 65504.0, -65504.0, float("inf"), float("-inf"), float("nan"))
+
+
+def encoding(kind: gguf.GGMLQuantizationType) -> GgufBlocks:
+    found = block_encoding(kind.value)
+    assert found is not None
+    return found
+
+
+def random_blocks(kind: gguf.GGMLQuantizationType, shape: tuple[int, int], scales: np.ndarray) -> np.ndarray:
+    """Return rows of blocks of random bytes, with scales that are drawn from `scales`."""
+    rng = np.random.default_rng(kind.value)
+    block_bytes = encoding(kind).block_bytes
+    blocks = rng.integers(0, 256, (*shape, block_bytes), dtype=np.uint8)
+    for offset in HALVES[kind.name]:
+        drawn = rng.choice(scales.astype(np.float16), shape)
+        blocks[..., offset : offset + 2] = drawn[..., None].view(np.uint8)
+    if kind.name == "IQ1_M":
+        drawn = rng.choice(scales.astype(np.float16), shape).view(np.uint16)
+        for idx in range(4):
+            high = blocks[..., 49 + 2 * idx]
+            high[...] = high & 15 | (drawn >> 4 * idx & 15).astype(np.uint8) << 4
+    return blocks.reshape(shape[0], -1)
+
+
+def expected(kind: gguf.GGMLQuantizationType, rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.quants.dequantize(rows, kind)).to(dtype)
+
+
+def decoded(kind: gguf.GGMLQuantizationType, rows: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    blocks = encoding(kind)
+    columns = rows.shape[1] // blocks.block_bytes * blocks.block_elements
+    out = torch.full((len(rows), columns), 7.0, dtype=dtype)
+    blocks.decode([torch.from_numpy(rows)], out)
+    return out
+
+
+def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Assert that numbers have the same bits, and that NaN is at the same places."""
+    assert found.shape == wanted.shape
+    numbers = ~wanted.isnan()
+    assert torch.equal(found.isnan(), wanted.isnan())
+    integer = {2: torch.int16, 4: torch.int32}[wanted.dtype.itemsize]
+    assert torch.equal(found[numbers].view(integer), wanted[numbers].view(integer))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_blocks_are_decoded_as_the_gguf_package_does(kind: gguf.GGMLQuantizationType, dtype: torch.dtype) -> None:
+    rows = random_blocks(kind, (5, 3), np.linspace(-0.1, 0.1, 999))
+    assert_same_bits(decoded(kind, rows, dtype), expected(kind, rows, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_extreme_scales_come_out_as_the_formula_says(kind: gguf.GGMLQuantizationType, dtype: torch.dtype) -> None:
+    rows = random_blocks(kind, (16, 8), np.array(EXTREMES))
+    assert_same_bits(decoded(kind, rows, dtype), expected(kind, rows, dtype))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (11, 1)], ids=str)
+def test_sizes_that_are_no_whole_number_of_slices(
+    kind: gguf.GGMLQuantizationType, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_blocks, "SLICE_ELEMENTS", 4 * encoding(kind).block_elements)
+    rows = random_blocks(kind, shape, np.linspace(0.01, 0.1, 99))
+    assert_same_bits(decoded(kind, rows, torch.bfloat16), expected(kind, rows, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_names_and_sizes_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType) -> None:
+    found = encoding(kind)
+    assert (found.name, found.type_id) == (kind.name, kind.value)
+    assert (found.block_elements, found.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
+
+
+def test_encodings_of_a_type_are_equal() -> None:
+    assert block_encoding(12) == block_encoding(12) != block_encoding(13)
+    assert len({block_encoding(18), block_encoding(18)}) == 1
+
+
+def test_types_without_blocks_have_no_encoding() -> None:
+    plain = ("F32", "F16", "BF16", "F64", "I8", "I32")
+    assert [block_encoding(gguf.GGMLQuantizationType[name].value) for name in plain] == [None] * len(plain)
+    assert block_encoding(1000) is None
+
+
+def test_types_that_transformers_cannot_decode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
+    monkeypatch.setattr(dequant, "GGML_BLOCK", {})
+    with pytest.raises(CheckpointError, match="IQ3_XXS blocks, which Transformers decodes, but not in this version"):
+        block_encoding(18)
