@@ -22,10 +22,11 @@ from typing import Any, TypeAlias
 import torch
 
 from promoe.errors import CheckpointError, ConfigError, shown
-from promoe.experts.kernels.formats import FORMATS, Formats
+from promoe.experts.kernels.formats import FORMATS, QUANTIZED, Formats, matrices
 from promoe.experts.moe_layers import MoELayer
 from promoe.files import read_json
 from promoe.model.file_tensors import Progress
+from promoe.model.relaying import relaid_store
 from promoe.model.slot_index import DIFFERENCES, INDEX, Forms, HotFormats, digest_of, forms_in, index_of
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Store, read_expert
@@ -165,10 +166,13 @@ def open_experts(
     if choice == "checkpoint":
         return store
     if choice == "auto":
-        return _open_packed(layers, store, chunk_bytes)
+        packed = None if on_device else _open_packed(layers, store, chunk_bytes)
+        return packed or relaid_store(layers, store)
     has_name = choice in FORMATS or MIXED.fullmatch(str(choice)) is not None
     folder = default_folder(store, str(choice)) if has_name else Path(choice)
     if not (folder / INDEX).is_file():
+        if choice in QUANTIZED and (kept := kept_in(layers, store, str(choice))) is not None:
+            return kept
         if has_name:
             found = f"{folder} has no {INDEX}. Write them once with `{command_for(str(choice))}`"
         else:
@@ -184,16 +188,32 @@ def open_experts(
         raise ConfigError(f'{_cannot(folder, error)} Or open the model with experts="checkpoint".') from error
 
 
-def _open_packed(layers: Sequence[MoELayer], store: FileStore, chunk_bytes: int) -> FileStore:
-    """Return a store of packed experts, if they are beside the checkpoint and fit; else `store`."""
+def kept_in(layers: Sequence[MoELayer], store: FileStore, name: str) -> FileStore | None:
+    """Return a store of the experts of a checkpoint in fewer bits that are in a slot format; None: they are not.
+
+    In "int8" are also those that have 4 bits in the checkpoint, and stay so.
+    """
+    kept = relaid_store(layers, store, to_int8=name == "int8")
+    found = [layout.formats for layout in kept.layouts]
+    if kept is store or (name != "int8" and any(one.name != name for formats in found for one in formats.values())):
+        return None
+    return (
+        kept
+        if all(len(formats) == len(matrices(layer)) for formats, layer in zip(found, layers, strict=True))
+        else None
+    )
+
+
+def _open_packed(layers: Sequence[MoELayer], store: FileStore, chunk_bytes: int) -> FileStore | None:
+    """Return a store of packed experts; None: there are none beside the checkpoint that fit."""
     folder = default_folder(store, "packed")
     if not (folder / INDEX).is_file():
-        return store
+        return None
     try:
         return _open_folder(layers, store, folder, chunk_bytes, exact=True)
     except (OSError, ValueError, RuntimeError, CheckpointError) as error:
         logger.warning("%s The checkpoint's own files are read instead.", _cannot(folder, error))
-        return store
+        return None
 
 
 def _cannot(folder: Path, error: BaseException) -> str:

@@ -50,11 +50,14 @@ def from_pretrained(
         path_or_id: folder of a checkpoint, or a hub id. If it has only an adapter (PEFT), its base model is opened with
             it.
         experts: the form of the experts. "auto": as the checkpoint has them, or packed (`promoe pack`) if they are so
-            beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
-            quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
-            this form in memory. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize MODEL --hot
-            8 --counts FILE`; on a CPU only). A folder that one of the two commands wrote with `--out`. "checkpoint": never
-            packed.
+            beside the checkpoint and fit this model and machine; the output is the same. If the checkpoint has them as
+            integers of 4 or 8 bits that a slot format can hold, they stay so in memory; all others are decoded as they
+            arrive. "int8", "int4", "int3", "int2": quantised (`promoe quantize`), which changes the output: it is that of
+            the same model with all experts in this form in memory. "int8" also quantises the experts of a checkpoint in
+            fewer bits as they arrive. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize
+            MODEL --hot 8 --counts FILE`; on a CPU only). A folder that one of the two commands wrote with `--out`.
+            "checkpoint": never packed, and decoded as they arrive: the output is that of the model whose weights are
+            decoded when it is loaded.
             On a CPU, torch's kernels multiply by the quantised weights. On a device, quantised experts are moved and kept
             as they are and expanded to bf16 for each call: the output is that of the model with these expanded weights,
             computed by its own kernels. Packed experts are for a CPU only.
@@ -127,4 +130,4 @@ def _on(device: Device | None, experts: ExpertsChoice) -> ExpertsChoice:
             f"experts={shown(str(experts))} is for slots in RAM, but device={str(device.torch_device)!r} was asked for. "
             'Leave one of the two out, or use experts that `promoe quantize` wrote (experts="int8" or "int4").'
         )
-    return "checkpoint" if experts == "auto" else experts  # "auto" would look for packed experts
+    return experts

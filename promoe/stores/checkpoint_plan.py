@@ -18,7 +18,7 @@ from promoe.stores.base import ChunkPart
 from promoe.stores.checkpoint_names import BankSources, BankSpec, CheckpointNames
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
 from promoe.stores.expert_conversion import ConversionSource, Decoding, ExpertConversion
-from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange, joined
+from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
 from promoe.stores.safetensors_header import TensorRange
 
@@ -70,7 +70,7 @@ def plan_experts(
         for bank in banks:
             pieces += _bank_pieces(bank, found, layout[bank.name].offset_bytes)
             expert_tensors.update(found.names(bank))
-        plans.append(LayerPlan(layout, banks[0].num_experts, joined(pieces, chunk_bytes), chunk_bytes))
+        plans.append(LayerPlan(layout, banks[0].num_experts, tuple(pieces), chunk_bytes))
     return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()))
 
 

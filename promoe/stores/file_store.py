@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from promoe.stores.base import Chunk
 from promoe.stores.checkpoint_names import BankSpec
 from promoe.stores.checkpoint_plan import CheckpointPlan, plan_experts
-from promoe.stores.layer_plan import PlannedStore
+from promoe.stores.layer_plan import LayerPlan, PlannedStore
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 from promoe.stores.tensor_files import TensorFile, TensorFiles, locate_files
 
@@ -64,6 +64,15 @@ class FileStore(PlannedStore):
         store = cls(files, plan)
         store.close_others()
         return store
+
+    @property
+    def layers(self) -> Sequence[LayerPlan]:
+        """The plan of each MoE layer."""
+        return self._layers
+
+    def replanned(self, layers: Sequence[LayerPlan]) -> FileStore:
+        """Return a store with other plans over the same open files, which both own: closing one closes both."""
+        return FileStore(TensorFiles(self.files), CheckpointPlan(tuple(layers), frozenset()))
 
     def close_others(self) -> None:
         """Close the files without experts: a large checkpoint has more files than a process may have open."""

@@ -5,17 +5,20 @@ It knows ranges of sources (files or tensors) and of slots; not names, files or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, ChunkPart, Store, split_at_pages
-from promoe.stores.expert_conversion import Decoding, ExpertConversion
-from promoe.stores.layout import ExpertLayout
+from promoe.stores.expert_conversion import Decoding
+from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, TensorSpec, round_up
+
+# Makes the elements of a piece (`out`, flat) from the tensors of its parts.
+Compute: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor], None]
 
 
 class SourceRange(NamedTuple):
@@ -80,7 +83,7 @@ class ComputedPiece:
     nbytes: int
     dtype: torch.dtype
     sources: tuple[tuple[ChunkPart, ...], ...]
-    conversion: ExpertConversion | Decoding
+    conversion: Compute
 
     @property
     def source_idxs(self) -> frozenset[int]:
@@ -114,7 +117,7 @@ class LayerPlan:
     Args:
         layout: where the tensors lie in a slot.
         num_experts: experts of the layer.
-        pieces: the pieces of an expert.
+        pieces: the pieces of an expert, none of which has parts of two tensors.
         chunk_bytes: longest chunk, a multiple of 4096.
     """
 
@@ -126,7 +129,12 @@ class LayerPlan:
     @cached_property
     def parts(self) -> tuple[tuple[Piece | ComputedPiece, int, int], ...]:
         """The piece, the offset in it and the bytes (both in the slot) of each chunk of an expert."""
-        return tuple((piece, *part) for piece in self.pieces for part in piece.split(self.chunk_bytes))
+        pieces = _joined(self.pieces, self.chunk_bytes)
+        return tuple((piece, *part) for piece in pieces for part in piece.split(self.chunk_bytes))
+
+    def pieces_of(self, spec: TensorSpec) -> list[Piece | ComputedPiece]:
+        """Return the pieces of one tensor of the layout, in slot order."""
+        return [piece for piece in self.pieces if spec.offset_bytes <= piece.slot_offset_bytes < spec.end_bytes]
 
     @property
     def source_idxs(self) -> frozenset[int]:
@@ -138,7 +146,62 @@ class LayerPlan:
         return [piece.chunk(expert_idx, offset_bytes, nbytes) for piece, offset_bytes, nbytes in self.parts]
 
 
-def joined(pieces: Sequence[Piece | ComputedPiece], chunk_bytes: int) -> tuple[Piece | ComputedPiece, ...]:
+@dataclass(frozen=True, slots=True)
+class DecodedRows:
+    """Some rows of a matrix that a checkpoint has in fewer bits: how `num_parts` tensors become them."""
+
+    decoding: Decoding
+    num_parts: int
+
+
+def decoded_rows(plan: LayerPlan, spec: TensorSpec) -> list[DecodedRows] | None:
+    """Return what the matrix `spec` of an expert is decoded from, from its first rows on; None: not all of it is."""
+    found = [
+        DecodedRows(piece.conversion, len(piece.sources[0]))
+        for piece in plan.pieces_of(spec)
+        if isinstance(piece, ComputedPiece) and isinstance(piece.conversion, Decoding)
+    ]
+    return found if found and len(found) == len(plan.pieces_of(spec)) else None
+
+
+def relaid(plan: LayerPlan, layout: ExpertLayout, computed: Mapping[str, Compute]) -> LayerPlan:
+    """Return the plan with another layout, in which some tensors are computed otherwise, from the same sources.
+
+    Args:
+        plan: of all experts.
+        layout: has the same tensors; those that are not in `computed` have the same formats.
+        computed: by name, what makes all bytes of a tensor from the parts of all its pieces.
+    """
+    pieces: list[Piece | ComputedPiece] = []
+    for spec, target in zip(plan.layout.tensors, layout.tensors, strict=True):
+        if (compute := computed.get(spec.name)) is not None:
+            sources = tuple(
+                _side_by_side([part for piece in plan.pieces_of(spec) for part in _parts_of(piece, idx)])
+                for idx in range(plan.num_experts)
+            )
+            pieces.append(ComputedPiece(target.offset_bytes, target.nbytes, torch.uint8, sources, compute))
+            continue
+        shift = target.offset_bytes - spec.offset_bytes
+        pieces += (replace(piece, slot_offset_bytes=piece.slot_offset_bytes + shift) for piece in plan.pieces_of(spec))
+    return replace(plan, layout=layout, pieces=tuple(pieces))
+
+
+def _parts_of(piece: Piece | ComputedPiece, expert_idx: int) -> tuple[ChunkPart, ...]:
+    assert isinstance(piece, ComputedPiece), piece
+    return piece.sources[expert_idx]
+
+
+def _side_by_side(parts: Sequence[ChunkPart]) -> tuple[ChunkPart, ...]:
+    """Return the parts as they are read one after the other, each aligned."""
+    found: list[ChunkPart] = []
+    offset_bytes = 0
+    for part in parts:
+        found.append(replace(part, offset_bytes=offset_bytes))
+        offset_bytes = round_up(offset_bytes + part.nbytes, CACHE_LINE_BYTES)
+    return tuple(found)
+
+
+def _joined(pieces: Sequence[Piece | ComputedPiece], chunk_bytes: int) -> tuple[Piece | ComputedPiece, ...]:
     """Join neighbours that are contiguous in the slot and in the sources, and together fit into one chunk."""
     result: list[Piece | ComputedPiece] = []
     for piece in pieces:

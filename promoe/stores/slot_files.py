@@ -18,7 +18,7 @@ from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts
 from promoe.stores.checkpoint_plan import CheckpointPlan
 from promoe.stores.file_store import FileStore
-from promoe.stores.layer_plan import LayerPlan, Piece, SourceRange, joined
+from promoe.stores.layer_plan import LayerPlan, Piece, SourceRange
 from promoe.stores.layout import PAGE_BYTES, ExpertLayout
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES, TensorRange
 from promoe.stores.tensor_files import TensorFiles
@@ -152,7 +152,7 @@ def in_kinds(layer_idx: int, num_experts: int, hot: Collection[ExpertKey]) -> tu
 def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_bytes: int) -> LayerPlan:
     starts: Sequence[int] = [slots.offset_bytes + idx * layout.slot_bytes for idx in range(num_experts)]
     # Equal dtypes on both sides: the bytes of a slot are copied as they are.
-    pieces = [
+    pieces = tuple(
         Piece(
             spec.offset_bytes,
             spec.nbytes,
@@ -160,5 +160,5 @@ def _plan(layout: ExpertLayout, num_experts: int, slots: TensorRange, chunk_byte
             tuple(SourceRange(slots.file_idx, start + spec.offset_bytes, torch.uint8) for start in starts),
         )
         for spec in layout.tensors
-    ]
-    return LayerPlan(layout, num_experts, joined(pieces, chunk_bytes), chunk_bytes)
+    )
+    return LayerPlan(layout, num_experts, pieces, chunk_bytes)

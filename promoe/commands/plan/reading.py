@@ -26,7 +26,7 @@ from promoe.model.opening import open_headers
 from promoe.model.opening_checks import take_quantization
 from promoe.model.placement import other_bytes
 from promoe.model.quantizing import quantizable
-from promoe.model.slot_folders import default_folder, open_experts
+from promoe.model.slot_folders import default_folder, kept_in, open_experts
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import layout_counts, split_at_pages
@@ -79,9 +79,10 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
     else:
         opened = open_headers(folder, dtype=dtype)
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
-        written = experts not in QUANTIZED or (default_folder(opened.store, experts) / INDEX).is_file()
-        # As `from_pretrained` does.
-        store = open_experts(layers, opened.store, experts if written else "checkpoint", DEFAULT_CHUNK_BYTES)
+        if experts in QUANTIZED and not (default_folder(opened.store, experts) / INDEX).is_file():
+            store = kept_in(layers, opened.store, experts) or opened.store
+        else:  # as `from_pretrained` does
+            store = open_experts(layers, opened.store, experts, DEFAULT_CHUNK_BYTES)
         if store.hot is not None:
             store.close()
             raise ConfigError(

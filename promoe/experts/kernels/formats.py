@@ -66,7 +66,7 @@ def formats_of(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
 def _of_layer(layer: MoELayer, slot_format: SlotFormat) -> dict[str, MatrixFormat]:
     if slot_format.exact and layer.implementation != IMPLEMENTATION:
         return {}
-    found = {spec.name: slot_format.of(spec, transposed) for spec, transposed in _matrices(layer)}
+    found = {spec.name: slot_format.of(spec, transposed) for spec, transposed in matrices(layer)}
     return {name: matrix for name, matrix in found.items() if matrix is not None}
 
 
@@ -81,7 +81,7 @@ def read_formats(layer: MoELayer, entries: Any, on_device: bool) -> dict[str, Ma
     Raises:
         ValueError: a format is unknown, or cannot be read on this machine or on a device.
     """
-    matrices = {spec.name: (spec, transposed) for spec, transposed in _matrices(layer)}
+    specs = {spec.name: (spec, transposed) for spec, transposed in matrices(layer)}
     found: dict[str, MatrixFormat] = {}
     for name, entry in entries.items() if isinstance(entries, dict) else ():
         slot_format, signature = (
@@ -90,10 +90,10 @@ def read_formats(layer: MoELayer, entries: Any, on_device: bool) -> dict[str, Ma
         if slot_format not in FORMATS:
             raise ValueError(f"They are in the slot format {shown(slot_format)}, which this version does not know.")
         known = FORMATS[slot_format]
-        usable = name in matrices and (layer.implementation == IMPLEMENTATION or not known.exact)
+        usable = name in specs and (layer.implementation == IMPLEMENTATION or not known.exact)
         if on_device and known.exact:
             raise ValueError(f"They are in the format {slot_format!r}, which only a CPU can multiply by.")
-        matrix = known.read(*matrices[name], str(signature)) if usable else None
+        matrix = known.read(*specs[name], str(signature)) if usable else None
         if matrix is None or not (on_device or _fits_processor(matrix)):
             raise ValueError(
                 f"They are in the format {slot_format!r} of another processor, number of threads, version of torch, model, "
@@ -121,7 +121,7 @@ def _fits_processor(matrix: MatrixFormat) -> bool:
     return not isinstance(matrix, Quantized) or matrix.fits_processor
 
 
-def _matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:
+def matrices(layer: MoELayer) -> list[tuple[TensorSpec, bool]]:
     """Return the matrices of a layer's experts that kernels here multiply by, and whether each is `[in, out]`."""
     experts: Any = layer.experts
     # Experts that Transformers' `use_experts_implementation` did not make compute by code of their own.

@@ -86,11 +86,29 @@ class Int4(Quantized):
         """See `Quantized.quantize`."""
         found = quantize_groups(self.as_linear(matrix), self.bits, self.group, METHODS[method])
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        codes, scales_and_zeros = self.parts(memory)
-        in_blocks = _to_blocks(found.codes, self.block)
-        codes.copy_(in_blocks if self.bits == 4 else _planes(in_blocks, self.bits))
-        scales_and_zeros.copy_(torch.stack((found.scales.t(), found.zeros.t()), dim=2))
+        self.write(memory, found.codes, found.scales, found.zeros)
         return memory
+
+    def write(
+        self, memory: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+    ) -> None:
+        """Write a matrix into `memory[nbytes]`.
+
+        Args:
+            memory: uint8.
+            codes: `[out, in]`, uint8.
+            scales: `[out, in / group]`; rounded to bf16.
+            zeros: like `scales`; None: all are zero.
+        """
+        packed, scales_and_zeros = self.parts(memory)
+        in_blocks = _to_blocks(codes, self.block)
+        packed.copy_(in_blocks if self.bits == 4 else _planes(in_blocks, self.bits))
+        to_scales, to_zeros = scales_and_zeros.unbind(2)
+        to_scales.copy_(scales.t())
+        if zeros is None:
+            to_zeros.zero_()
+        else:
+            to_zeros.copy_(zeros.t())
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the bytes of the codes, and scales and zeros `[..., in / group, out, 2]`."""

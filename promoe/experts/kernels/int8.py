@@ -44,10 +44,13 @@ class Int8(Quantized):
         """See `Quantized.quantize`. There is one method, whatever `method` says: round to nearest."""
         found = quantize_rows(self.as_linear(matrix))
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        codes, scales = self.parts(memory)
-        codes.copy_(found.codes)
-        scales.copy_(found.scales)
+        self.write(memory, found.codes, found.scales)
         return memory
+
+    def write(self, memory: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write a matrix into `memory[nbytes]`, uint8: codes `[out, in]`, int8, and scales `[out]`, rounded to bf16."""
+        for part, values in zip(self.parts(memory), (codes, scales), strict=True):
+            part.copy_(values)
 
     def parts(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the codes `[..., out, in]` and the scales `[..., out]`."""

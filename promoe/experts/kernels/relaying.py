@@ -1,0 +1,105 @@
+"""Weights that a checkpoint has in fewer bits stay so in slots: their codes are put where torch's kernels read them.
+
+A checkpoint's codes lie in another order than a slot's: they are moved, not rounded. Scales and zeros are rounded to bf16,
+which they are in already in some checkpoints. Where not, weights change by about as much as when they are rounded to bf16
+themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from promoe.experts.kernels.int4 import BLOCKS, GROUPS, Int4, kernel_block
+from promoe.experts.kernels.int8 import Int8
+from promoe.experts.kernels.quantized import Quantized, has_kernel
+from promoe.stores.layer_plan import DecodedRows
+from promoe.stores.layout import TensorSpec
+from promoe.transfer.processor import multiplies_bfloat16
+
+# With this many rows, a matrix is expanded for a product where the processor multiplies bf16. It is not measured, as it is
+# for the files of `promoe quantize`: the output must not differ from one start to the next.
+DENSE_FROM = 128
+
+
+@dataclass(frozen=True)
+class Relay:
+    """Makes a matrix in a slot format from what a checkpoint has of it (the `compute` of a chunk).
+
+    Attributes:
+        format: of the slot.
+        rows: how the parts become the matrix's rows, from the first on.
+        rounds: whether the codes differ from the checkpoint's: the matrix is decoded and quantised.
+    """
+
+    format: Int4 | Int8
+    rows: tuple[DecodedRows, ...]
+    rounds: bool
+
+    def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write the matrix into `out[nbytes]`, uint8, from the parts of all its rows."""
+        if self.rounds:
+            out.copy_(self.format.quantize(self._decoded(parts), "rtn"))
+            return
+        unpacked = [rows.decoding.encoding.unpack(some) for rows, some in self._by_rows(parts)]
+        codes = _joined([codes for codes, _, _ in unpacked])
+        scales = _joined([scales for _, scales, _ in unpacked])
+        zeros = [zeros for _, _, zeros in unpacked if zeros is not None]
+        if isinstance(self.format, Int8):
+            self.format.write(out, codes, scales.squeeze(1))
+            return
+        times = self.format.linear_shape[1] // self.format.group // scales.shape[1]
+        self.format.write(out, codes, _repeated(scales, times), _repeated(_joined(zeros), times) if zeros else None)
+
+    def _by_rows(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[DecodedRows, Sequence[torch.Tensor]]]:
+        start = 0
+        for rows in self.rows:
+            yield rows, parts[start : start + rows.num_parts]
+            start += rows.num_parts
+
+    def _decoded(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        matrix = torch.empty(self.format.shape, dtype=self.format.dtype, device="cpu")
+        start = 0
+        for rows, some in self._by_rows(parts):
+            end = start + rows.decoding.shape[0]
+            rows.decoding(some, matrix[start:end].view(-1))
+            start = end
+        return matrix
+
+
+def relay_of(spec: TensorSpec, transposed: bool, rows: Sequence[DecodedRows], to_int8: bool) -> Relay | None:
+    """Return how a matrix stays in fewer bits in slots; None: it has to be decoded.
+
+    Args:
+        spec: the matrix, plain.
+        transposed: whether it is `[in, out]` instead of `[out, in]`.
+        rows: what it is decoded from.
+        to_int8: quantise it to 8 bits if its codes cannot be kept.
+    """
+    if not Quantized.can_hold(spec.shape, spec.dtype):
+        return None
+    shape = (spec.shape[0], spec.shape[1])
+    dense_from = DENSE_FROM if multiplies_bfloat16() else None
+    kinds = {one.decoding.encoding.integers for one in rows}
+    kept = kinds.pop() if len(kinds) == 1 and not transposed else None
+    if kept is not None and kept.bits == 4 and (group := _group(kept.group, shape[1])) and has_kernel(Int4):
+        return Relay(Int4(shape, False, dense_from, 4, group, kernel_block() or BLOCKS[0]), tuple(rows), False)
+    if kept is not None and kept.bits == 8 and kept.group is None and has_kernel(Int8):
+        return Relay(Int8(shape, False, dense_from), tuple(rows), False)
+    return Relay(Int8(shape, transposed, dense_from), tuple(rows), True) if to_int8 else None
+
+
+def _group(group: int | None, inputs: int) -> int | None:
+    """Return the largest group of a slot that groups of the checkpoint consist of; None: there is none."""
+    whole = inputs if group is None else group
+    return next((size for size in reversed(GROUPS) if whole % size == 0 and inputs % whole == 0), None)
+
+
+def _joined(rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows))
+
+
+def _repeated(scales: torch.Tensor, times: int) -> torch.Tensor:
+    return scales if times == 1 else scales.repeat_interleave(times, dim=1)
