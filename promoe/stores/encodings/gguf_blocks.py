@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 import torch
 
 from promoe.stores.encodings import gguf_iq, gguf_k, gguf_q
-from promoe.stores.encodings.base import Encoding
+from promoe.stores.encodings.base import Encoding, Integers
 from promoe.stores.encodings.gguf_bits import Expand
+from promoe.stores.encodings.gguf_integers import GROUP, Unpack, unpack_q4_0, unpack_q4_1, unpack_q4_k
 
 # Values decoded at a time, which stay in the processor's cache.
 SLICE_ELEMENTS = 64 * 1024
@@ -33,6 +34,7 @@ class GgufBlocks(Encoding):
     block_elements: int = field(compare=False)
     block_bytes: int = field(compare=False)
     expand: Expand = field(compare=False, repr=False)
+    integers: Integers | None = field(default=None, compare=False)
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`. There is one part, uint8 of any shape."""
@@ -48,7 +50,17 @@ class GgufBlocks(Encoding):
             self.expand(part, codes[: len(part)], values[: len(part)])
             decoded[start : start + step] = values[: len(part)]
 
+    def unpack(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See `Encoding.unpack`. There is one part, uint8 `[out, bytes of a row]`."""
+        (packed,) = parts
+        blocks, outputs = packed.view(-1, self.block_bytes), len(packed)
+        codes = torch.empty((len(blocks), self.block_elements), dtype=torch.uint8, device="cpu")
+        scales, zeros = _UNPACKED[self.type_id](blocks, codes)
+        return codes.view(outputs, -1), scales.view(outputs, -1), None if zeros is None else zeros.view(outputs, -1)
 
+
+# By type id, for the types whose values are integers of 4 bits with scales and zeros.
+_UNPACKED: dict[int, Unpack] = {2: unpack_q4_0, 3: unpack_q4_1, 12: unpack_q4_k}
 # By type id: name, elements and bytes of a block, and the decoder; None: that of Transformers.
 _TYPES: dict[int, tuple[str, int, int, Expand | None]] = {
     2: ("Q4_0", 32, 18, gguf_q.expand_q4_0),
@@ -85,6 +97,6 @@ def block_encoding(type_id: int) -> GgufBlocks | None:
     if type_id not in _TYPES:
         return None
     name, block_elements, block_bytes, expand = _TYPES[type_id]
-    return GgufBlocks(
-        type_id, name, block_elements, block_bytes, expand or gguf_iq.expand_by_transformers(type_id, name)
-    )
+    expand = expand or gguf_iq.expand_by_transformers(type_id, name)
+    integers = Integers(4, GROUP) if type_id in _UNPACKED else None
+    return GgufBlocks(type_id, name, block_elements, block_bytes, expand, integers)

@@ -59,10 +59,16 @@ def expand_q6_k(blocks: torch.Tensor, codes: torch.Tensor, values: torch.Tensor)
     scale(codes.view(torch.int8), half(blocks, 208) * integer_scales, values)
 
 
-def _scale_and_shift(blocks: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
-    """Write the values of Q4_K and Q5_K: codes times a scale less a minimum, which have 6 bits each in 12 bytes."""
+def scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and minima of Q4_K and Q5_K, `[n, 8]`. They have 6 bits each in 12 bytes."""
     first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat((first & 63, last & 15 | first >> 6 << 4), 1)
     minima = torch.cat((second & 63, last >> 4 | second >> 6 << 4), 1)
-    scale(codes, half(blocks, 0) * scales, values)
-    values.view(len(blocks), 8, 32).sub_((half(blocks, 2) * minima).unsqueeze(-1))
+    return half(blocks, 0) * scales, half(blocks, 2) * minima
+
+
+def _scale_and_shift(blocks: torch.Tensor, codes: torch.Tensor, values: torch.Tensor) -> None:
+    """Write the values of Q4_K and Q5_K: codes times a scale less a minimum."""
+    scales, minima = scales_and_minima(blocks)
+    scale(codes, scales, values)
+    values.view(len(blocks), 8, 32).sub_(minima.unsqueeze(-1))

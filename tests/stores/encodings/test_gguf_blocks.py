@@ -120,3 +120,28 @@ def test_types_that_transformers_cannot_decode_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr(dequant, "GGML_BLOCK", {})
     with pytest.raises(CheckpointError, match="IQ3_XXS blocks, which Transformers decodes, but not in this version"):
         block_encoding(18)
+
+
+@pytest.mark.parametrize("type_id", [2, 3, 12])
+def test_codes_scales_and_zeros_give_the_values(type_id: int) -> None:
+    """Up to the last bits: (code - 8) * scale + zero is rounded otherwise than what the formulas of the types say."""
+    encoding = block_encoding(type_id)
+    assert encoding is not None
+    assert encoding.integers is not None
+    outputs, count = 6, 512 // encoding.block_elements
+    generator = torch.Generator().manual_seed(type_id)
+    blocks = torch.randint(0, 256, (outputs * count, encoding.block_bytes), generator=generator, dtype=torch.uint8)
+    for start in (0,) if type_id == 2 else (0, 2):
+        scales = torch.rand((len(blocks), 1), generator=generator).half()
+        blocks[:, start : start + 2] = scales.view(torch.uint8)
+    packed = blocks.view(outputs, -1)
+    codes, scales, zeros = encoding.unpack([packed])
+    assert codes.shape == (outputs, 512)
+    assert int(codes.max()) == 15
+    assert scales.shape == (outputs, 16)
+    values = (codes.float().sub(8).unflatten(1, (16, 32)) * scales.unsqueeze(-1)) + (
+        0 if zeros is None else zeros.unsqueeze(-1)
+    )
+    expected = torch.empty((outputs, 512))
+    encoding.decode([packed], expected)
+    torch.testing.assert_close(values.flatten(1), expected, rtol=1e-5, atol=1e-4)
