@@ -1,0 +1,1 @@
+"""GGUF files: their header, their tokenizer, and the architectures of models in them."""

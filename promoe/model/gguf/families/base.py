@@ -1,0 +1,191 @@
+"""What all families need: the metadata of a file with checks, the common fields, and tables of names."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from promoe.errors import CheckpointError, shown
+
+Metadata: TypeAlias = Mapping[str, Any]
+"""The key-value pairs of a file."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+"""The shapes of a file's tensors by name, with the longest stride first, as in torch."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture of GGUF files becomes a model of Transformers."""
+
+    config: Callable[[Metadata, Shapes], dict[str, Any]]
+    """Return the fields of the model's configuration, `model_type` among them. Raises CheckpointError if the file says
+    something that the model cannot do, or has tensors that it does not know."""
+    conversions: Callable[[Any], list[Any]]
+    """Return Transformers' conversions from the file's tensors to the model's parameters, given the configuration."""
+
+
+class File:
+    """The metadata of a file and the shapes of its tensors, with errors that name the key.
+
+    Args:
+        metadata: of the file.
+        shapes: of its tensors.
+    """
+
+    def __init__(self, metadata: Metadata, shapes: Shapes) -> None:
+        self.metadata, self.shapes = metadata, shapes
+        self.architecture = str(metadata["general.architecture"])
+
+    def has(self, key: str) -> bool:
+        """Whether the architecture's `key` is there."""
+        return f"{self.architecture}.{key}" in self.metadata
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of the architecture; without a default the key must be there."""
+        value = self._one(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(f"{key} is {shown(value)}, but a whole number was expected")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """Return a number of the architecture; without a default the key must be there.
+
+        Files have fp32. Returns the shortest decimal that rounds to it, which is what the original configuration said.
+        """
+        value = self._one(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.error(f"{key} is {shown(value)}, but a number was expected")
+        shortest = np.float32(value)
+        return float(str(shortest)) if float(shortest) == value else float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a flag of the architecture."""
+        value = self._one(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key} is {shown(value)}, but true or false was expected")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text of the architecture."""
+        value = self._one(key, default)
+        if not isinstance(value, str):
+            raise self.error(f"{key} is {shown(value)}, but a text was expected")
+        return value
+
+    def per_layer(self, key: str) -> list[Any] | None:
+        """Return a list of the architecture with one entry per layer; None: the key is not there, or has one value."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return list(value) if isinstance(value, (list, tuple)) else None
+
+    def token(self, name: str) -> int | None:
+        """Return the id of a special token of the tokenizer; None: it has no such token."""
+        value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return value if isinstance(value, int) else None
+
+    def rows(self, name: str) -> int:
+        """Return the first size of a tensor."""
+        if not self.shapes.get(name):
+            raise self.error(f"it has no tensor {name!r}")
+        return self.shapes[name][0]
+
+    def any_block_has(self, leaf: str) -> bool:
+        """Whether some layer has the tensor `leaf`, such as "attn_q.bias"."""
+        return any(name.startswith("blk.") and name.endswith(f".{leaf}") for name in self.shapes)
+
+    def check_names(self, leaves: Collection[str], others: Collection[str] = ()) -> None:
+        """Raise CheckpointError if the file has tensors that the model has no place for.
+
+        Args:
+            leaves: of a layer, such as "attn_q": their weight and bias are known.
+            others: whole names.
+        """
+        known = {"token_embd.weight", "output_norm.weight", "output.weight", *others}
+        for name in self.shapes:
+            leaf = re.fullmatch(r"blk\.\d+\.(.+?)(?:\.(?:weight|bias))?", name)
+            if name not in known and (leaf is None or leaf[1] not in leaves):
+                raise self.error(f"it has the tensor {name!r}, which the model that would be opened has no place for")
+
+    def refuse_unless(self, key: str, allowed: Collection[Any], why: str) -> None:
+        """Raise CheckpointError if `key` is there with another value than those allowed."""
+        value = self._one(key, next(iter(allowed)))
+        if value not in allowed:
+            raise self.error(f"{key} is {shown(value)}, {why}")
+
+    def error(self, what: str) -> CheckpointError:
+        """Return an error about the file."""
+        return CheckpointError(
+            f"The GGUF file (architecture {self.architecture}) cannot be opened: {what}. It is damaged, or a variant of the "
+            "architecture that promoe does not read: open the model's safetensors checkpoint."
+        )
+
+    def _one(self, key: str, default: Any) -> Any:
+        """Return a value; a list with one entry per layer counts if all entries are equal."""
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise self.error(f"its metadata has no {self.architecture}.{key}")
+        if isinstance(value, (list, tuple)):
+            if not value or any(one != value[0] for one in value):
+                raise self.error(f"{key} differs from layer to layer ({shown(list(value))})")
+            return value[0]
+        return value
+
+
+def common_fields(file: File) -> dict[str, Any]:
+    """Return the fields that the configurations of all families have."""
+    heads = file.whole("attention.head_count")
+    return {
+        "vocab_size": file.rows("token_embd.weight"),
+        "hidden_size": file.whole("embedding_length"),
+        "num_hidden_layers": file.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.whole("attention.head_count_kv", heads),
+        "max_position_embeddings": file.whole("context_length"),
+        "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
+        # llama.cpp writes the output projection only if it is not the embedding.
+        "tie_word_embeddings": "output.weight" not in file.shapes,
+        **{f"{name}_token_id": file.token(key) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))},
+    }
+
+
+def head_dim(file: File) -> int:
+    """Return the size of one attention head."""
+    heads = file.whole("attention.head_count")
+    size = file.whole("attention.key_length", file.whole("embedding_length") // max(heads, 1))
+    file.refuse_unless("attention.value_length", (size,), f"but keys have {size} elements per head")
+    return size
+
+
+def rope(file: File, rotated: int | None = None) -> dict[str, Any]:
+    """Return the `rope_parameters` of a configuration.
+
+    Args:
+        file: the file.
+        rotated: how many elements of a head are rotated, if all files of the family rotate as many; None: any number.
+    """
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": file.real("rope.freq_base", 10000.0)}
+    if rotated is not None:
+        file.refuse_unless("rope.dimension_count", (rotated,), f"but {rotated} was expected: the whole head")
+    factor = file.real("rope.scaling.factor", file.real("rope.scale_linear", 0.0)) or 1.0
+    kind = file.text("rope.scaling.type", "linear")
+    if kind == "yarn":
+        for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
+            file.refuse_unless(key, (1.0,), "which Transformers and llama.cpp take for different things")
+        found |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": file.whole(
+                "rope.scaling.original_context_length", file.whole("context_length")
+            ),
+            "beta_fast": file.real("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": file.real("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    elif kind == "linear" and factor != 1.0:
+        found |= {"rope_type": "linear", "factor": factor}
+    elif kind not in ("linear", "none"):
+        raise file.error(f"rope.scaling.type is {kind!r}, but none, linear or yarn was expected")
+    return found

@@ -1,0 +1,93 @@
+"""Every architecture of GGUF files in promoe's tables: configuration, weights and logits.
+
+The files are written by `gguf_checkpoints`, which follows llama.cpp's converter and knows nothing of the tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_checkpoints import CONVERTERS, dequantised_model, tiny_model, write_gguf
+from gguf_tables import model_by_tables
+from tiny_models import token_ids
+from transformers import PreTrainedModel
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe tied": ("qwen3_moe", {"tie_word_embeddings": True}),
+    "qwen3_moe yarn": (
+        "qwen3_moe",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 16.0,
+                "beta_slow": 2.0,
+            }
+        },
+    ),
+}
+every_case = pytest.mark.parametrize("case", CASES)
+# Of a configuration, beside what the file says: names, and how Transformers is to run the model.
+NOT_COMPARED = {"architectures", "dtype", "_name_or_path", "transformers_version", "initializer_range"}
+
+
+@every_case
+@pytest.mark.parametrize("weight_type", ["F32", "Q8_0"])
+def test_weights_are_those_that_were_written(tmp_path: Path, case: str, weight_type: str) -> None:
+    family, fields = CASES[case]
+    path = write_gguf(tmp_path, family, weight_type=weight_type, **fields)
+    found = model_by_tables(path)
+    expected = dequantised_model(path, family, torch.float32, **fields)
+    assert_same_weights(found, expected)
+    assert torch.equal(logits(found), logits(expected))
+
+
+@every_case
+def test_the_configuration_is_that_which_was_written(tmp_path: Path, case: str) -> None:
+    family, fields = CASES[case]
+    found = model_by_tables(write_gguf(tmp_path, family, **fields)).config.to_dict()
+    expected = tiny_model(family, **fields).config.to_dict()
+    for name in NOT_COMPARED:
+        found.pop(name, None), expected.pop(name, None)
+    assert found == expected
+
+
+@every_case
+def test_llama_cpp_reads_the_same_model_from_the_file(tmp_path: Path, case: str) -> None:
+    """Checks the files of these tests by the program that such files are made for."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    family, fields = CASES[case]
+    path = write_gguf(tmp_path, family, weight_type="F32", **fields)
+    ids = token_ids(length=40)
+    model = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False, type_k=0, type_v=0, n_threads=1)
+    try:
+        model.eval(ids[0].tolist())
+        found = torch.from_numpy(np.array(model.scores[: ids.shape[1]]))
+    finally:
+        model.close()
+    torch.testing.assert_close(found, logits(model_by_tables(path), ids)[0], rtol=0, atol=1e-3)
+
+
+def test_every_family_that_can_be_written_is_tested() -> None:
+    assert {family for family, _ in CASES.values()} == set(CONVERTERS)
+
+
+def assert_same_weights(found: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Every parameter and persistent buffer, bit for bit."""
+    weights, wanted = found.state_dict(), expected.state_dict()
+    assert weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits `[1, T, V]` of random tokens."""
+    return model(input_ids=token_ids(length=12) if ids is None else ids).logits
