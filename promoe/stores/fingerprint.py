@@ -10,17 +10,20 @@ from datetime import datetime
 from pathlib import Path
 
 from promoe.files import MAX_JSON_BYTES, open_plain
+from promoe.stores.gguf_header import MAGIC
 from promoe.stores.safetensors_header import HEADER_LENGTH_BYTES
 
 logger = logging.getLogger(__name__)
 
 # The blocks that are compared if only a file's time has changed: the first, the last, and others evenly between them.
 SAMPLES, SAMPLE_BYTES = 16, 4096
+# What counts as the header of a GGUF file, whose own length is known only to who reads all of it.
+GGUF_HEADER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The identity of an open safetensors file: device, inode, size, time, and checksums of its header and of samples.
+    """The identity of an open file of tensors: device, inode, size, time, and checksums of its header and of samples.
 
     A comparison takes one `fstat`. If only the time has changed (by a backup, a sync, `touch`), header and samples decide:
     64 KiB of the file, or all of a smaller one. Three things are not noticed: writes to other places only, a time that is
@@ -95,7 +98,8 @@ class Fingerprint:
 
 def _header_crc(fd: int) -> int:
     prefix = os.pread(fd, HEADER_LENGTH_BYTES, 0)
-    header_bytes = min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES)
+    is_gguf = prefix.startswith(MAGIC)
+    header_bytes = GGUF_HEADER_BYTES if is_gguf else min(int.from_bytes(prefix, "little"), MAX_JSON_BYTES)
     return zlib.crc32(os.pread(fd, header_bytes, HEADER_LENGTH_BYTES), zlib.crc32(prefix))
 
 

@@ -1,4 +1,4 @@
-"""Finds, opens, checks and reads the safetensors files of a checkpoint. They are read with `preadv`, never mapped.
+"""Finds, opens, checks and reads a checkpoint's files, safetensors or GGUF. They are read with `preadv`, never mapped.
 
 It knows files and tensors by name; not models, experts or slots.
 """
@@ -15,8 +15,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from promoe.errors import CheckpointError
-from promoe.files import open_plain, read_json
+from promoe.files import LFS_BEGINS, is_lfs_pointer, open_plain, read_json
 from promoe.stores.fingerprint import Fingerprint
+from promoe.stores.gguf_header import MAGIC, GgufHeader, read_gguf_header
+from promoe.stores.gguf_parts import SUFFIX, check_parts
 from promoe.stores.safetensors_header import TensorRange, read_header
 
 WEIGHTS_NAME = "model.safetensors"
@@ -24,13 +26,26 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class TensorFile:
-    """An open safetensors file. Its header was checked against its size; each read checks that the file is unchanged."""
+    """An open file of tensors. Its header was checked against its size; each read checks that the file is unchanged.
 
-    def __init__(self, path: Path, fd: int, fingerprint: Fingerprint, tensors: Mapping[str, TensorRange]) -> None:
+    Attributes:
+        tensors: by name.
+        metadata: what else a GGUF file says, by key; None: it is a safetensors file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        fingerprint: Fingerprint,
+        tensors: Mapping[str, TensorRange],
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path
         self.fd = fd
         self.fingerprint = fingerprint
         self.tensors = tensors
+        self.metadata = metadata
         # If Ctrl-C interrupts opening, nobody calls close().
         self._closing = weakref.finalize(self, os.close, fd)
         self._closing.atexit = False
@@ -56,11 +71,13 @@ class TensorFile:
         path = Path(path)
         with _opened(path) as fd:
             fingerprint = Fingerprint.of(fd)
-            tensors = read_header(path, fd, fingerprint.size_bytes, file_idx)
+            header = _header(path, fd, fingerprint.size_bytes, file_idx)
         if hasattr(os, "posix_fadvise"):
             # Each read has a known size; reading ahead would only fill the page cache with bytes that nobody asked for.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        return cls(path, fd, fingerprint, tensors)
+        if isinstance(header, GgufHeader):
+            return cls(path, fd, fingerprint, header.tensors, header.metadata)
+        return cls(path, fd, fingerprint, header)
 
     def read_into(self, offset_bytes: int, destination: memoryview) -> None:
         """Fill `destination` from `offset_bytes` on. Thread-safe; the GIL is released while reading.
@@ -115,12 +132,13 @@ class TensorFiles:
         """Open files. Their headers say what is in them: an index may be stale, and only names the files.
 
         Raises:
-            CheckpointError: a file is missing, damaged or truncated.
+            CheckpointError: a file is missing, damaged or truncated, or GGUF files are not the parts of one checkpoint.
         """
         files: list[TensorFile] = []
         try:
             for file_idx, path in enumerate(paths):
                 files.append(TensorFile.open(path, file_idx))
+            _check_kinds(files)
         except BaseException:
             for file in files:
                 file.close()
@@ -143,6 +161,25 @@ def check_files(paths: Iterable[Path]) -> None:
         with _opened(path) as fd:
             read_header(path, fd, os.fstat(fd).st_size, 0)
         os.close(fd)
+
+
+def _header(path: Path, fd: int, size_bytes: int, file_idx: int) -> GgufHeader | dict[str, TensorRange]:
+    """Return the header of a file of either kind, which its first bytes or its name tell."""
+    begins = os.pread(fd, len(LFS_BEGINS), 0)
+    if begins.startswith(MAGIC) or (path.suffix == SUFFIX and not is_lfs_pointer(begins)):
+        return read_gguf_header(path, fd, size_bytes, file_idx)
+    return read_header(path, fd, size_bytes, file_idx)
+
+
+def _check_kinds(files: Sequence[TensorFile]) -> None:
+    """Raise CheckpointError if some of the files are GGUF and others not, or if they are not the parts of one checkpoint."""
+    headers = [file.metadata for file in files if file.metadata is not None]
+    if headers and len(headers) < len(files):
+        other = next(file.path for file in files if file.metadata is None)
+        raise CheckpointError(f"{other} is not a GGUF file, and other files of the checkpoint are. Download it again.")
+    if headers:
+        names = {name for file in files for name in file.tensors}
+        check_parts([file.path for file in files], headers, len(names))
 
 
 @contextmanager
