@@ -31,6 +31,10 @@ class Rows(NamedTuple):
     """`[out]`, bf16."""
 
 
+# Rows are quantised so many elements at a time: memory for more would come from the system anew each time.
+ELEMENTS_AT_ONCE = 512 * 1024
+
+
 class Groups(NamedTuple):
     """A matrix in 4, 3 or 2 bits."""
 
@@ -57,7 +61,12 @@ def quantize_rows(matrix: torch.Tensor) -> Rows:
     Raises:
         CheckpointError: it has NaN or infinity.
     """
-    weights = _finite(matrix)
+    rows_at_once = max(1, ELEMENTS_AT_ONCE // matrix.shape[1])
+    found = [_quantized(_finite(some)) for some in matrix.split(rows_at_once)]
+    return Rows(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _quantized(weights: torch.Tensor) -> Rows:
     scales = (weights.abs().amax(dim=1) / 127).to(torch.bfloat16)
     divisors = scales.float().masked_fill(scales == 0, 1.0)
     codes = (weights / divisors.unsqueeze(1)).round_().clamp_(-127, 127)
