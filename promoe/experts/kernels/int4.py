@@ -24,8 +24,8 @@ import torch
 from promoe.experts.kernels.crossover import dense_from
 from promoe.experts.kernels.quantization import METHODS, middle_code, quantize_groups
 from promoe.experts.kernels.quantized import INPUTS, Quantized
-from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
+from promoe.stores.thread_memory import ThreadMemory
 
 BITS, GROUPS, BLOCKS = (4, 3, 2), (32, 64, 128), (64, 32)
 DEFAULT_GROUP = 64

@@ -14,8 +14,8 @@ import torch
 from promoe.experts.kernels.crossover import dense_from
 from promoe.experts.kernels.quantization import quantize_rows
 from promoe.experts.kernels.quantized import INPUTS, OUTPUTS, Quantized
-from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
+from promoe.stores.thread_memory import ThreadMemory
 
 SCALE_BYTES = 2
 

@@ -30,8 +30,8 @@ import torch
 
 from promoe.experts.kernels.onednn import bytes_of, library, reorder
 from promoe.experts.kernels.proofs import proof_of
-from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
+from promoe.stores.thread_memory import ThreadMemory
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.files import loads
+from promoe.stores.thread_memory import ThreadMemory
 
 if TYPE_CHECKING:
     from typing_extensions import Self

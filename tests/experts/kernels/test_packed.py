@@ -14,7 +14,7 @@ from needs import needs_packing
 from promoe.experts.kernels import packed as under_test
 from promoe.experts.kernels import proofs
 from promoe.experts.kernels.packed import FEW_ROWS, MOST_ROWS, PRODUCTS_BEFORE_COMPARING, PackedMatrix, Packing
-from promoe.experts.kernels.thread_memory import ThreadMemory
+from promoe.stores.thread_memory import ThreadMemory
 
 BF16 = torch.bfloat16
 SHAPES = [(128, 64), (64, 128), (512, 192), (64, 2048)]

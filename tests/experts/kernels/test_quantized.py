@@ -14,8 +14,8 @@ from promoe.experts.kernels.int4 import BLOCKS, Int4, Int4Format, kernel_block
 from promoe.experts.kernels.int8 import Int8, Int8Format
 from promoe.experts.kernels.quantization import METHODS, quantize_groups, quantize_rows
 from promoe.experts.kernels.quantized import Quantized, has_kernel
-from promoe.experts.kernels.thread_memory import ThreadMemory
 from promoe.stores.layout import TensorSpec
+from promoe.stores.thread_memory import ThreadMemory
 
 SHAPE = (192, 256)  # [out, in]: blocks of 64 and of 32
 BLOCK = kernel_block() or 64
