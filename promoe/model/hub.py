@@ -74,7 +74,7 @@ def _adapter_on_the_hub(name: str, options: Mapping[str, Any]) -> str | None:
         raise CheckpointError(
             f"There is no folder '{name[:500]}', and nothing of that name could be downloaded from the hub: "
             f"{' '.join(str(error)[:2000].split()).rstrip('. ')}. Give the folder of a checkpoint, or a hub id that can be "
-            "reached."
+            "reached. Of a repository of GGUF files, name one of them: org/name/model-Q4_K_M.gguf."
         ) from error
     return found
 
@@ -143,8 +143,8 @@ def is_folder(name: str, subfolder: str = "") -> bool:
     if os.path.isfile(name):
         raise CheckpointError(
             f"'{name[:500]}' is a file. Give the folder of a checkpoint ({CONFIG_NAME} beside safetensors files), such as "
-            f"'{(os.path.dirname(name) or '.')[:500]}'. A .bin or GGUF checkpoint has to be converted first: load it with "
-            "Transformers and call model.save_pretrained(folder)."
+            f"'{(os.path.dirname(name) or '.')[:500]}', or a GGUF file. A .bin checkpoint has to be converted first: load it "
+            "with Transformers and call model.save_pretrained(folder)."
         )
     if (
         not name.strip()

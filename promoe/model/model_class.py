@@ -7,17 +7,18 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from promoe.errors import ConfigError
 from promoe.model.hub import OF_THE_HUB
 
 
-def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
+def class_to_open(path_or_id: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Any:
     """Return the model class that the checkpoint's configuration names in `architectures`.
 
     If that is the family's causal language model, or a class that this version of Transformers does not have, return
     `AutoModelForCausalLM`.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id.
+        path_or_id: folder of a checkpoint, or a hub id; None: the configuration is among `options`.
         options: as for `from_pretrained`.
 
     Raises:
@@ -38,6 +39,25 @@ def class_to_open(path_or_id: str | os.PathLike[str], options: Mapping[str, Any]
     if named is None or named in (causal if isinstance(causal, (list, tuple)) else [causal]):
         return AutoModelForCausalLM
     return named
+
+
+def model_class_of(auto_class: Any, config: Any) -> Any:
+    """Return the model class that an Auto class has for a configuration; a model class is returned as it is.
+
+    Raises:
+        ConfigError: the Auto class has none.
+    """
+    mapping = getattr(auto_class, "_model_mapping", None)
+    if mapping is None:
+        return auto_class
+    found = mapping.get(type(config), None)
+    classes = found if isinstance(found, (list, tuple)) else [found]
+    if classes[0] is None:
+        raise ConfigError(
+            f"The 'auto_class' argument must be a class for {config.model_type}. Got {auto_class.__name__}, which has no such "
+            "model. Leave it out, or pass transformers.AutoModelForCausalLM."
+        )
+    return classes[0]
 
 
 def _class_named(config: Any) -> Any:

@@ -4,11 +4,15 @@ Transformers' own `from_pretrained` loads the model, as an instance of a tempora
 steps in when the files have been found and the model is on the meta device. It plans where each expert lies in the
 files, hides the experts from the rest of the load, and hands over the other tensors one by one. Afterwards the model
 gets its original class back. Nothing global is patched.
+
+GGUF files are found and read here (`promoe.model.gguf`): Transformers gets the configuration that they describe, no
+name, and the conversions from their names of tensors to its own.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import os
 import threading
@@ -19,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
@@ -26,9 +31,11 @@ from promoe.experts.guard import guard_parameter, is_guard
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.requirements import is_peft_module
 from promoe.model.file_tensors import Counted, EncodedInFile, Progress, Reader, TensorInFile
+from promoe.model.gguf.checkpoint import GgufCheckpoint
+from promoe.model.gguf.finding import OPTION, find_gguf, is_gguf
 from promoe.model.hub import OF_THE_HUB
 from promoe.model.meta_model import as_loaded, bank_specs, dtype_of, find_layers
-from promoe.model.model_class import class_to_open
+from promoe.model.model_class import class_to_open, model_class_of
 from promoe.model.opening_checks import (
     check_adapter,
     check_arguments,
@@ -79,8 +86,9 @@ def open_without_experts(
 
     Args:
         path_or_id: folder of a safetensors checkpoint, or a hub id (Transformers downloads all its files). If it has
-            only an adapter, its base model is opened with it.
-        dtype: as in `from_pretrained`. Experts stored in another dtype are converted when they are read.
+            only an adapter, its base model is opened with it. Or GGUF files: see `promoe.model.gguf.finding`.
+        dtype: as in `from_pretrained`. Experts stored in another dtype are converted when they are read. None: the
+            checkpoint's; bfloat16 for GGUF files with weights in blocks.
         progress: called as `progress(done_bytes, total_bytes)` while the other weights are read, from several threads
             but never from two at a time. In the last call both numbers are equal.
         chunk_bytes: longest transfer, a multiple of 4096.
@@ -127,12 +135,23 @@ def _open(
     # Never ask on the terminal whether a checkpoint's own code may run.
     options = {**kwargs, "trust_remote_code": False, "use_safetensors": True}
     check_arguments(opening.chunk_bytes, dtype, auto_class, kwargs)
-    base = check_checkpoint(path_or_id, kwargs)
+    name: str | os.PathLike[str] | None = path_or_id
+    if is_gguf(path_or_id, kwargs):
+        opening.gguf = GgufCheckpoint.open(find_gguf(path_or_id, kwargs))
+        name = base = None
+    else:
+        base = check_checkpoint(path_or_id, kwargs)
+    dtype = "auto" if dtype is None else dtype
     try:
+        if opening.gguf is not None:
+            options = _options_for_gguf(opening.gguf, options)
+            dtype = opening.gguf.dtype if dtype == "auto" else dtype
         auto_class = auto_class or class_to_open(base, options)
+        if opening.gguf is not None:  # without a name, Auto classes open nothing
+            auto_class = model_class_of(auto_class, options["config"])
         auto = opening.auto_class(auto_class)
         with _ONE_AT_A_TIME, suppress(_HeadersReadError):
-            model = auto.from_pretrained(path_or_id, dtype="auto" if dtype is None else dtype, **options)
+            model = auto.from_pretrained(name, dtype=dtype, **options)
             return opening.finish(model)
         return opening.finish(opening.model)
     except BaseException as error:
@@ -141,6 +160,15 @@ def _open(
         if is_callers_own or isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
             raise
         raise opening_error(error, path_or_id, kwargs, auto_class, opening.model_class, opening.is_loaded) from error
+
+
+def _options_for_gguf(gguf: GgufCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Transformers' `from_pretrained` for a model whose files are open here."""
+    known = {name: value for name, value in options.items() if name not in (*OF_THE_HUB, OPTION)}
+    if isinstance(known.get("config"), PreTrainedConfig):
+        return {**known, "state_dict": {}}
+    config, rest = gguf.config({name: value for name, value in known.items() if name != "config"})
+    return {**rest, "config": config, "state_dict": {}}
 
 
 class _Opening:
@@ -154,6 +182,7 @@ class _Opening:
         self.store: FileStore | None = None
         self.layers: list[MoELayer] = []
         self.quantization: Mapping[str, Any] | None = None  # the checkpoint's
+        self.gguf: GgufCheckpoint | None = None  # if the checkpoint is one
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
         self.is_loaded = False
 
@@ -193,6 +222,10 @@ class _Opening:
                     return loading, offloaded
                 call = inspect.signature(base._load_pretrained_model).bind(*args, **kwargs)
                 model, load_config = call.arguments["model"], call.arguments["load_config"]
+                if opening.gguf is not None:
+                    conversions = opening.gguf.family.conversions(model.config)
+                    load_config = dataclasses.replace(load_config, weight_mapping=conversions)
+                    call.arguments["load_config"] = load_config
                 call.arguments["state_dict"] = opening.plan(model, call.arguments["checkpoint_files"], load_config)
                 if opening.headers_only:
                     as_loaded(model, load_config.dtype_plan)
@@ -219,21 +252,14 @@ class _Opening:
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None, load_config: Any
     ) -> dict[str, TensorInFile | EncodedInFile]:
         """Find the layers and plan where their experts lie; return the tensors that Transformers is to load, by name."""
-        paths = [Path(path) for path in checkpoint_files or ()]
-        if not paths or any(path.suffix != ".safetensors" for path in paths):
-            raise CheckpointError(
-                "Experts are read from safetensors files only. Found "
-                f"{', '.join(path.name for path in paths) or 'no files'}: convert the checkpoint with "
-                "model.save_pretrained(...) first."
-            )
         self.layers = find_layers(model, load_config)
         banks = [bank_specs(layer) for layer in self.layers]
         names = set(model.state_dict()) | {name for layer in banks for bank in layer for name in bank.full_names}
         check_inside((load_config.sharded_metadata or {}).get("weight_map", {}).values(), "index")
-        files = TensorFiles.open(paths)
+        files = self.gguf.files if self.gguf is not None else _open_safetensors(checkpoint_files or ())
         try:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
-            tensors = find_weights(files.tensors, self.quantization)
+            tensors = find_weights(files.tensors, self.quantization) if self.gguf is None else self.gguf.weights()
             plan = plan_experts(banks, tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
         except BaseException:
             files.close()
@@ -262,6 +288,8 @@ class _Opening:
             )
         self.store.close_others()
         model.__class__ = self.model_class
+        if self.gguf is not None:
+            self.gguf.describe(model)
         for layer in self.layers:
             for tensor in layer.tensors:
                 for path in tensor.paths:
@@ -273,13 +301,25 @@ class _Opening:
         opened = OpenedModel(model, self.layers, self.store)
         # The classes made here refer to this object, and only a garbage collection frees a class. Until then this
         # object must not keep the model alive.
-        self.model, self.layers, self.store = None, [], None
+        self.model, self.layers, self.store, self.gguf = None, [], None, None
         return opened
 
     def close(self) -> None:
         """Close the files, after a failure."""
         if self.store is not None:
             self.store.close()
+        if self.gguf is not None:
+            self.gguf.files.close()
+
+
+def _open_safetensors(paths: Sequence[str]) -> TensorFiles:
+    if not paths or any(Path(path).suffix != ".safetensors" for path in paths):
+        raise CheckpointError(
+            "Experts are read from safetensors and GGUF files only. Found "
+            f"{', '.join(Path(path).name for path in paths) or 'no files'}: convert the checkpoint with "
+            "model.save_pretrained(...) first."
+        )
+    return TensorFiles.open(paths)
 
 
 def _quantized_config(model_class: Any, path_or_id: Any, options: Mapping[str, Any]) -> Any:

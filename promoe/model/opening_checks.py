@@ -34,7 +34,6 @@ _REFUSED: dict[str, str] = {
     "quantization_config": _QUANTISE,
     "load_in_4bit": _QUANTISE,
     "load_in_8bit": _QUANTISE,
-    "gguf_file": "Only safetensors checkpoints are supported; convert it with model.save_pretrained(...) first.",
     "device_map": "Open the model on the CPU; leave it out.",
     "max_memory": "It belongs to device_map; leave it out and set the cache size instead.",
     "offload_folder": "The experts stay in the checkpoint's own files; leave it out.",

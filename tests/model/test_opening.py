@@ -252,7 +252,6 @@ class TestRefusedArguments:
         [
             {"trust_remote_code": True},
             {"quantization_config": {"quant_method": "fp8"}},
-            {"gguf_file": "model.gguf"},
             {"device_map": "auto"},
             {"device_map": 0},
             {"device_map": "cpu"},
@@ -659,8 +658,8 @@ class TestRefusedCheckpoints:
     def test_one_file_instead_of_a_folder(self, tmp_path: Path) -> None:
         save(tmp_path)
         self.refused(tmp_path / "model.safetensors", "is a file. Give the folder of a checkpoint")
-        (tmp_path / "model.gguf").write_bytes(b"GGUF")
-        self.refused(tmp_path / "model.gguf", "is a file. Give the folder of a checkpoint.*GGUF")
+        (tmp_path / "model.bin").write_bytes(b"PK")
+        self.refused(tmp_path / "model.bin", "is a file. Give the folder of a checkpoint.*or a GGUF file")
 
     def test_folder_without_config(self, folder: Path) -> None:
         (folder / "config.json").unlink()
