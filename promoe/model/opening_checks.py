@@ -17,6 +17,7 @@ from promoe.errors import CheckpointError, ConfigError, PromoeError, Unsupported
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
 from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
+from promoe.stores.encodings.refused import refusal
 from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.tensor_files import check_files, locate_files, remedy
 
@@ -144,10 +145,12 @@ def take_quantization(path_or_id: Any, config: Any) -> Mapping[str, Any] | None:
         fields = quantisation if isinstance(quantisation, dict) else vars(quantisation)
         method = fields.get("quant_method")
         method = str(getattr(method, "value", method))
+        if method == "None" and "group_size" in fields:  # MLX does not say so
+            method = "mlx"
         if method not in SCHEMES:
             raise CheckpointError(
-                f"The checkpoint {path_or_id} is quantised (quant_method {method}). Supported quantised formats: "
-                f"{', '.join(SCHEMES)}. Open a checkpoint in one of these, or an unquantised one (BF16, F16 or F32)."
+                f"The checkpoint {path_or_id} is quantised (quant_method {method[:60]}), in a way that cannot be read. "
+                f"{refusal(method)} Supported quantised formats: {', '.join(SCHEMES)}, and unquantised ones (BF16, F16 or F32)."
             )
         found = found or {**fields, "quant_method": method}
         del owner.quantization_config

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shutil
 import threading
 import weakref
@@ -37,6 +38,7 @@ from promoe.errors import CheckpointError, ConfigError, PromoeError, Unsupported
 from promoe.experts.guard import is_guard
 from promoe.model.opening import OpenedModel, _Opening, open_without_experts
 from promoe.scheduler import ExpertKey
+from promoe.stores.encodings.refused import REFUSED, refusal
 
 
 @pytest.fixture
@@ -610,12 +612,17 @@ class TestRefusedCheckpoints:
         self.edit_config(folder, num_experts=16)
         self.refused(folder, "8 tensors like .*needs 16: missing expert 8")
 
-    @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", "compressed-tensors"])
+    @pytest.mark.parametrize("method", [*REFUSED, "of-tomorrow"])
     def test_experts_in_other_quantised_formats(self, folder: Path, method: str) -> None:
         self.edit_config(folder, quantization_config={"quant_method": method})
         self.refused(
-            folder, rf"is quantised \(quant_method {method}\).*Supported quantised formats: fp8, mxfp4\..*unquantised"
+            folder,
+            rf"is quantised \(quant_method {method}\), .*{re.escape(refusal(method))} Supported quantised formats: fp8, .*gptq",
         )
+
+    def test_experts_in_the_format_of_mlx(self, folder: Path) -> None:
+        self.edit_config(folder, quantization_config={"group_size": 64, "bits": 4})
+        self.refused(folder, r"quant_method mlx.*Open the checkpoint that it was made from")
 
     def test_quantised_tensors_without_a_config(self, tmp_path: Path) -> None:
         def quantise(tensors: dict[str, torch.Tensor]) -> None:

@@ -30,12 +30,10 @@ from promoe.model.slot_folders import default_folder, kept_in, open_experts
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import layout_counts, split_at_pages
+from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.file_store import FileStore
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
 from promoe.stores.tensor_files import INDEX_NAME, WEIGHTS_NAME
-
-# Bits of a weight in the files, scales included, by quantisation.
-STORED_BITS = {"fp8": 8.0, "mxfp4": 4.25}
 
 
 @dataclass(frozen=True)
@@ -194,4 +192,4 @@ def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: float | None) 
 
 def _stored_bits(quantization: Mapping[str, Any] | None) -> float | None:
     """Return the bits of a weight in the files of a quantised checkpoint; None: those of its dtype."""
-    return None if quantization is None else STORED_BITS.get(quantization["quant_method"])
+    return None if quantization is None else SCHEMES[quantization["quant_method"]].bits(quantization)

@@ -7,17 +7,45 @@ checkpoint's tensors as if it were in 16 bits: a weight in fewer bits is one `En
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from promoe.stores.encodings.auto_round import find_auto_round
+from promoe.stores.encodings.awq import find_awq
 from promoe.stores.encodings.base import StoredTensor
+from promoe.stores.encodings.compressed_tensors import expert_bits, find_compressed_tensors
 from promoe.stores.encodings.fp8 import find_fp8
+from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.mxfp4 import find_mxfp4
+from promoe.stores.encodings.packed_integers import stated_bits
 from promoe.stores.safetensors_header import TensorRange
 
-Find = Callable[[Mapping[str, TensorRange], Mapping[str, Any]], dict[str, StoredTensor]]
+
+@dataclass(frozen=True)
+class Method:
+    """A way to quantise checkpoints.
+
+    Attributes:
+        find: returns a checkpoint's tensors as if it were in 16 bits, given those of its files and its
+            `quantization_config`.
+        bits: returns the bits of an expert's weight in the files, scales included, given the `quantization_config`; None:
+            it does not say so.
+    """
+
+    find: Callable[[Mapping[str, TensorRange], Mapping[str, Any]], dict[str, StoredTensor]]
+    bits: Callable[[Mapping[str, Any]], float | None]
+
 
 # By quant_method.
-SCHEMES: dict[str, Find] = {"fp8": find_fp8, "mxfp4": find_mxfp4}
+SCHEMES: dict[str, Method] = {
+    "fp8": Method(find_fp8, lambda quantization: 8.0),
+    "mxfp4": Method(find_mxfp4, lambda quantization: 4.25),
+    "compressed-tensors": Method(find_compressed_tensors, expert_bits),
+    "awq": Method(find_awq, stated_bits),
+    "gptq": Method(find_gptq, stated_bits),
+    "auto-round": Method(find_auto_round, stated_bits),
+    "intel/auto-round": Method(find_auto_round, stated_bits),
+}
 
 
 def find_weights(
@@ -35,4 +63,4 @@ def find_weights(
     if quantization is None:
         return dict(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, TensorRange)}
-    return SCHEMES[quantization["quant_method"]](plain, quantization)
+    return SCHEMES[quantization["quant_method"]].find(plain, quantization)

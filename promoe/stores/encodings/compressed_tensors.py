@@ -1,0 +1,302 @@
+"""compressed-tensors, as llm-compressor writes it (`quant_method` "compressed-tensors").
+
+Linear layers are in one of several forms. Which one it is, and the size of groups, can be seen from the tensors:
+
+* `X.weight_packed [out, in * bits / 32]`, int32: codes in words from their lowest bits on, plus 2^(bits - 1). Zeros,
+  `X.weight_zero_point [out * bits / 32, groups]`, are words of outputs, or int8 `[out, groups]`. `X.weight_g_idx [in]`
+  says each input's group, where it was quantised in the order of activations. Only the bits stand in config.json.
+* `X.weight [out, in]`, int8, and zeros `[out, groups]`, int8.
+* `X.weight [out, in]`, FP8, and `X.weight_packed [out, in / 2]`, two FP4 values in a byte: `promoe.stores.encodings.fp8`.
+
+`X.weight_scale` has floats, or exponents in bytes, for each group `[out, groups]`, output `[out, 1]`, or block, or one for
+all. The weight is `(code - zero) * scale`. Tensors that say how activations are quantised are left out: activations are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from promoe.errors import CheckpointError, shown
+from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
+from promoe.stores.encodings.fp8 import Fp8
+from promoe.stores.encodings.packed_integers import (
+    BITS,
+    SCALE_DTYPES,
+    PackedIntegers,
+    as_integers,
+    codes_in,
+    other_order,
+    parts_of_modules,
+    replaced,
+    wrong_parts,
+)
+from promoe.stores.safetensors_header import TensorRange
+
+PACKED, WEIGHT, SCALE, ZEROS, ORDER = "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
+_OF_NVFP4 = "weight_global_scale"
+# What else modules have: the shape, which the other tensors have too, and what is of activations.
+_LEFT_OUT = ("weight_shape", *(f"{what}_{name}" for what in ("input", "output") for name in ("scale", "zero_point")))
+FORMATS = (
+    *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+
+
+@dataclass(frozen=True)
+class IntegerRows(PackedIntegers):
+    """Rows of codes, in words or one in a byte.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale and a zero; None: all.
+        is_packed: whether codes are in words, with a positive offset.
+        has_zeros: whether the second part is followed by zeros.
+        in_order: whether groups are inputs one after the other. If not, the last part says each input's group.
+        integers: see `Encoding`.
+    """
+
+    bits: int
+    group: int | None
+    is_packed: bool
+    has_zeros: bool
+    in_order: bool
+    integers: Integers | None
+    name = "integers of compressed-tensors"
+
+    @property
+    def middle(self) -> int:
+        """See `PackedIntegers.middle`."""
+        return 1 << self.bits - 1 if self.is_packed else 0
+
+    def num_outputs(self, parts: Sequence[torch.Tensor]) -> int:
+        """See `PackedIntegers.num_outputs`."""
+        return len(parts[0])
+
+    def codes(self, parts: Sequence[torch.Tensor], outputs: slice) -> torch.Tensor:
+        """See `PackedIntegers.codes`."""
+        rows = parts[0][outputs]
+        if not self.is_packed:
+            return rows
+        codes = codes_in(rows, self.bits)
+        return codes if self.group is None else codes[:, : self.group * parts[1].shape[-1]]
+
+    def scales(self, parts: Sequence[torch.Tensor], outputs: slice) -> torch.Tensor:
+        """See `PackedIntegers.scales`."""
+        return _of_outputs(parts[1], outputs)
+
+    def zeros(self, parts: Sequence[torch.Tensor], outputs: slice) -> torch.Tensor | None:
+        """See `PackedIntegers.zeros`."""
+        if not self.has_zeros:
+            return None
+        if parts[2].dtype != torch.int32:
+            return _of_outputs(parts[2], outputs) + self.middle
+        words = parts[2][outputs.start * self.bits // 32 : -(-outputs.stop * self.bits // 32)]
+        return codes_in(words.t().contiguous(), self.bits)[:, : outputs.stop - outputs.start].t().float()
+
+    def group_of_input(self, parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """See `PackedIntegers.group_of_input`."""
+        if self.in_order or bool((parts[-1] == -1).any()):  # it was made, but never filled
+            return None
+        return other_order(parts[-1], num_groups=parts[1].shape[-1])
+
+
+def _of_outputs(numbers: torch.Tensor, outputs: slice) -> torch.Tensor:
+    """Return the numbers of some outputs, fp32 `[outputs, groups]`, of `[out, groups]`, `[out]`, or one for all."""
+    if numbers.numel() == 1:
+        return numbers.float().view(1, 1).expand(outputs.stop - outputs.start, 1)
+    return numbers[outputs].float().view(outputs.stop - outputs.start, -1)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How config.json says that the weights of some modules are quantised.
+
+    Attributes:
+        targets: names of modules, regular expressions for them ("re:..."), or classes.
+        bits: of a weight.
+        group: inputs that share a scale; None: all.
+        is_integer: whether they are integers.
+        is_symmetric: whether zero is always in the middle.
+    """
+
+    targets: tuple[str, ...]
+    bits: int
+    group: int | None
+    is_integer: bool
+    is_symmetric: bool
+
+    def shape(self, words: int, groups: int) -> tuple[int, int] | None:
+        """Return the bits and inputs of a packed weight with so many words and groups; None: it is not of this scheme."""
+        if not self.is_integer or self.bits not in BITS or (self.group is None and groups > 1):
+            return None
+        inputs = words * 32 // self.bits if self.group is None else groups * self.group
+        return (self.bits, inputs) if -(-inputs * self.bits // 32) == words else None
+
+    def names(self, module: str) -> bool:
+        """Return whether one of the targets is the module's name."""
+        return any(
+            re.match(target[3:], module) if target.startswith("re:") else target == module for target in self.targets
+        )
+
+
+def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
+    """Return how weights are quantised, by the groups of modules in a `quantization_config`.
+
+    Raises:
+        CheckpointError: they are in a format that cannot be read.
+    """
+    groups = quantization.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    formats = [quantization.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
+    sparsity, transforms = quantization.get("sparsity_config"), quantization.get("transform_config")
+    if isinstance(sparsity, dict):
+        formats.append(sparsity.get("format"))
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        formats.append("rotated (transform_config)")
+    for found in formats:
+        if found is not None and found not in FORMATS:
+            raise _unreadable(str(found))
+    try:
+        return [_scheme(group) for group in groups if group["weights"] is not None]
+    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"The config.json has config_groups {shown(groups)}, which do not say how weights are quantised "
+            f"({type(error).__name__}: {error}). Compare it with the original one."
+        ) from error
+
+
+def expert_bits(quantization: Mapping[str, Any]) -> float | None:
+    """Return the bits of an expert's weight by a `quantization_config`, with scale and zero; None: it does not say so.
+
+    Raises:
+        CheckpointError: they are in a format that cannot be read.
+    """
+    schemes = schemes_of(quantization)
+    of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
+    for scheme in of_experts or schemes:
+        zero_bits = 0 if scheme.is_symmetric else scheme.bits
+        return scheme.bits + (0 if scheme.group is None else (16 + zero_bits) / scheme.group)
+    return None
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights = group["weights"]
+    size, targets = weights.get("group_size"), tuple(map(str, group["targets"]))
+    for target in targets:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    return Scheme(
+        targets,
+        int(weights.get("num_bits", 8)),
+        size if isinstance(size, int) and size > 0 else None,
+        str(weights.get("type", "int")).lower() == "int",
+        bool(weights.get("symmetric", True)),
+    )
+
+
+def _unreadable(found: str) -> CheckpointError:
+    what = "Transformers 5.23 dequantises it wrongly, too. " if "nvfp4" in found else ""
+    return CheckpointError(
+        f"The checkpoint is in the format {found[:60]!r} of compressed-tensors, which cannot be read. {what}Open a checkpoint "
+        f'of the model in {", ".join(FORMATS[:4])} or {FORMATS[-2]}, or the original one in 16 bits, with experts="int4" '
+        "(`promoe quantize`)."
+    )
+
+
+def find_compressed_tensors(
+    tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
+) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, with the parts of each weight as one, and without those of activations.
+
+    Raises:
+        CheckpointError: the format cannot be read, or a weight's tensors do not belong together.
+    """
+    schemes = schemes_of(quantization)
+    modules = parts_of_modules(tensors, (PACKED, WEIGHT, SCALE, ZEROS, ORDER, _OF_NVFP4, *_LEFT_OUT))
+    quantised = {module: parts for module, parts in modules.items() if set(parts) & {PACKED, SCALE, ZEROS, ORDER}}
+    weights = []
+    left_out: set[str] = set()
+    for module, parts in quantised.items():
+        left_out.update(parts.pop(name).name for name in _LEFT_OUT if name in parts)
+        weights.append(_weight(module, parts, schemes))
+    kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    return replaced(kept, weights)
+
+
+def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Scheme]) -> EncodedTensor:
+    if _OF_NVFP4 in parts:
+        raise _unreadable("nvfp4-pack-quantized")
+    values, scales = parts.get(PACKED) or parts.get(WEIGHT), parts.get(SCALE)
+    error = wrong_parts(
+        module,
+        parts,
+        "expected are weight_packed I32 or U8, or weight I8 or F8_E4M3, a weight_scale, and if the scheme is not symmetric a "
+        "weight_zero_point, of shapes that belong together",
+    )
+    if values is None or scales is None or len(values.shape) != 2 or (PACKED in parts and WEIGHT in parts):
+        raise error
+    if any(0 in part.shape for part in parts.values()):
+        raise error
+    if values.dtype_name in ("F8_E4M3", "U8") and set(parts) <= {PACKED, WEIGHT, SCALE}:
+        return _fp8(module, values, scales, error)
+    is_packed = PACKED in parts
+    if values.dtype_name != ("I32" if is_packed else "I8") or scales.dtype_name not in SCALE_DTYPES:
+        raise error
+    outputs, columns = values.shape
+    groups = scales.shape[1] if len(scales.shape) == 2 else 1
+    if scales.shape not in ((), (1,), (outputs,), (1, 1), (outputs, groups)):
+        raise error
+    if ZEROS not in parts and schemes and not any(scheme.is_symmetric for scheme in schemes):
+        raise error
+    bits, inputs = _bits_and_inputs(module, columns, groups, schemes, error) if is_packed else (8, columns)
+    order, zeros = parts.get(ORDER), parts.get(ZEROS)
+    if inputs % groups or (order is not None and (order.shape, order.dtype_name) != ((inputs,), "I32")):
+        raise error
+    packed_zeros = ((-(-outputs * bits // 32), groups), "I32") if is_packed else None
+    if zeros is not None and (zeros.shape, zeros.dtype_name) not in ((scales.shape, "I8"), packed_zeros):
+        raise error
+    # Words may have more codes than there are inputs. Then the group says how many there are.
+    group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
+    in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
+    integers = as_integers(bits, group, zeros is None, order is None)
+    encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, integers)
+    return EncodedTensor(f"{module}.{WEIGHT}", (outputs, inputs), in_file, encoding)
+
+
+def _bits_and_inputs(
+    module: str, words: int, groups: int, schemes: Sequence[Scheme], error: CheckpointError
+) -> tuple[int, int]:
+    """Return the bits and inputs of a packed weight: by the schemes that it fits, and if these differ, by its name."""
+    fitting = [(scheme, shape) for scheme in schemes if (shape := scheme.shape(words, groups)) is not None]
+    if len({shape for _, shape in fitting}) > 1:
+        named = [(scheme, shape) for scheme, shape in fitting if scheme.names(module)]
+        classes = [
+            (scheme, shape) for scheme, shape in fitting if any(target.isidentifier() for target in scheme.targets)
+        ]
+        fitting = named or classes
+    shapes = {shape for _, shape in fitting}
+    if len(shapes) == 1:
+        return shapes.pop()
+    if not shapes:
+        raise error
+    raise CheckpointError(
+        f"The checkpoint's {module!r} can be read in {' or '.join(f'{bits} bits' for bits, _ in sorted(shapes))}, since it is "
+        "a target of several config_groups in config.json. Remove it from the targets of all but one."
+    )
+
+
+def _fp8(module: str, values: TensorRange, scales: TensorRange, error: CheckpointError) -> EncodedTensor:
+    """Return a weight of FP8 values, or of two FP4 values in a byte, with a scale for each block."""
+    shape = (values.shape[0], values.shape[1] * (2 if values.dtype_name == "U8" else 1))
+    blocks = scales.shape if len(scales.shape) == 2 else (1, 1)
+    if (
+        scales.dtype_name not in ("U8", *SCALE_DTYPES)
+        or scales.shape not in ((), (1,), blocks)
+        or any(size % count for size, count in zip(shape, blocks, strict=True))
+    ):
+        raise error
+    return EncodedTensor(f"{module}.{WEIGHT}", shape, (values, scales), Fp8())
