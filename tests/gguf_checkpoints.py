@@ -57,14 +57,14 @@ def tiny_model(
     """The model that `write_gguf` writes: in fp32, in eval mode.
 
     Args:
-        family: a `model_type` of Transformers, one of `CONVERTERS`.
+        family: one of `CONVERTERS`, named for its `model_type` in Transformers.
         hidden: hidden size; a multiple of 256 for K types.
         intermediate: of one expert; a multiple of 256 for K types.
         seed: of the weights.
         fields: further fields of the configuration.
     """
     config = AutoConfig.for_model(
-        family,
+        CONVERTERS[family].model_type,
         **{
             "vocab_size": len(_tokens()),
             "hidden_size": hidden,
@@ -98,7 +98,7 @@ def write_gguf(
 
     Args:
         folder: where to; it is made.
-        family: a `model_type` of Transformers, one of `CONVERTERS`.
+        family: one of `CONVERTERS`, named for its `model_type` in Transformers.
         weight_type: the ggml type of matrices ("F32", "BF16", "Q8_0", "Q4_K", ...). Types that the `gguf` package cannot
             quantise to get random blocks. Rows that are no whole number of blocks are in F16, norms and gates in F32.
         expert_type: that of routed experts; by default `weight_type`.
@@ -115,7 +115,7 @@ def write_gguf(
     converter = CONVERTERS[family]
     tensors = dict(converted(converter, model, dict(model.state_dict())))
     per_part = -(-len(tensors) // parts) if parts > 1 else 0
-    path = folder / f"tiny-{family}-{expert_type or weight_type}.gguf"
+    path = folder / f"tiny-{family.replace(' ', '-')}-{expert_type or weight_type}.gguf"
     writer = GGUFWriter(path, converter.architecture, split_max_tensors=per_part)
     converter.metadata(model.config, writer)
     _add_tokenizer(writer)
@@ -135,12 +135,13 @@ def converted(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a GGUF file, by name, before any arithmetic on them."""
     config = model.config
-    names = gguf.get_tensor_name_map(converter.arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(converter.arch, converter.block_count(config))
     for name, tensor in state_dict.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for one, value in converter.tensors(config, name, tensor):
-            if (found := names.get_name(one, try_suffixes=(".weight", ".bias"))) is None:
+            found = one if one.startswith("blk.") else names.get_name(one, try_suffixes=(".weight", ".bias"))
+            if found is None:
                 raise ValueError(f"{converter.architecture} has no tensor for {one!r}")
             yield found, value
 

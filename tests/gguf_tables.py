@@ -27,10 +27,14 @@ def config_by_tables(metadata: dict[str, Any], tensors: dict[str, torch.Tensor])
     return AutoConfig.for_model(**fields)
 
 
-def model_by_tables(path: Path) -> PreTrainedModel:
-    """A file's model in fp32. Fails if a parameter is missing or has another shape; parameters begin as NaN."""
+def model_by_tables(path: Path, **rope: Any) -> PreTrainedModel:
+    """A file's model in fp32, with further parameters of rotary embeddings.
+
+    Fails if a parameter is missing or has another shape; parameters begin as NaN.
+    """
     metadata, tensors = metadata_of(path), read_gguf(path)
     config = config_by_tables(metadata, tensors)
+    config.rope_parameters.update(rope)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for tensor in model.state_dict().values():
         tensor.fill_(torch.nan)

@@ -2,17 +2,31 @@
 
 A GGUF file has no config.json, and its tensors have other names than the model's parameters. A `Family` turns the file's
 metadata into the fields of a configuration, and gives the conversions from the file's tensors to the parameters. What
-a file does not say follows llama.cpp, which all of them are written for.
+a file does not say follows llama.cpp, which all of them are written for. What the model of Transformers cannot do, and
+tensors or keys that nobody asked for, are refused.
 """
 
 from __future__ import annotations
 
 from .base import Family, Metadata, Shapes
-from .qwen import QWEN3_MOE
+from .deepseek import DEEPSEEK2
+from .glm import GLM4_MOE
+from .gpt_oss import GPT_OSS
+from .llama import GRANITE_MOE, MIXTRAL, OLMOE
+from .minimax import MINIMAX_M2
+from .qwen import QWEN2_MOE, QWEN3_MOE
 
 __all__ = ["FAMILIES", "Family", "Metadata", "Shapes"]
 
 # By `general.architecture`.
 FAMILIES: dict[str, Family] = {
+    "deepseek2": DEEPSEEK2,
+    "glm4moe": GLM4_MOE,
+    "gpt-oss": GPT_OSS,
+    "granitemoe": GRANITE_MOE,
+    "llama": MIXTRAL,
+    "minimax-m2": MINIMAX_M2,
+    "olmoe": OLMOE,
+    "qwen2moe": QWEN2_MOE,
     "qwen3moe": QWEN3_MOE,
 }

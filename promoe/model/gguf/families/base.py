@@ -18,6 +18,13 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """The shapes of a file's tensors by name, with the longest stride first, as in torch."""
 
 
+# Keys that say nothing of what is computed, or nothing that tensors do not say.
+_WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_shared_count")
+
+
+_OUTER = ("token_embd.weight", "output_norm.weight", "output.weight")
+
+
 @dataclass(frozen=True)
 class Family:
     """How one architecture of GGUF files becomes a model of Transformers."""
@@ -40,9 +47,11 @@ class File:
     def __init__(self, metadata: Metadata, shapes: Shapes) -> None:
         self.metadata, self.shapes = metadata, shapes
         self.architecture = str(metadata["general.architecture"])
+        self._known = set(_WITHOUT_EFFECT)
 
     def has(self, key: str) -> bool:
         """Whether the architecture's `key` is there."""
+        self._known.add(key)
         return f"{self.architecture}.{key}" in self.metadata
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -79,6 +88,7 @@ class File:
 
     def per_layer(self, key: str) -> list[Any] | None:
         """Return a list of the architecture with one entry per layer; None: the key is not there, or has one value."""
+        self._known.add(key)
         value = self.metadata.get(f"{self.architecture}.{key}")
         return list(value) if isinstance(value, (list, tuple)) else None
 
@@ -97,18 +107,27 @@ class File:
         """Whether some layer has the tensor `leaf`, such as "attn_q.bias"."""
         return any(name.startswith("blk.") and name.endswith(f".{leaf}") for name in self.shapes)
 
-    def check_names(self, leaves: Collection[str], others: Collection[str] = ()) -> None:
-        """Raise CheckpointError if the file has tensors that the model has no place for.
+    def check(
+        self, weights: Collection[str], biases: Collection[str] = (), ignored_from_layer: int | None = None
+    ) -> None:
+        """Raise CheckpointError if the file has something that the model has no place for. Called when all is read.
 
         Args:
-            leaves: of a layer, such as "attn_q": their weight and bias are known.
-            others: whole names.
+            weights: the tensors of a layer that have a weight, such as "attn_q".
+            biases: those that have a bias.
+            ignored_from_layer: the tensors of this layer and later ones are not used.
         """
-        known = {"token_embd.weight", "output_norm.weight", "output.weight", *others}
+        known = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases}
         for name in self.shapes:
-            leaf = re.fullmatch(r"blk\.\d+\.(.+?)(?:\.(?:weight|bias))?", name)
-            if name not in known and (leaf is None or leaf[1] not in leaves):
+            layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+            if layer and ignored_from_layer is not None and int(layer[1]) >= ignored_from_layer:
+                continue
+            if name not in _OUTER and (layer is None or layer[2] not in known):
                 raise self.error(f"it has the tensor {name!r}, which the model that would be opened has no place for")
+        prefix = f"{self.architecture}."
+        for key, value in self.metadata.items():
+            if key.startswith(prefix) and key.removeprefix(prefix) not in self._known:
+                raise self.error(f"{key} is {shown(value)}, which the model that would be opened does not have")
 
     def refuse_unless(self, key: str, allowed: Collection[Any], why: str) -> None:
         """Raise CheckpointError if `key` is there with another value than those allowed."""
@@ -125,6 +144,7 @@ class File:
 
     def _one(self, key: str, default: Any) -> Any:
         """Return a value; a list with one entry per layer counts if all entries are equal."""
+        self._known.add(key)
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise self.error(f"its metadata has no {self.architecture}.{key}")
@@ -158,6 +178,12 @@ def head_dim(file: File) -> int:
     size = file.whole("attention.key_length", file.whole("embedding_length") // max(heads, 1))
     file.refuse_unless("attention.value_length", (size,), f"but keys have {size} elements per head")
     return size
+
+
+def expert_size(file: File) -> int:
+    """Return the intermediate size of one expert. Without the key, experts share the size of a dense layer."""
+    used = max(file.whole("expert_used_count"), 1)
+    return file.whole("expert_feed_forward_length", file.whole("feed_forward_length", 0) // used)
 
 
 def rope(file: File, rotated: int | None = None) -> dict[str, Any]:

@@ -1,8 +1,4 @@
-"""What llama.cpp's converter makes of each family's configuration and weights, written down family by family.
-
-Independent of promoe's tables, which read such files: names come from the `gguf` package, and what is written follows
-`convert_hf_to_gguf.py`.
-"""
+"""What llama.cpp's converter makes of any family's configuration and weights."""
 
 from __future__ import annotations
 
@@ -20,9 +16,18 @@ class Converter:
 
     Attributes:
         arch: of the `gguf` package.
+        model_type: of Transformers.
     """
 
     arch: MODEL_ARCH
+    model_type: str
+
+    def __init__(self, model_type: str) -> None:
+        self.model_type = model_type
+
+    def block_count(self, config: Any) -> int:
+        """Return how many layers the file has."""
+        return config.num_hidden_layers
 
     @property
     def architecture(self) -> str:
@@ -36,7 +41,7 @@ class Converter:
     def metadata(self, config: Any, writer: GGUFWriter) -> None:
         """Write what the converter writes for every family."""
         writer.add_type("model")
-        writer.add_block_count(config.num_hidden_layers)
+        writer.add_block_count(self.block_count(config))
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
         if (intermediate := getattr(config, "intermediate_size", None)) is not None:
@@ -44,11 +49,11 @@ class Converter:
         writer.add_head_count(config.num_attention_heads)
         writer.add_head_count_kv(config.num_key_value_heads)
         self.rope(config.rope_parameters, writer)
-        if (eps := _first(config, "rms_norm_eps", "norm_eps")) is not None:
+        if (eps := first(config, "rms_norm_eps", "norm_eps")) is not None:
             writer.add_layer_norm_rms_eps(eps)
-        if (experts := _first(config, "num_local_experts", "num_experts")) is not None:
+        if (experts := first(config, "num_local_experts", "num_experts")) is not None:
             writer.add_expert_count(experts)
-        writer.add_expert_used_count(_first(config, "num_experts_per_tok", "num_experts_per_token"))
+        writer.add_expert_used_count(first(config, "num_experts_per_tok", "num_experts_per_token"))
         if (groups := getattr(config, "n_group", None)) is not None:
             writer.add_expert_group_count(groups)
         if (used := getattr(config, "topk_group", None)) is not None:
@@ -75,7 +80,10 @@ class Converter:
         writer.add_rope_freq_base(rope["rope_theta"])
 
     def tensors(self, config: Any, name: str, tensor: torch.Tensor) -> Tensors:
-        """Yield what becomes of a weight, under names that the `gguf` package maps. No arithmetic, only places."""
+        """Yield what becomes of a weight, under names of the file or such that the `gguf` package maps.
+
+        No arithmetic: elements only change places.
+        """
         head, _, leaf = name.rpartition(".")
         if leaf == "gate_up_proj" and head.endswith("experts"):
             half = tensor.shape[1] // 2
@@ -95,32 +103,5 @@ class Converter:
         return tensor
 
 
-def _first(config: Any, *names: str) -> Any:
+def first(config: Any, *names: str) -> Any:
     return next((getattr(config, name) for name in names if getattr(config, name, None) is not None), None)
-
-
-class Qwen3Moe(Converter):
-    """qwen3moe."""
-
-    arch = MODEL_ARCH.QWEN3MOE
-
-    def fields(self, hidden: int, intermediate: int) -> dict[str, Any]:
-        return {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 2 * intermediate,
-            "moe_intermediate_size": intermediate,
-            "head_dim": hidden // 4,
-            "norm_topk_prob": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
-        }
-
-    def metadata(self, config: Any, writer: GGUFWriter) -> None:
-        super().metadata(config, writer)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-
-
-# By `model_type` of Transformers.
-CONVERTERS: dict[str, Converter] = {
-    "qwen3_moe": Qwen3Moe(),
-}
