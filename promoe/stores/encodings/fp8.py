@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.encodings.slices import codes_of, values_of
+from promoe.stores.encodings.small_floats import E2M1, E4M3, E5M2
 from promoe.stores.safetensors_header import TensorRange
 
 SCALE = "_scale_inv"
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1, torch.int8: E2M1}
+_LARGEST_SCALE = 2.0**112
 
 
 @dataclass(frozen=True)
@@ -28,15 +33,62 @@ class Fp8(Encoding):
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`."""
-        values, scales = parts
-        if values.dtype in (torch.int8, torch.uint8):
-            codes = values.view(torch.uint8)
-            table = torch.tensor(_FP4, device="cpu")
-            values = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
-        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-        rows, columns = scales.shape[-2:] if scales.dim() >= 2 else (1, 1)
-        blocks = values.float().unflatten(-1, (columns, -1)).unflatten(-3, (rows, -1))
-        out.copy_((blocks * scales.view(rows, 1, columns, 1)).view(out.shape))
+        codes, scales = parts
+        codes, decoded = codes.view(-1, codes.shape[-1]), out.view(-1, out.shape[-1])
+        scales = scales.view(-1, scales.shape[-1]) if scales.dim() >= 2 else scales.view(1, 1)
+        rows_per_scale = len(codes) // len(scales)
+        step = max(1, slices.SLICE_ELEMENTS // decoded.shape[1])
+        for start in range(0, len(codes), step):
+            stop = min(start + step, len(codes))
+            first = start // rows_per_scale
+            numbers = torch.arange(start, stop, device="cpu") // rows_per_scale - first
+            of_rows = _floats(scales[first : first + int(numbers[-1]) + 1])[numbers]
+            _decode_rows(codes[start:stop], of_rows, decoded[start:stop])
+
+
+def _floats(scales: torch.Tensor) -> torch.Tensor:
+    return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+
+
+def _decode_rows(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode rows `[n, columns]`, with scales float32 `[n, blocks of columns]`."""
+    values = values_of(tuple(out.shape))
+    kind = _KINDS.get(codes.dtype)
+    largest = float(scales.abs().max())
+    # With the factor, larger scales would become infinite. NaN is not smaller, either.
+    if kind is None or not largest < _LARGEST_SCALE or (kind is E4M3 and _has_nan(codes)):
+        values.copy_(_plain(codes))
+    else:
+        memory = codes_of(tuple(out.shape), torch.int16)
+        values.copy_(kind.halves(_separated(codes, values) if kind is E2M1 else codes, memory))
+        scales = scales * kind.factor
+    values.unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1))
+    out.copy_(values)
+
+
+def _has_nan(codes: torch.Tensor) -> bool:
+    return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
+
+
+def _separated(codes: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Return a byte for each FP4 value, in its high bits; in the first half of `memory`."""
+    space = memory.view(torch.int16).view(4, *codes.shape)
+    pairs, low = space[0], space[1]
+    pairs.copy_(codes.view(torch.uint8))
+    torch.bitwise_left_shift(pairs, 4, out=low)
+    low &= 0x00F0
+    pairs <<= 8
+    pairs &= 0xF000 - 2**16
+    pairs |= low
+    return pairs.view(torch.int8)
+
+
+def _plain(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of codes of any dtype."""
+    if codes.dtype not in (torch.int8, torch.uint8):
+        return codes.float()
+    codes, table = codes.view(torch.uint8), torch.tensor(_FP4, device="cpu")
+    return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), -1).flatten(-2)
 
 
 def find_fp8(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:

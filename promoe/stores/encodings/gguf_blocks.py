@@ -10,13 +10,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from promoe.stores.encodings import gguf_iq, gguf_k, gguf_q
+from promoe.stores.encodings import gguf_iq, gguf_k, gguf_q, slices
 from promoe.stores.encodings.base import Encoding, Integers
-from promoe.stores.encodings.gguf_bits import Expand
+from promoe.stores.encodings.gguf_bits import Expand, Slice
 from promoe.stores.encodings.gguf_integers import GROUP, Unpack, unpack_q4_0, unpack_q4_1, unpack_q4_k
-
-# Values decoded at a time, which stay in the processor's cache.
-SLICE_ELEMENTS = 64 * 1024
+from promoe.stores.encodings.slices import codes_of, values_of
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,13 @@ class GgufBlocks(Encoding):
         (packed,) = parts
         blocks, decoded = packed.view(-1, self.block_bytes), out.view(-1, self.block_elements)
         assert len(blocks) == len(decoded), (packed.shape, out.shape, self)
-        step = SLICE_ELEMENTS // self.block_elements
+        step = slices.SLICE_ELEMENTS // self.block_elements
         shape = (min(step, len(blocks)), self.block_elements)
-        codes = torch.empty(shape, dtype=torch.uint8, device="cpu")
-        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        codes, values = codes_of(shape, torch.uint8), values_of(shape)
         for start in range(0, len(blocks), step):
-            part = blocks[start : start + step]
-            self.expand(part, codes[: len(part)], values[: len(part)])
-            decoded[start : start + step] = values[: len(part)]
+            part = Slice(blocks[start : start + step], codes, values)
+            self.expand(part)
+            decoded[start : start + step] = part.values
 
     def unpack(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `Encoding.unpack`. There is one part, uint8 `[out, bytes of a row]`."""
@@ -56,7 +53,7 @@ class GgufBlocks(Encoding):
         blocks, outputs = packed.view(-1, self.block_bytes), len(packed)
         codes = torch.empty((len(blocks), self.block_elements), dtype=torch.uint8, device="cpu")
         scales, zeros = _UNPACKED[self.type_id](blocks, codes)
-        return codes.view(outputs, -1), scales.view(outputs, -1), None if zeros is None else zeros.view(outputs, -1)
+        return codes.view(outputs, -1), scales.reshape(outputs, -1), None if zeros is None else zeros.view(outputs, -1)
 
 
 # By type id, for the types whose values are integers of 4 bits with scales and zeros.

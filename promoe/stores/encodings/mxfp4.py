@@ -13,11 +13,15 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
-from promoe.stores.encodings.fp8 import _FP4
+from promoe.stores.encodings.slices import codes_of, values_of
+from promoe.stores.encodings.small_floats import E2M1
 from promoe.stores.safetensors_header import TensorRange
 
 BLOCKS, SCALES = "_blocks", "_scales"
+VALUES = 32  # of a block
+OUTPUTS = 256  # transposed at a time: rows of the result are written in pieces that are long enough
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,32 @@ class Mxfp4(Encoding):
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`."""
         blocks, exponents = parts
-        table = torch.tensor(_FP4, device="cpu")
-        values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1).flatten(-2)
-        values = torch.ldexp(values, exponents.int().sub_(127).unsqueeze(-1))
-        out.copy_(values.flatten(-2).t())
+        outputs, groups, _ = blocks.shape
+        step = max(1, slices.SLICE_ELEMENTS // (OUTPUTS * VALUES))
+        for start in range(0, outputs, OUTPUTS):
+            for first in range(0, groups, step):
+                part = (slice(start, start + OUTPUTS), slice(first, first + step))
+                values = _transposed(blocks[part], exponents[part])
+                out[VALUES * first : VALUES * (first + step), start : start + OUTPUTS] = values
+
+
+def _transposed(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """Return the values of blocks `[out, groups, 16]`, float32 `[groups * 32, out]`."""
+    outputs, groups, width = blocks.shape
+    values = values_of((groups * VALUES, outputs))
+    packed, transposed, *_ = values.view(torch.uint8).view(-1).view(8, -1)
+    codes = values.view(torch.uint8).view(4, groups * width, 2, outputs)[1]
+    packed = packed.view(outputs, groups * width).copy_(blocks.flatten(1))
+    transposed = transposed.view(groups * width, outputs).copy_(packed.t())
+    torch.bitwise_left_shift(transposed, 4, out=codes[:, 0])
+    torch.bitwise_and(transposed, 0xF0, out=codes[:, 1])
+    memory = codes_of(tuple(codes.shape), torch.int16)
+    values.copy_(E2M1.halves(codes, memory).view(values.shape))
+    values *= E2M1.factor
+    # The bits of 2^(exponent - 127), which is subnormal for 0, and infinite for 255.
+    scales = (exponents.t().int() << 23).clamp_(min=1 << 22).view(torch.float32)
+    values.view(groups, VALUES, outputs).mul_(scales.unsqueeze(1))
+    return values
 
 
 def find_mxfp4(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]) -> dict[str, StoredTensor]:

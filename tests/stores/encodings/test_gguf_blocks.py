@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.stores.encodings import gguf_blocks
+from promoe.stores.encodings import slices
 from promoe.stores.encodings.gguf_blocks import GgufBlocks, block_encoding
+from tests.stores.encodings.comparing import DTYPES, assert_same_bits, largest_memory
 
 TYPES = [kind for kind in gguf.GGMLQuantizationType if block_encoding(kind.value) is not None]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Bytes of each block at which fp16 scales begin; IQ1_M keeps its scale in the high bits of four numbers.
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,)),
@@ -64,15 +64,6 @@ def decoded(kind: gguf.GGMLQuantizationType, rows: np.ndarray, dtype: torch.dtyp
     return out
 
 
-def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Assert that numbers have the same bits, and that NaN is at the same places."""
-    assert found.shape == wanted.shape
-    numbers = ~wanted.isnan()
-    assert torch.equal(found.isnan(), wanted.isnan())
-    integer = {2: torch.int16, 4: torch.int32}[wanted.dtype.itemsize]
-    assert torch.equal(found[numbers].view(integer), wanted[numbers].view(integer))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_blocks_are_decoded_as_the_gguf_package_does(kind: gguf.GGMLQuantizationType, dtype: torch.dtype) -> None:
@@ -92,9 +83,25 @@ def test_extreme_scales_come_out_as_the_formula_says(kind: gguf.GGMLQuantization
 def test_sizes_that_are_no_whole_number_of_slices(
     kind: gguf.GGMLQuantizationType, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gguf_blocks, "SLICE_ELEMENTS", 4 * encoding(kind).block_elements)
+    monkeypatch.setattr(slices, "SLICE_ELEMENTS", 4 * encoding(kind).block_elements)
     rows = random_blocks(kind, shape, np.linspace(0.01, 0.1, 99))
     assert_same_bits(decoded(kind, rows, torch.bfloat16), expected(kind, rows, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.name[:3] not in ("IQ1", "IQ2", "IQ3")], ids=str)
+def test_memory_does_not_grow_with_the_weight(kind: gguf.GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.from_numpy(random_blocks(kind, (64, 4), np.linspace(0.01, 0.1, 99)))
+    out = torch.empty((64, 4 * encoding(kind).block_elements), dtype=torch.bfloat16)
+    assert largest_memory(encoding(kind), [rows], out, 1024, monkeypatch) == 1024 * 4
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_blocks_may_lie_anywhere_in_memory(kind: gguf.GGMLQuantizationType) -> None:
+    rows = random_blocks(kind, (1, 3), np.linspace(0.01, 0.1, 99))
+    shifted = torch.empty(rows.size + 1, dtype=torch.uint8)[1:].copy_(torch.from_numpy(rows[0]))
+    out = torch.empty(3 * encoding(kind).block_elements)
+    encoding(kind).decode([shifted], out)
+    assert_same_bits(out, expected(kind, rows, torch.float32)[0])
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)

@@ -1,0 +1,110 @@
+"""FP8 weights are their values times their blocks' scales, in fp32, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from promoe.stores.encodings import slices
+from promoe.stores.encodings.fp8 import Fp8
+from tests.stores.encodings.comparing import DTYPES, assert_same_bits, largest_memory
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP4 = (torch.int8, torch.uint8)
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NAN_CODES = (0x7F, 0xFF)
+# Scales around which shortcuts could go wrong: the product is subnormal, or infinite, or the scale itself is.
+EXTREMES = (0.0, -0.0, -0.3, 1e-42, 1e-38, -3e-36, 2.0**111, 2.0**112, 2.0**119, 2.0**127, 3e38)
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+
+
+def formula(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight, computed as plainly as possible."""
+    if codes.dtype in FP4:
+        numbers = codes.view(torch.uint8).long()
+        values = torch.stack((LEVELS[numbers % 16], LEVELS[numbers // 16]), -1).flatten(-2)
+    else:
+        values = codes.float()
+    scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+    grid = scales if scales.dim() >= 2 else scales.reshape(1, 1)
+    for dim in (0, 1):
+        grid = grid.repeat_interleave(values.shape[dim] // grid.shape[dim], dim)
+    return (values * grid).to(dtype)
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    columns = codes.shape[1] * (2 if codes.dtype in FP4 else 1)
+    out = torch.full((codes.shape[0], columns), 7.0, dtype=dtype)
+    Fp8().decode([codes, scales], out)
+    return out
+
+
+def every_code(dtype: torch.dtype, rows: int, columns: int, without: tuple[int, ...] = ()) -> torch.Tensor:
+    """Return a matrix of codes, all of which occur if it is large enough."""
+    codes = torch.tensor([code for code in range(256) if code not in without], dtype=torch.uint8)
+    order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(1))
+    return codes[order % len(codes)].view(rows, columns).view(dtype)
+
+
+def random_scales(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2)) * 0.01
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("without", [(), NAN_CODES], ids=["all", "finite"])
+@pytest.mark.parametrize("dtype", [*FP8, *FP4], ids=str)
+def test_every_code_becomes_its_value_times_the_scale(
+    dtype: torch.dtype, without: tuple[int, ...], out_dtype: torch.dtype
+) -> None:
+    codes, scales = every_code(dtype, 32, 48, without), random_scales((4, 3))
+    assert_same_bits(decoded(codes, scales, out_dtype), formula(codes, scales, out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [*EXTREMES, *NOT_FINITE])
+@pytest.mark.parametrize("dtype", [*FP8, *FP4], ids=str)
+def test_every_code_with_extreme_scales(dtype: torch.dtype, scale: float, out_dtype: torch.dtype) -> None:
+    codes, scales = every_code(dtype, 16, 32, NAN_CODES), torch.full((2, 2), scale)
+    assert_same_bits(decoded(codes, scales, out_dtype), formula(codes, scales, out_dtype))
+
+
+def test_one_nan_among_all_codes_is_found() -> None:
+    for code in NAN_CODES:
+        codes = every_code(torch.float8_e4m3fn, 8, 16, NAN_CODES)
+        codes.view(torch.uint8)[5, 11] = code
+        found = decoded(codes, random_scales((1, 1)), torch.bfloat16)
+        assert found.isnan().nonzero().tolist() == [[5, 11]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8])
+def test_scales_of_every_dtype(dtype: torch.dtype) -> None:
+    if dtype.itemsize == 1:
+        scales = torch.arange(256, dtype=torch.uint8).view(dtype).view(32, 8)
+    else:
+        scales = random_scales((32, 8)).to(dtype)
+    codes = every_code(torch.float8_e4m3fn, 64, 32, NAN_CODES)
+    assert_same_bits(decoded(codes, scales, torch.float32), formula(codes, scales, torch.float32))
+
+
+@pytest.mark.parametrize("slice_elements", [1, 42 * 5, 42 * 21, 10**6])
+@pytest.mark.parametrize("scales", [(1, 1), (3, 7), (21, 1), (63, 42), (1, 42), (63, 14), (9, 2), (1,), ()], ids=str)
+def test_blocks_of_every_size(scales: tuple[int, ...], slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever slices of rows end."""
+    monkeypatch.setattr(slices, "SLICE_ELEMENTS", slice_elements)
+    codes, of_blocks = every_code(torch.float8_e4m3fn, 63, 42, NAN_CODES), random_scales(scales)
+    assert_same_bits(decoded(codes, of_blocks, torch.bfloat16), formula(codes, of_blocks, torch.bfloat16))
+
+
+def test_dtypes_without_a_shortcut_are_decoded_too() -> None:
+    codes, scales = every_code(torch.float8_e4m3fnuz, 16, 16), random_scales((2, 2))
+    assert_same_bits(decoded(codes, scales, torch.bfloat16), formula(codes, scales, torch.bfloat16))
+
+
+@pytest.mark.parametrize("without", [(), NAN_CODES], ids=["all", "finite"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_memory_does_not_grow_with_the_weight(
+    dtype: torch.dtype, without: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = every_code(dtype, 512, 128, without)
+    out = torch.empty((512, 128 * (2 if dtype in FP4 else 1)), dtype=torch.bfloat16)
+    assert largest_memory(Fp8(), [codes, random_scales((4, 1))], out, 2048, monkeypatch) == 2048 * 4
