@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
@@ -45,6 +46,7 @@ from promoe.model.opening_checks import (
     opening_error,
     take_quantization,
 )
+from promoe.model.quantized_linear import Keep, KeptLinear, linears_to_keep
 from promoe.stores.checkpoint_plan import plan_experts
 from promoe.stores.encodings.base import EncodedTensor
 from promoe.stores.encodings.schemes import find_weights
@@ -77,6 +79,7 @@ def open_without_experts(
     progress: Progress | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     auto_class: type | None = None,
+    keep: Keep = "none",
     **from_pretrained_kwargs: Any,
 ) -> OpenedModel:
     """Open a checkpoint, and plan where its experts lie in the files, without reading them.
@@ -94,6 +97,7 @@ def open_without_experts(
         chunk_bytes: longest transfer, a multiple of 4096.
         auto_class: a Transformers Auto class or model class. None: the class that config.json names (`architectures`),
             or `AutoModelForCausalLM` if it names none.
+        keep: which linear layers other than experts keep their weights in fewer bits, if the checkpoint has them so.
         **from_pretrained_kwargs: passed to Transformers: `revision`, `token`, `cache_dir`, `attn_implementation`, ...
 
     Raises:
@@ -101,7 +105,8 @@ def open_without_experts(
         UnsupportedModelError: the model has no MoE layers, or quantised or otherwise unsupported ones.
         CheckpointError: files are missing, truncated or in another format, or do not match the model.
     """
-    return _open(_Opening(progress or _no_progress, chunk_bytes), path_or_id, dtype, auto_class, from_pretrained_kwargs)
+    opening = _Opening(progress or _no_progress, chunk_bytes, keep)
+    return _open(opening, path_or_id, dtype, auto_class, from_pretrained_kwargs)
 
 
 def open_headers(
@@ -110,6 +115,7 @@ def open_headers(
     dtype: torch.dtype | str | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     auto_class: type | None = None,
+    keep: Keep = "none",
     **from_pretrained_kwargs: Any,
 ) -> OpenedModel:
     """Open a checkpoint by reading only the headers of its files. The model stays on the meta device.
@@ -117,7 +123,7 @@ def open_headers(
     Its parameters have the shapes and dtypes that `open_without_experts` would give them. Arguments and errors are the
     same, except that missing weights other than experts are not noticed.
     """
-    opening = _Opening(_no_progress, chunk_bytes, headers_only=True)
+    opening = _Opening(_no_progress, chunk_bytes, keep, headers_only=True)
     return _open(opening, path_or_id, dtype, auto_class, from_pretrained_kwargs)
 
 
@@ -141,6 +147,8 @@ def _open(
         name = base = None
     else:
         base = check_checkpoint(path_or_id, kwargs)
+        if base != os.fspath(path_or_id):
+            opening.keep = "none"  # adapters change ordinary linear layers only
     dtype = "auto" if dtype is None else dtype
     try:
         if opening.gguf is not None:
@@ -174,13 +182,16 @@ def _options_for_gguf(gguf: GgufCheckpoint, options: Mapping[str, Any]) -> dict[
 class _Opening:
     """One load in progress. It steps in when the model is on the meta device and its files are known."""
 
-    def __init__(self, progress: Progress, chunk_bytes: int, headers_only: bool = False) -> None:
+    def __init__(self, progress: Progress, chunk_bytes: int, keep: Keep, headers_only: bool = False) -> None:
         self.progress = Counted(progress)
         self.chunk_bytes = chunk_bytes
+        self.keep = keep
         self.headers_only = headers_only
         self.model: Any = None  # the model on the meta device, if only headers are read
         self.store: FileStore | None = None
         self.layers: list[MoELayer] = []
+        self.linears: list[KeptLinear] = []
+        self.reader: Reader | None = None
         self.quantization: Mapping[str, Any] | None = None  # the checkpoint's
         self.gguf: GgufCheckpoint | None = None  # if the checkpoint is one
         self.model_class: type[PreTrainedModel] | None = None  # known once its from_pretrained is entered
@@ -231,15 +242,14 @@ class _Opening:
                     as_loaded(model, load_config.dtype_plan)
                     opening.model = model
                     raise _HeadersReadError
-                with _hidden_experts(opening.layers):
+                with _hidden(model, opening.layers, opening.linears):
                     loading, offloaded = base._load_pretrained_model(*call.args, **call.kwargs)
-                opening.progress.end()
                 check_shapes(loading, load_config.ignore_mismatched_sizes)
                 return loading, offloaded
 
             @staticmethod
             def _finalize_model_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
-                with _hidden_experts(opening.layers):
+                with _hidden(model, opening.layers, opening.linears):
                     loading = base._finalize_model_loading(model, *args, **kwargs)
                 check_missing(loading, base, model.config)
                 opening.is_loaded = True
@@ -268,10 +278,13 @@ class _Opening:
         # Transformers keeps the conversions that were used, to be able to save in the checkpoint's own layout.
         for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
             conversion._was_used = conversion.was_used() or planned.was_used()
-        rest = [tensor for name, tensor in tensors.items() if name not in plan.expert_tensors]
-        self.progress.total_bytes = sum(tensor.nbytes for tensor in rest if tensor.name not in plan.unused_tensors)
+        self.linears = linears_to_keep(model, plan.as_they_are, self.keep)
+        hidden = plan.expert_tensors | {linear.weight.name for linear in self.linears}
+        rest = [tensor for name, tensor in tensors.items() if name not in hidden]
+        read = [tensor for tensor in rest if tensor.name not in plan.unused_tensors]
+        self.progress.total_bytes = sum(tensor.nbytes for tensor in (*read, *(one.weight for one in self.linears)))
         num_elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
-        reader = Reader(files, self.progress.count, num_elements)
+        self.reader = reader = Reader(files, self.progress.count, num_elements)
         return {
             tensor.name: EncodedInFile(tensor, dtype_of(tensor.name, load_config), reader)
             if isinstance(tensor, EncodedTensor)
@@ -286,6 +299,10 @@ class _Opening:
                 f"{type(model).__name__} was not loaded from safetensors files in the usual way, so its experts could "
                 "not be left in them. Only checkpoints in Transformers' own safetensors layout are supported."
             )
+        for linear in self.linears:
+            linear.put_into(model, None if self.headers_only else self.reader)
+        if not self.headers_only:
+            self.progress.end()
         self.store.close_others()
         model.__class__ = self.model_class
         if self.gguf is not None:
@@ -350,15 +367,16 @@ class _SubclassedMapping:
 
 
 @contextmanager
-def _hidden_experts(layers: Sequence[MoELayer]) -> Iterator[None]:
-    """Keep the experts out of `state_dict()`, so that Transformers does not expect, miss or initialise them."""
+def _hidden(model: nn.Module, layers: Sequence[MoELayer], linears: Sequence[KeptLinear]) -> Iterator[None]:
+    """Keep weights that promoe reads out of `state_dict()`, so that Transformers does not expect, miss or initialise them."""
+    owners = [(layer.experts, layer.paths) for layer in layers]
+    owners += [(model.get_submodule(linear.name), ("weight",)) for linear in linears]
     handles = []
-    for layer in layers:
-        for module in layer.experts.modules():
-            module.__dict__["_is_hf_initialized"] = (
-                True  # Transformers sets it on loaded modules, to skip _init_weights
-            )
-        handles.append(layer.experts.register_state_dict_post_hook(_dropping(layer.paths)))
+    for owner, paths in owners:
+        for module in owner.modules():
+            # Transformers sets it on loaded modules, to skip _init_weights
+            module.__dict__["_is_hf_initialized"] = True
+        handles.append(owner.register_state_dict_post_hook(_dropping(paths)))
     try:
         yield
     finally:

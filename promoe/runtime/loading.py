@@ -12,6 +12,7 @@ from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.file_tensors import Progress
 from promoe.model.opening import open_without_experts
+from promoe.model.quantized_linear import Keep
 from promoe.model.slot_folders import ExpertsChoice
 from promoe.runtime.checking import Arguments, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import FoundInFiles
@@ -50,13 +51,14 @@ def from_pretrained(
         path_or_id: folder of a checkpoint, or a hub id. If it has only an adapter (PEFT), its base model is opened with
             it.
         experts: the form of the experts. "auto": as the checkpoint has them, or packed (`promoe pack`) if they are so
-            beside the checkpoint and fit this model and machine; the output is the same. If the checkpoint has them as
-            integers of 4 or 8 bits that a slot format can hold, they stay so in memory; all others are decoded as they
-            arrive. "int8", "int4", "int3", "int2": quantised (`promoe quantize`), which changes the output: it is that of
-            the same model with all experts in this form in memory. "int8" also quantises the experts of a checkpoint in
-            fewer bits as they arrive. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize
-            MODEL --hot 8 --counts FILE`; on a CPU only). A folder that one of the two commands wrote with `--out`.
-            "checkpoint": never packed, and decoded as they arrive: the output is that of the model whose weights are
+            beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
+            quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
+            this form in memory. "int4-hot8": the most used experts in 8 bits, the others in 4 (`promoe quantize MODEL
+            --hot 8 --counts FILE`; on a CPU only). A folder that one of the two commands wrote with `--out`.
+            "checkpoint": never packed.
+            If the checkpoint is in fewer bits itself: "auto" leaves what is in integers of 4 or 8 bits so in memory, if a
+            slot format can hold it, and decodes the rest. "int8" quantises that rest to 8 bits as it is read. Both hold
+            for all linear layers. "checkpoint" decodes everything: the output is that of the model whose weights are
             decoded when it is loaded.
             On a CPU, torch's kernels multiply by the quantised weights. On a device, quantised experts are moved and kept
             as they are and expanded to bf16 for each call: the output is that of the model with these expanded weights,
@@ -101,6 +103,7 @@ def from_pretrained(
         progress=progress,
         chunk_bytes=checked.config.longest_chunk(),
         auto_class=auto_class,
+        keep=_kept(experts, checked.device),
         **from_pretrained_kwargs,
     )
     close = opened.store.close
@@ -115,6 +118,13 @@ def from_pretrained(
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
     return opened.model
+
+
+def _kept(experts: ExpertsChoice, device: Device | None) -> Keep:
+    """Return which linear layers are to keep their weights in fewer bits. On a device, stock kernels multiply by all."""
+    if device is not None or experts == "checkpoint":
+        return "none"
+    return "int8" if experts == "int8" else "integers"
 
 
 def _on(device: Device | None, experts: ExpertsChoice) -> ExpertsChoice:

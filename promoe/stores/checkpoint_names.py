@@ -106,6 +106,14 @@ class CheckpointNames:
                 parameter, pattern = rename_source_key(name, [], [], base_model_prefix, known)
             self._by_parameter[parameter][pattern].append(tensors[name])
 
+    def as_they_are(self) -> dict[str, StoredTensor]:
+        """Return the tensors that become a parameter without any change, by the parameter's name."""
+        return {
+            parameter: tensors[0]
+            for parameter, by_pattern in self._by_parameter.items()
+            if parameter in self._known and list(by_pattern) == [None] and len(tensors := by_pattern[None]) == 1
+        }
+
     def unused(self) -> Iterator[str]:
         """Yield the names of tensors that become no parameter, such as those of layers for multi-token prediction."""
         for parameter, by_pattern in self._by_parameter.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +30,19 @@ CONVERTIBLE_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat1
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """The plans of all MoE layers, and the names of the checkpoint's tensors that hold experts, or no part of the model."""
+    """Where everything lies.
+
+    Attributes:
+        layers: the plans of all MoE layers.
+        expert_tensors: the names of the checkpoint's tensors that hold experts.
+        unused_tensors: the names of those that hold no part of the model.
+        as_they_are: the other tensors that become a parameter without any change, by the parameter's name.
+    """
 
     layers: tuple[LayerPlan, ...]
-    expert_tensors: frozenset[str]
+    expert_tensors: frozenset[str] = frozenset()
     unused_tensors: frozenset[str] = frozenset()
+    as_they_are: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def plan_experts(
@@ -71,7 +79,8 @@ def plan_experts(
             pieces += _bank_pieces(bank, found, layout[bank.name].offset_bytes)
             expert_tensors.update(found.names(bank))
         plans.append(LayerPlan(layout, banks[0].num_experts, tuple(pieces), chunk_bytes))
-    return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()))
+    as_they_are = {name: one for name, one in found.as_they_are().items() if one.name not in expert_tensors}
+    return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()), as_they_are)
 
 
 def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece | ComputedPiece]:

@@ -72,7 +72,7 @@ class FileStore(PlannedStore):
 
     def replanned(self, layers: Sequence[LayerPlan]) -> FileStore:
         """Return a store with other plans over the same open files, which both own: closing one closes both."""
-        return FileStore(TensorFiles(self.files), CheckpointPlan(tuple(layers), frozenset()))
+        return FileStore(TensorFiles(self.files), CheckpointPlan(tuple(layers)))
 
     def close_others(self) -> None:
         """Close the files without experts: a large checkpoint has more files than a process may have open."""

@@ -110,7 +110,7 @@ class SlotFilesStore(FileStore):
             _plan(layout, len(others), file.tensors[SLOTS], chunk_bytes)
             for layout, (others, _), file in zip(layouts, numbers, files.files, strict=True)
         ]
-        super().__init__(files, CheckpointPlan(tuple(layers), frozenset()))
+        super().__init__(files, CheckpointPlan(tuple(layers)))
         if hot is not None:
             self.hot, self.num_experts = hot, num_experts
             self._numbers = numbers

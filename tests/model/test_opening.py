@@ -417,7 +417,9 @@ class TestAdapters:
             for parameter in own.parameters.values()
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         }
-        overridden = inspect.signature(getattr(_Opening(lambda *_: None, 4096).subclass(Qwen2MoeForCausalLM), name))
+        overridden = inspect.signature(
+            getattr(_Opening(lambda *_: None, 4096, "none").subclass(Qwen2MoeForCausalLM), name)
+        )
         overridden.bind(*given.values())
         if name != "_finalize_model_loading":
             overridden.bind(**given)
