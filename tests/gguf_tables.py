@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from promoe.model.gguf.families import FAMILIES
+from promoe.model.gguf.families import FAMILIES, Family
+from promoe.stores.encodings.base import EncodedTensor
+from promoe.stores.safetensors_header import TensorRange
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
@@ -38,9 +40,11 @@ def model_by_tables(path: Path, **rope: Any) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for tensor in model.state_dict().values():
         tensor.fill_(torch.nan)
-    conversions = FAMILIES[metadata["general.architecture"]].conversions(config)
+    family = FAMILIES[metadata["general.architecture"]]
+    conversions = family.conversions(config)
+    state_dict = {name: _decoded(family, name, tensor) for name, tensor in tensors.items()}
     wanted = LoadStateDictConfig(dtype=torch.float32, weight_mapping=conversions)
-    loading, _ = convert_and_load_state_dict_in_model(model, dict(tensors), wanted)
+    loading, _ = convert_and_load_state_dict_in_model(model, state_dict, wanted)
     missing = loading.missing_keys - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     assert not missing, missing
     assert not loading.mismatched_keys, loading.mismatched_keys
@@ -48,3 +52,12 @@ def model_by_tables(path: Path, **rope: Any) -> PreTrainedModel:
     assert not loading.unexpected_keys, loading.unexpected_keys
     model.tie_weights()
     return model
+
+
+def _decoded(family: Family, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    found = family.encoded(TensorRange(name, 0, 0, tensor.nbytes, tuple(tensor.shape), "F32"))
+    if isinstance(found, EncodedTensor):
+        out = torch.empty_like(tensor)
+        found.encoding.decode([tensor], out)
+        return out
+    return tensor

@@ -10,21 +10,31 @@ from .base import Converter
 from .deepseek import DeepSeek, OldDeepSeek
 from .llama import Granite, Mixtral, OldMixtral, Olmoe
 from .others import Glm4Moe, GptOss, MiniMaxM2
-from .qwen import Qwen2Moe, Qwen3Moe
+from .qwen import Qwen2Moe, Qwen3Moe, Qwen3VlMoe
+from .qwen_linear import FirstQwen3Next, Qwen3Next, Qwen35Moe
+from .smaller import Dots1, Ernie45Moe, HunyuanMoe, Lfm2Moe
 
 # By name: a `model_type` of Transformers, and "old" where files of earlier years differ.
 CONVERTERS: dict[str, Converter] = {
     "deepseek_v2": DeepSeek("deepseek_v2"),
     "deepseek_v2 old": OldDeepSeek("deepseek_v2"),
     "deepseek_v3": DeepSeek("deepseek_v3"),
+    "dots1": Dots1("dots1"),
+    "ernie4_5_moe": Ernie45Moe("ernie4_5_moe"),
     "glm4_moe": Glm4Moe("glm4_moe"),
     "gpt_oss": GptOss("gpt_oss"),
     "granitemoe": Granite("granitemoe"),
     "granitemoeshared": Granite("granitemoeshared"),
+    "hunyuan_v1_moe": HunyuanMoe("hunyuan_v1_moe"),
+    "lfm2_moe": Lfm2Moe("lfm2_moe"),
     "minimax_m2": MiniMaxM2("minimax_m2"),
     "mixtral": Mixtral("mixtral"),
     "mixtral old": OldMixtral("mixtral"),
     "olmoe": Olmoe("olmoe"),
     "qwen2_moe": Qwen2Moe("qwen2_moe"),
     "qwen3_moe": Qwen3Moe("qwen3_moe"),
+    "qwen3_moe vision": Qwen3VlMoe("qwen3_moe"),
+    "qwen3_next": Qwen3Next("qwen3_next"),
+    "qwen3_next first": FirstQwen3Next("qwen3_next"),
+    "qwen3_5_moe": Qwen35Moe("qwen3_5_moe_text"),
 }

@@ -61,3 +61,15 @@ class Qwen3Moe(Converter):
         """See `Converter.metadata`."""
         super().metadata(config, writer)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+class Qwen3VlMoe(Qwen3Moe):
+    """`Qwen3VLMoeTextModel`: the language model of Qwen3-VL, here written from a Qwen3MoE, which computes the same."""
+
+    arch = MODEL_ARCH.QWEN3VLMOE
+
+    def metadata(self, config: Any, writer: GGUFWriter) -> None:
+        """See `Converter.metadata`."""
+        super().metadata(config, writer)
+        writer.add_rope_dimension_sections([3, 3, 2, 0])
+        writer.add_num_deepstack_layers(3)

@@ -73,7 +73,7 @@ class GgufCheckpoint:
         Raises:
             CheckpointError: a tensor is in blocks that cannot be decoded.
         """
-        return find_blocks(self.files.tensors)
+        return {name: self.family.encoded(tensor) for name, tensor in find_blocks(self.files.tensors).items()}
 
     def describe(self, model: Any) -> None:
         """Set what a loaded model should know of the file: its path, where generation ends, and how prompts are padded."""

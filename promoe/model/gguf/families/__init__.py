@@ -10,23 +10,35 @@ from __future__ import annotations
 
 from .base import Family, Metadata, Shapes
 from .deepseek import DEEPSEEK2
+from .dots import DOTS1
+from .ernie import ERNIE4_5_MOE
 from .glm import GLM4_MOE
 from .gpt_oss import GPT_OSS
+from .hunyuan import HUNYUAN_MOE
+from .lfm2 import LFM2_MOE
 from .llama import GRANITE_MOE, MIXTRAL, OLMOE
 from .minimax import MINIMAX_M2
 from .qwen import QWEN2_MOE, QWEN3_MOE
+from .qwen_linear import QWEN3_NEXT, QWEN35_MOE
 
 __all__ = ["FAMILIES", "Family", "Metadata", "Shapes"]
 
 # By `general.architecture`.
 FAMILIES: dict[str, Family] = {
     "deepseek2": DEEPSEEK2,
+    "dots1": DOTS1,
+    "ernie4_5-moe": ERNIE4_5_MOE,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granitemoe": GRANITE_MOE,
+    "hunyuan-moe": HUNYUAN_MOE,
+    "lfm2moe": LFM2_MOE,
     "llama": MIXTRAL,
     "minimax-m2": MINIMAX_M2,
     "olmoe": OLMOE,
     "qwen2moe": QWEN2_MOE,
+    "qwen35moe": QWEN35_MOE,
     "qwen3moe": QWEN3_MOE,
+    "qwen3next": QWEN3_NEXT,
+    "qwen3vlmoe": QWEN3_MOE,
 }

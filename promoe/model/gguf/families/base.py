@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from promoe.errors import CheckpointError, shown
+from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.safetensors_header import TensorRange
 
 Metadata: TypeAlias = Mapping[str, Any]
 """The key-value pairs of a file."""
@@ -34,6 +36,20 @@ class Family:
     something that the model cannot do, or has tensors that it does not know."""
     conversions: Callable[[Any], list[Any]]
     """Return Transformers' conversions from the file's tensors to the model's parameters, given the configuration."""
+    computed: Mapping[str, Encoding] = field(default_factory=dict)
+    """How tensors other than experts are decoded that the file has not as they are, by their names in a layer, or whole."""
+
+    def encoded(self, tensor: StoredTensor) -> StoredTensor:
+        """Return a tensor of the file as the weight that it stands for."""
+        encoding = self.computed.get(re.sub(r"^blk\.\d+\.", "", tensor.name))
+        if encoding is None:
+            return tensor
+        if not isinstance(tensor, TensorRange):
+            raise CheckpointError(
+                f"The checkpoint's {tensor.name!r} is in {tensor.dtype_name}, but F32 was expected: its values are not the "
+                "weights themselves. Open a file of the model that keeps small tensors in F32, as llama.cpp does."
+            )
+        return EncodedTensor(tensor.name, tensor.shape, (tensor,), encoding)
 
 
 class File:
@@ -53,6 +69,10 @@ class File:
         """Whether the architecture's `key` is there."""
         self._known.add(key)
         return f"{self.architecture}.{key}" in self.metadata
+
+    def ignore(self, *keys: str) -> None:
+        """Note keys that do not matter, or that tensors say, too."""
+        self._known.update(keys)
 
     def whole(self, key: str, default: int | None = None) -> int:
         """Return a whole number of the architecture; without a default the key must be there."""
@@ -108,21 +128,26 @@ class File:
         return any(name.startswith("blk.") and name.endswith(f".{leaf}") for name in self.shapes)
 
     def check(
-        self, weights: Collection[str], biases: Collection[str] = (), ignored_from_layer: int | None = None
+        self,
+        weights: Collection[str],
+        biases: Collection[str] = (),
+        others: Collection[str] = (),
+        ignored_from_layer: int | None = None,
     ) -> None:
         """Raise CheckpointError if the file has something that the model has no place for. Called when all is read.
 
         Args:
             weights: the tensors of a layer that have a weight, such as "attn_q".
             biases: those that have a bias.
+            others: further tensors, with their whole names, in a layer or not.
             ignored_from_layer: the tensors of this layer and later ones are not used.
         """
-        known = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases}
+        known = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases} | set(others)
         for name in self.shapes:
             layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
             if layer and ignored_from_layer is not None and int(layer[1]) >= ignored_from_layer:
                 continue
-            if name not in _OUTER and (layer is None or layer[2] not in known):
+            if (layer[2] if layer else name) not in (known if layer else {*_OUTER, *others}):
                 raise self.error(f"it has the tensor {name!r}, which the model that would be opened has no place for")
         prefix = f"{self.architecture}."
         for key, value in self.metadata.items():
@@ -155,15 +180,20 @@ class File:
         return value
 
 
-def common_fields(file: File) -> dict[str, Any]:
-    """Return the fields that the configurations of all families have."""
+def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, Any]:
+    """Return the fields that the configurations of all families have.
+
+    Args:
+        file: the file.
+        key_value_heads: their number, if layers differ in it.
+    """
     heads = file.whole("attention.head_count")
     return {
         "vocab_size": file.rows("token_embd.weight"),
         "hidden_size": file.whole("embedding_length"),
         "num_hidden_layers": file.whole("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": file.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": key_value_heads or file.whole("attention.head_count_kv", heads),
         "max_position_embeddings": file.whole("context_length"),
         "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
         # llama.cpp writes the output projection only if it is not the embedding.

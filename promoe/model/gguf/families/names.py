@@ -38,7 +38,7 @@ def renamings(blocks: Mapping[str, str], outer: Mapping[str, str] = OUTER, layer
     return [
         *(WeightRenaming(rf"^{name}\.", f"{module}.") for name, module in outer.items()),
         WeightRenaming(r"^blk\.", f"{layers}."),
-        *(WeightRenaming(rf"\.{name}\.", f".{module}.") for name, module in blocks.items()),
+        *(WeightRenaming(r"\." + name.replace(".", r"\.") + r"\.", f".{module}.") for name, module in blocks.items()),
     ]
 
 

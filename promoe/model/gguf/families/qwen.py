@@ -8,15 +8,13 @@ from .base import Family, File, Metadata, Shapes, common_fields, expert_size, he
 from .names import ATTENTION, EXPERTS, HEAD_NORMS, NORMS, computed, renamings, stacked_experts
 from .operations import AsRow
 
-_QWEN2_MOE = {
-    **NORMS,
-    **ATTENTION,
-    "ffn_gate_inp": "mlp.gate",
+SHARED_EXPERT = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-_SHARED_GATE = "ffn_gate_inp_shexp"
+SHARED_GATE = "ffn_gate_inp_shexp"
+_QWEN2_MOE = {**NORMS, **ATTENTION, **SHARED_EXPERT, "ffn_gate_inp": "mlp.gate"}
 _QWEN3_MOE = {**NORMS, **ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}
 
 
@@ -52,18 +50,20 @@ def _qwen2_moe_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "norm_topk_prob": file.flag("expert_weights_norm", False),
         "qkv_bias": file.any_block_has("attn_q.bias"),
     }
-    file.check({*_QWEN2_MOE, *EXPERTS, _SHARED_GATE}, biases={"attn_q", "attn_k", "attn_v"})
+    file.check({*_QWEN2_MOE, *EXPERTS, SHARED_GATE}, biases={"attn_q", "attn_k", "attn_v"})
     return fields
 
 
 def _qwen2_moe_conversions(config: Any) -> list[Any]:
-    shared_gate = computed([f"{_SHARED_GATE}.weight"], "mlp.shared_expert_gate.weight", AsRow())
+    shared_gate = computed([f"{SHARED_GATE}.weight"], "mlp.shared_expert_gate.weight", AsRow())
     return [*renamings(_QWEN2_MOE), *stacked_experts(), shared_gate]
 
 
 def _qwen3_moe_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
     size = head_dim(file)
+    # Of Qwen3-VL, whose language model is the same: positions of text are equal in all sections.
+    file.ignore("rope.dimension_sections", "n_deepstack_layers")
     fields = {
         "model_type": "qwen3_moe",
         **common_fields(file),
