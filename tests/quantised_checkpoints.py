@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from packed_weights import Form
 from safetensors.torch import load_file, save_file
-from tiny_models import build
+from tiny_models import MOE_FAMILIES, build
+from transformers import PreTrainedModel
+from zoo.families import build as build_zoo
 
 FP8_BLOCK = 32
 MXFP4_BLOCK = 32
+# The weights of linear layers that are quantised: not those of gates.
+_LINEAR = re.compile(r"_proj(_with_mqa)?\.weight$|\.w[123]\.weight$")
 
 
 def write_fp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
@@ -35,6 +43,35 @@ def write_mxfp4(folder: Path, **fields: Any) -> Path:
     build("gpt_oss", dtype=torch.bfloat16, **fields).save_pretrained(folder)
     _rewrite(folder, _to_mxfp4)
     return _say(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]})
+
+
+def write_packed(folder: Path, form: Form, family: str = "qwen3_moe", **fields: Any) -> tuple[Path, Path]:
+    """A checkpoint whose linear layers have random weights in a form of `packed_weights`, and one with these in bf16.
+
+    Names are those of the hub's checkpoints, with a tensor for each expert.
+    """
+    quantised, plain = folder / "quantised", folder / "plain"
+    _bf16_model(family, **fields).save_pretrained(quantised, max_shard_size="200KB")
+    shutil.copytree(quantised, plain)
+    _rewrite(plain, lambda name, tensor: {name: _form_of(name, tensor, form)[1]})
+    _rewrite(quantised, lambda name, tensor: _form_of(name, tensor, form)[0])
+    _reindex(quantised)
+    return _say(quantised, form.config), plain
+
+
+def _bf16_model(family: str, **fields: Any) -> PreTrainedModel:
+    if family in MOE_FAMILIES:
+        return build(family, dtype=torch.bfloat16, **fields)
+    return build_zoo(family, dtype=torch.bfloat16)
+
+
+def _form_of(name: str, tensor: torch.Tensor, form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors in this form, and what they stand for, in place of a weight; the tensor itself if it is not quantised."""
+    if not _LINEAR.search(name):
+        return {name: tensor}, tensor
+    parts = form.make(*tensor.shape, torch.Generator().manual_seed(zlib.crc32(name.encode())))
+    module = name.removesuffix("weight")
+    return {module + part: found for part, found in parts.items()}, form.read(parts).to(tensor.dtype)
 
 
 def _to_fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,6 +103,15 @@ def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch
         for name, tensor in load_file(path).items():
             tensors |= change(name, tensor)
         save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _reindex(folder: Path) -> None:
+    """Write the index of a checkpoint's files anew."""
+    path = folder / "model.safetensors.index.json"
+    if path.exists():
+        shards = sorted(folder.glob("*.safetensors"))
+        names = {name: shard.name for shard in shards for name in load_file(shard)}
+        path.write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def _say(folder: Path, quantisation: dict[str, Any]) -> Path:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import write_fp8, write_mxfp4, write_stacked_fp8
+from packed_weights import FORMS
+from quantised_checkpoints import write_fp8, write_mxfp4, write_packed, write_stacked_fp8
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
 
 import promoe
 from promoe.transfer.links import FileLink
 
+PER_EXPERT_FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "olmoe", "glm4_moe")
 WRITERS = {"fp8": write_fp8, "mxfp4": write_mxfp4}
 
 
@@ -29,6 +31,35 @@ def test_the_same_bits_as_the_model_dequantised_at_loading(method: str, mode: An
         greedy(model, PROMPTS["one"]).assert_equals(expected)
         stats = model.promoe.stats()
         assert stats.evictions > 0
+        promoe.unpatch(model)
+        greedy(model, PROMPTS["one"]).assert_equals(expected)
+    finally:
+        if hasattr(model, "promoe"):
+            close(model)
+
+
+@pytest.mark.parametrize("mode", ["page_cache", "direct"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_same_bits_as_the_model_of_decoded_weights(name: str, mode: Any, tmp_path: Path) -> None:
+    """Attention, shared experts and experts are all in this form; the other model has them in bf16."""
+    quantised, plain = write_packed(tmp_path, FORMS[name], top_k=3)
+    answers_alike(quantised, plain, LinkOver(lambda store: FileLink(store, mode)))
+
+
+@pytest.mark.parametrize("name", ["W4A16", "awq", "gptq v2 desc_act", "FP8"])
+@pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
+def test_families_with_a_tensor_for_each_expert(family: str, name: str, tmp_path: Path) -> None:
+    answers_alike(*write_packed(tmp_path, FORMS[name], family), LinkOver(plain_link))
+
+
+def answers_alike(quantised: Path, plain: Path, link: LinkOver) -> None:
+    """Assert that a checkpoint gives the logits and greedy tokens of another one, with slots for few experts."""
+    expected = greedy(load_stock(plain), PROMPTS["one"])
+    model = promoe.from_pretrained(quantised, experts="checkpoint", cache="40%", link=link, config=config())
+    try:
+        assert model.dtype == torch.bfloat16
+        greedy(model, PROMPTS["one"]).assert_equals(expected)
+        assert model.promoe.stats().evictions > 0
         promoe.unpatch(model)
         greedy(model, PROMPTS["one"]).assert_equals(expected)
     finally:
