@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from packed_weights import FORMS
 from quantised_checkpoints import write_fp8, write_mxfp4, write_packed, write_stacked_fp8
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
+from transformers import CompressedTensorsConfig
 
 import promoe
 from promoe.transfer.links import FileLink
@@ -44,6 +48,19 @@ def test_the_same_bits_as_the_model_of_decoded_weights(name: str, mode: Any, tmp
     """Attention, shared experts and experts are all in this form; the other model has them in bf16."""
     quantised, plain = write_packed(tmp_path, FORMS[name], top_k=3)
     answers_alike(quantised, plain, LinkOver(lambda store: FileLink(store, mode)))
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="compared with Transformers 5.23")
+@pytest.mark.parametrize("name", ["W4A16", "W4A16 channels", "W8A16", "FP8"])
+def test_the_same_bits_as_compressed_tensors_dequantised_at_loading(name: str, tmp_path: Path) -> None:
+    """In these forms. Transformers 5.23 cannot open experts with zeros, in int8, or in the order of activations."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (pip install promoe[dev])")
+    quantised, plain = write_packed(tmp_path, FORMS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that it takes the checkpoint's configuration
+        stock = load_stock(quantised, quantization_config=CompressedTensorsConfig(dequantize=True))
+    decoded = load_stock(plain).state_dict()
+    assert all(torch.equal(tensor, decoded[key]) for key, tensor in stock.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["W4A16", "awq", "gptq v2 desc_act", "FP8"])

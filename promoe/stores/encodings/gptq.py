@@ -118,7 +118,7 @@ def _weight(
     bits = 32 * zeros.shape[1] // outputs
     if bits not in BITS:
         raise error
-    inputs, ordered = words.shape[0] * 32 // bits, bool(quantization.get("desc_act"))
+    inputs, ordered = words.shape[0] * 32 // bits, groups > 1 and bool(quantization.get("desc_act"))
     group = _group(inputs, groups, quantization.get("group_size"))
     if (
         {part.dtype_name for part in in_file if part is not scales} != {"I32"}
@@ -131,7 +131,7 @@ def _weight(
         raise error
     in_order = not ordered and group is not None and inputs % group == 0
     group = None if groups == 1 else group
-    integers = as_integers(bits, group, bool(quantization.get("sym", True)), in_order)
+    integers = as_integers(bits, group, quantization.get("sym") is True, in_order)
     encoding = Gptq(bits, group, plus_one, integers)
     return EncodedTensor(f"{module}.weight", (outputs, inputs), in_file, encoding)
 

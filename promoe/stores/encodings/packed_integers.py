@@ -94,8 +94,8 @@ class PackedIntegers(Encoding):
 
     def _contradiction(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"The checkpoint has a weight in {self.name} with {what} in config.json. So its codes cannot be moved to another "
-            "form as they are: leave 'experts' out, or correct config.json."
+            f"The checkpoint has a weight in {self.name} with {what} in config.json. So its codes cannot stay as they are in "
+            'memory: open it with experts="checkpoint", which decodes them, or correct config.json.'
         )
 
 
