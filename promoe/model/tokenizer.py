@@ -9,15 +9,20 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from promoe.errors import CheckpointError
+from promoe.model.gguf.finding import find_gguf, is_gguf
+from promoe.model.gguf.tokenizer import read_tokenizer
 from promoe.model.hub import base_of
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a checkpoint.
+    """Return the tokenizer of a checkpoint; that of GGUF files is in them.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    if is_gguf(model):
+        gguf: PreTrainedTokenizerBase = read_tokenizer(find_gguf(model)[0])
+        return gguf
     base = base_of(model)
     if base != model and _has_tokenizer(model):
         base = model  # an adapter may have a tokenizer of its own, with more tokens
