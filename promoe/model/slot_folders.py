@@ -31,6 +31,7 @@ from promoe.model.slot_index import DIFFERENCES, INDEX, Forms, HotFormats, diges
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Store, read_expert
 from promoe.stores.file_store import FileStore
+from promoe.stores.gguf_parts import stem_of
 from promoe.stores.layout import ExpertLayout
 from promoe.stores.slot_files import SlotFilesStore, layer_path, write_layer
 from promoe.stores.slot_format import MatrixFormat
@@ -48,8 +49,14 @@ Encode: TypeAlias = Callable[[MoELayer, str, torch.Tensor, MatrixFormat], torch.
 
 
 def default_folder(store: FileStore, slot_format: str) -> Path:
-    """Return the folder in which experts in a slot format are looked for: beside the checkpoint's files."""
-    return store.files[0].path.parent / f"promoe-{slot_format}"
+    """Return the folder in which experts in a slot format are looked for: beside the checkpoint's files.
+
+    It is promoe-int4, for example. Beside a GGUF file it has the file's name too, because a folder may have several
+    models: model-Q8_0.promoe-int4.
+    """
+    file = store.files[0]
+    prefix = f"{stem_of(file.path.name)}." if file.metadata is not None else ""
+    return file.path.parent / f"{prefix}promoe-{slot_format}"
 
 
 def command_for(slot_format: str) -> str:

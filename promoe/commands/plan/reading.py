@@ -19,6 +19,7 @@ from promoe.commands.plan.sizes import ExpertsOfLayer, ModelSizes
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.kernels.formats import FORMATS, QUANTIZED, SlotFormat, form_in_words
 from promoe.experts.moe_layers import MoELayer, find_moe_layers, model_type_of
+from promoe.model.gguf.finding import find_gguf, is_gguf
 from promoe.model.hub import base_of, is_folder
 from promoe.model.meta_model import as_loaded
 from promoe.model.model_class import class_to_open
@@ -59,23 +60,29 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
     """Read the headers where the files are here (a folder, or a hub id that was downloaded), else config.json.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id.
+        path_or_id: folder of a checkpoint, a hub id, or GGUF files.
         dtype: the dtype that the model is to have; None: the checkpoint's.
         experts: the form of the experts, as for `promoe.from_pretrained`. A quantised one does not have to be written yet.
 
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
     """
-    if os.path.isdir(path_or_id) or _local_folder(path_or_id) is None:  # of an id whose files are here nobody is asked
-        path_or_id = base_of(path_or_id)
-    folder = _local_folder(path_or_id)
-    if folder is None or not _has_weights(folder):
+    kind = "GGUF" if is_gguf(path_or_id) else "safetensors"
+    if kind == "GGUF":
+        place: Path | None = _local_file(path_or_id)
+    else:
+        if (
+            os.path.isdir(path_or_id) or _local_folder(path_or_id) is None
+        ):  # of an id whose files are here nobody is asked
+            path_or_id = base_of(path_or_id)
+        place = _local_folder(path_or_id)
+    if place is None or (place.is_dir() and not _has_weights(place)):
         store = None
-        model, layers, assumed, bits = _from_config(path_or_id if folder is None else str(folder), dtype)
+        model, layers, assumed, bits = _from_config(path_or_id if place is None else str(place), dtype)
         found = [_assumed_experts(layer, layer.layout, bits) for layer in layers]
         found_in = f"config.json alone; {assumed}"
     else:
-        opened = open_headers(folder, dtype=dtype)
+        opened = open_headers(place, dtype=dtype)
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
         if experts in QUANTIZED and not (default_folder(opened.store, experts) / INDEX).is_file():
             store = kept_in(layers, opened.store, experts) or opened.store
@@ -89,7 +96,7 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
             )
         found = [_stored_experts(layer, store) for layer in layers]
         form = form_in_words(layout_counts(store))
-        found_in = f"the headers of {count} safetensors {'file' if count == 1 else 'files'}"
+        found_in = f"the headers of {count} {kind} {'file' if count == 1 else 'files'}"
         found_in += f", experts {form}" if form else ""
     if experts in QUANTIZED and not any(one.layout.formats for one in found):
         found = experts_in(layers, FORMATS[experts])
@@ -103,7 +110,8 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
         kv=find_kv_cache(model, layers),
         found_in=found_in,
     )
-    return ReadModel(sizes, model, layers, store, folder or Path.cwd())
+    folder = Path.cwd() if place is None else place.parent if place.is_file() else place
+    return ReadModel(sizes, model, layers, store, folder)
 
 
 def experts_in(layers: Sequence[MoELayer], slot_format: SlotFormat) -> list[ExpertsOfLayer]:
@@ -114,6 +122,22 @@ def experts_in(layers: Sequence[MoELayer], slot_format: SlotFormat) -> list[Expe
     """
     formats = quantizable(layers, slot_format)
     return [_assumed_experts(layer, layer.layout.in_formats(formats[layer.layout]), None) for layer in layers]
+
+
+def _local_file(name: str) -> Path:
+    """Return the first of the GGUF files that a name stands for. Nothing is downloaded, because that would be all of them.
+
+    Raises:
+        CheckpointError: they are not on this machine.
+    """
+    try:
+        return find_gguf(name, {"local_files_only": True})[0]
+    except CheckpointError as error:
+        if os.path.exists(name):
+            raise
+        raise CheckpointError(
+            f"{error} A plan downloads nothing, and of a GGUF file it reads the header: download the file first (hf download)."
+        ) from error
 
 
 def _local_folder(path_or_id: str) -> Path | None:

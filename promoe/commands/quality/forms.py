@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 
 # The form of the reference.
 REFERENCE = "checkpoint"
-_FOLDERS = "promoe-int*"
+_QUANTISED = "int*"
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,14 @@ def _beside(model: str, dtype: str | None) -> list[str]:
         ConfigError: there is none.
     """
     with closing(open_headers(model, dtype=dtype).store) as store:
-        place = default_folder(store, "any").parent
-    names = {f"promoe-{name}": name for name in FORMATS}
-    folders = sorted(folder for folder in place.glob(_FOLDERS) if (folder / INDEX).is_file())
+        beside = default_folder(store, _QUANTISED)
+        names = {default_folder(store, name).name: name for name in FORMATS}
+    begins = beside.name.removesuffix(_QUANTISED)
+    pattern = f"{glob.escape(begins)}{_QUANTISED}"
+    folders = sorted(folder for folder in beside.parent.glob(pattern) if (folder / INDEX).is_file())
     if not folders:
         raise ConfigError(
-            f"There is nothing to compare: {place} has no folder {_FOLDERS} with an {INDEX}. Write one with `promoe quantize "
-            f"{model} --bits 4`, or name a folder of its --out with --experts."
+            f"There is nothing to compare: {beside.parent} has no folder {beside.name} with an {INDEX}. Write one with `promoe "
+            f"quantize {model} --bits 4`, or name a folder of its --out with --experts."
         )
     return [names.get(folder.name, str(folder)) for folder in folders]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.utils
+from gguf_checkpoints import write_gguf
 from quantised_checkpoints import write_fp8, write_mxfp4
 from tiny_models import build
 from transformers import PreTrainedModel
@@ -167,3 +169,33 @@ def test_where_there_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_attention_heads": 0}))
     with pytest.raises(PromoeError, match="No model can be made"):
         read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("Q8_0", 1), ("BF16", 3)])
+def test_gguf_files(tmp_path: Path, kind: str, parts: int) -> None:
+    """Sizes are from the header; experts are stored in their blocks."""
+    path = write_gguf(tmp_path, "qwen3_moe", weight_type=kind, parts=parts)
+    for name in (str(path), str(tmp_path)):
+        read = read_model(name)
+        with closing(read.store or pytest.fail("no files")):
+            assert read.sizes.found_in.startswith(
+                "the headers of 3 GGUF files" if parts == 3 else "the headers of 1 GGUF file"
+            )
+            assert read.folder == tmp_path
+            assert (read.sizes.model_type, read.sizes.dtype, read.sizes.name) == ("qwen3_moe", "bfloat16", name)
+            elements = 3 * 64 * 32
+            nbytes = elements // 32 * 34 if kind == "Q8_0" else 2 * elements
+            assert [one.stored_bytes for one in read.sizes.layers] == 3 * [nbytes]
+    assert_is_what_is_opened(read.sizes, path)
+
+
+def test_a_plan_downloads_no_gguf_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cached_file(repository: str, file: str, **options: Any) -> str:
+        assert (repository, file, options) == ("org/name", "m.gguf", {"local_files_only": True})
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(transformers.utils, "cached_file", cached_file)
+    with pytest.raises(CheckpointError, match=r"'org/name/m\.gguf' on this machine.*A plan downloads nothing"):
+        read_model("org/name/m.gguf")
+    with pytest.raises(CheckpointError, match=r"There is no file 'none\.gguf'"):
+        read_model("none.gguf")

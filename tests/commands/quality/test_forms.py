@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from gguf_checkpoints import write_gguf
 from tiny_checkpoint import write_checkpoint
 
 import promoe
 from promoe.commands.quality.forms import read_form, read_forms
 from promoe.errors import ConfigError
+from promoe.experts.kernels.formats import FORMATS
 from promoe.experts.kernels.int4 import Int4Format
 from promoe.experts.kernels.quantized import Quantized
 from promoe.model.opening import open_headers
 from promoe.model.quantizing import Hot, write_quantized
+from promoe.model.slot_folders import default_folder
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 
@@ -81,3 +85,25 @@ def test_nothing_to_compare(tmp_path: Path) -> None:
 def test_a_form_that_is_not_there(checkpoint: Path, experts: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_forms(str(checkpoint), ["int4", experts])
+
+
+def test_forms_beside_a_gguf_file_have_its_name(tmp_path: Path) -> None:
+    """A folder may have several of them."""
+    for name in ("one [a]", "two"):
+        path = write_gguf(tmp_path / "source", "qwen3_moe").rename(tmp_path / f"{name}.gguf")
+        opened = open_headers(path)
+        folder = default_folder(opened.store, "int4")
+        assert folder == tmp_path / f"{name}.promoe-int4"
+        if name == "two":
+            opened.store.close()
+            continue
+        write_quantized(opened.layers, opened.store, folder, FORMATS["int4"])
+        opened.store.close()
+        assert [form.experts for form in read_forms(str(path), [])] == ["checkpoint", "int4"]
+    with pytest.raises(ConfigError, match=r"has no folder two\.promoe-int\* with"):
+        read_forms(str(tmp_path / "two.gguf"), [])
+
+
+def test_parts_share_a_folder(tmp_path: Path) -> None:
+    with closing(open_headers(write_gguf(tmp_path, "qwen3_moe", parts=2)).store) as store:
+        assert default_folder(store, "packed") == tmp_path / "tiny-qwen3_moe-BF16.promoe-packed"
