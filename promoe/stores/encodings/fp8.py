@@ -87,7 +87,7 @@ def _plain(codes: torch.Tensor) -> torch.Tensor:
     """Return the values of codes of any dtype."""
     if codes.dtype not in (torch.int8, torch.uint8):
         return codes.float()
-    codes, table = codes.view(torch.uint8), torch.tensor(_FP4, device="cpu")
+    codes, table = codes.view(torch.uint8), torch.tensor(_FP4, dtype=torch.float32, device="cpu")
     return torch.stack((table[(codes & 15).int()], table[(codes >> 4).int()]), -1).flatten(-2)
 
 

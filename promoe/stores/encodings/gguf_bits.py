@@ -12,6 +12,9 @@ import torch
 from promoe.stores.thread_memory import ThreadMemory
 
 _PACKED = ThreadMemory()
+# The bits of each byte, as the eight bytes of an int64.
+_BITS = torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu") & 1
+BITS_OF_BYTES = _BITS.to(torch.uint8).view(torch.int64).flatten()
 
 
 def half(blocks: torch.Tensor, offset: int, count: int = 1) -> torch.Tensor:

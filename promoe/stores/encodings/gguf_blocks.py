@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from promoe.stores.encodings import gguf_iq, gguf_k, gguf_q, slices
+from promoe.stores.encodings import gguf_books, gguf_iq, gguf_k, gguf_q, slices
 from promoe.stores.encodings.base import Encoding, Integers
 from promoe.stores.encodings.gguf_bits import Expand, Slice
 from promoe.stores.encodings.gguf_integers import GROUP, Unpack, unpack_q4_0, unpack_q4_1, unpack_q4_k
@@ -58,8 +58,8 @@ class GgufBlocks(Encoding):
 
 # By type id, for the types whose values are integers of 4 bits with scales and zeros.
 _UNPACKED: dict[int, Unpack] = {2: unpack_q4_0, 3: unpack_q4_1, 12: unpack_q4_k}
-# By type id: name, elements and bytes of a block, and the decoder; None: that of Transformers.
-_TYPES: dict[int, tuple[str, int, int, Expand | None]] = {
+# By type id: name, elements and bytes of a block, and the decoder.
+_TYPES: dict[int, tuple[str, int, int, Expand]] = {
     2: ("Q4_0", 32, 18, gguf_q.expand_q4_0),
     3: ("Q4_1", 32, 20, gguf_q.expand_q4_1),
     6: ("Q5_0", 32, 22, gguf_q.expand_q5_0),
@@ -70,15 +70,15 @@ _TYPES: dict[int, tuple[str, int, int, Expand | None]] = {
     12: ("Q4_K", 256, 144, gguf_k.expand_q4_k),
     13: ("Q5_K", 256, 176, gguf_k.expand_q5_k),
     14: ("Q6_K", 256, 210, gguf_k.expand_q6_k),
-    16: ("IQ2_XXS", 256, 66, None),
-    17: ("IQ2_XS", 256, 74, None),
-    18: ("IQ3_XXS", 256, 98, None),
-    19: ("IQ1_S", 256, 50, None),
+    16: ("IQ2_XXS", 256, 66, gguf_books.expand_iq2_xxs),
+    17: ("IQ2_XS", 256, 74, gguf_books.expand_iq2_xs),
+    18: ("IQ3_XXS", 256, 98, gguf_books.expand_iq3_xxs),
+    19: ("IQ1_S", 256, 50, gguf_books.expand_iq1_s),
     20: ("IQ4_NL", 32, 18, gguf_iq.expand_iq4_nl),
-    21: ("IQ3_S", 256, 110, None),
-    22: ("IQ2_S", 256, 82, None),
+    21: ("IQ3_S", 256, 110, gguf_books.expand_iq3_s),
+    22: ("IQ2_S", 256, 82, gguf_books.expand_iq2_s),
     23: ("IQ4_XS", 256, 136, gguf_iq.expand_iq4_xs),
-    29: ("IQ1_M", 256, 56, None),
+    29: ("IQ1_M", 256, 56, gguf_books.expand_iq1_m),
     34: ("TQ1_0", 256, 54, gguf_q.expand_tq1_0),
     35: ("TQ2_0", 256, 66, gguf_q.expand_tq2_0),
     39: ("MXFP4", 32, 17, gguf_iq.expand_mxfp4),
@@ -89,11 +89,12 @@ def block_encoding(type_id: int) -> GgufBlocks | None:
     """Return the encoding of a GGUF type; None: it has no blocks (F32, BF16, ...), or is not known.
 
     Raises:
-        CheckpointError: the type is one that Transformers decodes, and this version of it does not.
+        CheckpointError: the type needs a code book that this version of Transformers does not have.
     """
     if type_id not in _TYPES:
         return None
     name, block_elements, block_bytes, expand = _TYPES[type_id]
-    expand = expand or gguf_iq.expand_by_transformers(type_id, name)
+    if name in gguf_books.BOOKS:
+        gguf_books.book(gguf_books.BOOKS[name])  # raises
     integers = Integers(4, GROUP) if type_id in _UNPACKED else None
     return GgufBlocks(type_id, name, block_elements, block_bytes, expand, integers)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from promoe.errors import CheckpointError
-from promoe.stores.encodings.gguf_bits import Expand, Levels, Slice, half, unpack
+from promoe.stores.encodings.gguf_bits import Levels, Slice, half, unpack
 
 _IQ4 = Levels((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
 # Twice the values; GGUF has no -0.
@@ -36,28 +35,3 @@ def expand_mxfp4(part: Slice) -> None:
     # The bits of 2^(byte - 128), which is subnormal for 0 and 1.
     bits = torch.where(exponents < 2, (1 << 21) << exponents.clamp(max=1), (exponents - 1) << 23)
     part.scale(_FP4.look_up(part), bits.view(torch.float32))
-
-
-def expand_by_transformers(type_id: int, name: str) -> Expand:
-    """Return the decoder of Transformers for a type.
-
-    Raises:
-        CheckpointError: this version of Transformers has none.
-    """
-    try:
-        from transformers.integrations.gguf.dequant import GGML_BLOCK, dequantize
-    except ImportError:
-        GGML_BLOCK = {}
-    if type_id not in GGML_BLOCK:
-        import transformers
-
-        raise CheckpointError(
-            f"The checkpoint has tensors in {name} blocks, which Transformers decodes, but not in this version "
-            f"({transformers.__version__}). Upgrade Transformers (tested with 5.23), or open a file of another type, such as "
-            "Q4_K_M."
-        )
-
-    def expand(part: Slice) -> None:
-        part.values.copy_(dequantize(part.blocks.flatten().clone(), type_id, torch.float32).view_as(part.values))
-
-    return expand

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from promoe.stores.encodings.gguf_bits import Slice, half, unpack
-
-# The bits of each byte, as eight bytes.
-_BITS = (
-    (torch.arange(256, device="cpu").unsqueeze(1) >> torch.arange(8, device="cpu") & 1)
-    .to(torch.uint8)
-    .view(torch.int64)
-    .flatten()
-)
+from promoe.stores.encodings.gguf_bits import BITS_OF_BYTES, Slice, half, unpack
 
 
 def expand_q4_0(part: Slice) -> None:
@@ -73,5 +65,5 @@ def expand_tq2_0(part: Slice) -> None:
 def _add_fifth_bits(part: Slice, high: torch.Tensor) -> None:
     """Add the fifth bits of codes, which are in order in 4 bytes."""
     more = part.more()
-    torch.index_select(_BITS, 0, high.int().view(-1), out=more.view(torch.int64).view(-1))
+    torch.index_select(BITS_OF_BYTES, 0, high.int().view(-1), out=more.view(torch.int64).view(-1))
     part.add_high_bits(more, 4)

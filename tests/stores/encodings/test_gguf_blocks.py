@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from promoe.errors import CheckpointError
-from promoe.stores.encodings import slices
+from promoe.stores.encodings import gguf_books, slices
 from promoe.stores.encodings.gguf_blocks import GgufBlocks, block_encoding
 from tests.stores.encodings.comparing import DTYPES, assert_same_bits, largest_memory
 
@@ -88,7 +88,7 @@ def test_sizes_that_are_no_whole_number_of_slices(
     assert_same_bits(decoded(kind, rows, torch.bfloat16), expected(kind, rows, torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if kind.name[:3] not in ("IQ1", "IQ2", "IQ3")], ids=str)
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
 def test_memory_does_not_grow_with_the_weight(kind: gguf.GGMLQuantizationType, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.from_numpy(random_blocks(kind, (64, 4), np.linspace(0.01, 0.1, 99)))
     out = torch.empty((64, 4 * encoding(kind).block_elements), dtype=torch.bfloat16)
@@ -102,6 +102,17 @@ def test_blocks_may_lie_anywhere_in_memory(kind: gguf.GGMLQuantizationType) -> N
     out = torch.empty(3 * encoding(kind).block_elements)
     encoding(kind).decode([shifted], out)
     assert_same_bits(out, expected(kind, rows, torch.float32)[0])
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_the_default_dtype_does_not_matter(kind: gguf.GGMLQuantizationType) -> None:
+    rows = random_blocks(kind, (2, 3), np.linspace(0.01, 0.1, 99))
+    wanted = expected(kind, rows, torch.float32)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert_same_bits(decoded(kind, rows, torch.float32), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
@@ -122,10 +133,13 @@ def test_types_without_blocks_have_no_encoding() -> None:
     assert block_encoding(1000) is None
 
 
-def test_types_that_transformers_cannot_decode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_whose_code_book_is_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     dequant = pytest.importorskip("transformers.integrations.gguf.dequant")
-    monkeypatch.setattr(dequant, "GGML_BLOCK", {})
-    with pytest.raises(CheckpointError, match="IQ3_XXS blocks, which Transformers decodes, but not in this version"):
+    monkeypatch.setattr(dequant, "GRID_SPECS", {})
+    gguf_books.book.cache_clear()
+    with pytest.raises(
+        CheckpointError, match="IQ3_XXS blocks, whose code book Transformers has, but not in this version"
+    ):
         block_encoding(18)
 
 
