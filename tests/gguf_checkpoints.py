@@ -184,7 +184,11 @@ def dequantised_model(path: Path, family: str, dtype: torch.dtype, **fields: Any
             tensor.copy_(values.view(tensor.shape))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        for tensor in (*loaded.parameters(), *loaded.buffers()):
+            tensor.data = tensor.data.clone()  # mapped tensors are not aligned
+    return loaded
 
 
 _OF_256 = {kind for kind, (elements, _) in gguf.GGML_QUANT_SIZES.items() if elements == 256}
