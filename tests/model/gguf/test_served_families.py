@@ -17,9 +17,7 @@ import promoe
 def test_logits_and_tokens_are_those_of_the_decoded_model(tmp_path: Path, family: str, kind: str) -> None:
     path = write_gguf(tmp_path, family, weight_type=kind)
     expected = greedy(dequantised_model(path, family, torch.bfloat16), PROMPTS["one"])
-    model = promoe.from_pretrained(
-        path, experts="checkpoint", cache="40%", link=LinkOver(plain_link), config=config()
-    )
+    model = promoe.from_pretrained(path, experts="checkpoint", cache="40%", link=LinkOver(plain_link), config=config())
     try:
         assert model.dtype == torch.bfloat16
         greedy(model, PROMPTS["one"]).assert_equals(expected)

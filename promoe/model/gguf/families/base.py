@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from promoe.errors import CheckpointError, shown
+from promoe.model.opening_checks import MAX_LAYERS
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
 from promoe.stores.safetensors_header import TensorRange
 
@@ -77,8 +78,8 @@ class File:
     def whole(self, key: str, default: int | None = None) -> int:
         """Return a whole number of the architecture; without a default the key must be there."""
         value = self._one(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(f"{key} is {shown(value)}, but a whole number was expected")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+            raise self.error(f"{key} is {shown(value)}, but a whole number below 2^31 was expected")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -106,11 +107,11 @@ class File:
             raise self.error(f"{key} is {shown(value)}, but a text was expected")
         return value
 
-    def per_layer(self, key: str) -> list[Any] | None:
-        """Return a list of the architecture with one entry per layer; None: the key is not there, or has one value."""
+    def wholes(self, key: str) -> list[int]:
+        """Return a list of whole numbers; empty: the key is not there, or is something else."""
         self._known.add(key)
         value = self.metadata.get(f"{self.architecture}.{key}")
-        return list(value) if isinstance(value, (list, tuple)) else None
+        return value if isinstance(value, list) and all(type(one) is int for one in value) else []
 
     def token(self, name: str) -> int | None:
         """Return the id of a special token of the tokenizer; None: it has no such token."""
@@ -187,11 +188,13 @@ def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, A
         file: the file.
         key_value_heads: their number, if layers differ in it.
     """
-    heads = file.whole("attention.head_count")
+    heads, layers = file.whole("attention.head_count"), file.whole("block_count")
+    if layers > MAX_LAYERS:
+        raise file.error(f"block_count is {layers}, but at most {MAX_LAYERS} layers were expected")
     return {
         "vocab_size": file.rows("token_embd.weight"),
         "hidden_size": file.whole("embedding_length"),
-        "num_hidden_layers": file.whole("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads or file.whole("attention.head_count_kv", heads),
         "max_position_embeddings": file.whole("context_length"),

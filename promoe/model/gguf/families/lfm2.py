@@ -32,9 +32,9 @@ _BLOCKS = {
 def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
     # One number per layer: none in those without attention.
-    key_heads = file.per_layer("attention.head_count_kv")
-    counts = {one for one in key_heads or () if one}
-    if len(counts) != 1 or not all(isinstance(one, int) for one in key_heads or ()):
+    key_heads = file.wholes("attention.head_count_kv")
+    counts = {one for one in key_heads if one}
+    if len(counts) != 1:
         raise file.error(f"attention.head_count_kv is {shown(key_heads)}, but one number per layer was expected")
     if file.whole("expert_gating_func") != 2:
         raise file.error("expert_gating_func is not 2 (sigmoid)")
@@ -48,7 +48,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     fields = {
         "model_type": "lfm2_moe",
         **common,
-        "layer_types": ["full_attention" if one else "conv" for one in key_heads or ()],
+        "layer_types": ["full_attention" if one else "conv" for one in key_heads],
         "rope_parameters": rope(file, rotated=size),
         "conv_L_cache": file.whole("shortconv.l_cache"),
         "conv_bias": False,

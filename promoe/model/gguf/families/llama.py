@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
@@ -34,10 +35,8 @@ def _mixtral_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "hidden_act": "silu",
     }
     # Files of 2023 have one tensor per expert: "ffn_gate.0".
-    numbered = {
-        f"{one}.{idx}" for one in ("ffn_gate", "ffn_up", "ffn_down") for idx in range(fields["num_local_experts"])
-    }
-    file.check({*_MIXTRAL, "attn_q", "attn_k", *EXPERTS, *numbered})
+    numbered = {match[1] for name in shapes if (match := re.search(r"\.(ffn_(?:gate|up|down)\.\d+\.weight)$", name))}
+    file.check({*_MIXTRAL, "attn_q", "attn_k", *EXPERTS}, others=numbered)
     return fields
 
 

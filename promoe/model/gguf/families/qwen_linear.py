@@ -77,7 +77,7 @@ def _qwen35_moe_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
     fields = {"model_type": "qwen3_5_moe_text", **_fields(file)}
     file.ignore("feed_forward_length")  # no layer is dense
-    sections = file.per_layer("rope.dimension_sections") or [11, 11, 10]
+    sections = file.wholes("rope.dimension_sections") or [11, 11, 10]
     # Positions of text are the same in all sections.
     fields["rope_parameters"] |= {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
     file.check(
