@@ -20,7 +20,7 @@ from zoo.families import build as build_zoo
 FP8_BLOCK = 32
 MXFP4_BLOCK = 32
 # The weights of linear layers that are quantised: not those of gates.
-_LINEAR = re.compile(r"_proj(_with_mqa)?\.weight$|\.w[123]\.weight$")
+_LINEAR = re.compile(r"(_proj|_proj_with_mqa|\.experts\.\w+\.\w+|\.w[123])\.weight$")
 
 
 def write_fp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
@@ -55,7 +55,8 @@ def write_packed(folder: Path, form: Form, family: str = "qwen3_moe", **fields: 
     shutil.copytree(quantised, plain)
     _rewrite(plain, lambda name, tensor: {name: _form_of(name, tensor, form)[1]})
     _rewrite(quantised, lambda name, tensor: _form_of(name, tensor, form)[0])
-    _reindex(quantised)
+    names = _reindex(quantised)
+    assert {name for name in names if ".experts." in name} - {*_reindex(plain)}, "no expert is quantised"
     return _say(quantised, form.config), plain
 
 
@@ -67,7 +68,7 @@ def _bf16_model(family: str, **fields: Any) -> PreTrainedModel:
 
 def _form_of(name: str, tensor: torch.Tensor, form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Tensors in this form, and what they stand for, in place of a weight; the tensor itself if it is not quantised."""
-    if not _LINEAR.search(name):
+    if not _LINEAR.search(name) or tensor.dim() != 2:
         return {name: tensor}, tensor
     parts = form.make(*tensor.shape, torch.Generator().manual_seed(zlib.crc32(name.encode())))
     module = name.removesuffix("weight")
@@ -105,13 +106,13 @@ def _rewrite(folder: Path, change: Callable[[str, torch.Tensor], dict[str, torch
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _reindex(folder: Path) -> None:
-    """Write the index of a checkpoint's files anew."""
+def _reindex(folder: Path) -> list[str]:
+    """Write the index of a checkpoint's files anew; return the names of its tensors."""
+    names = {name: path.name for path in sorted(folder.glob("*.safetensors")) for name in load_file(path)}
     path = folder / "model.safetensors.index.json"
     if path.exists():
-        shards = sorted(folder.glob("*.safetensors"))
-        names = {name: shard.name for shard in shards for name in load_file(shard)}
         path.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return list(names)
 
 
 def _say(folder: Path, quantisation: dict[str, Any]) -> Path:

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter
 
 from promoe.experts.adapters import Adapter
 from promoe.experts.adapters.stacked import is_decorated
-from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.experts.moe_layers import find_moe_layers
 from zoo.families import build, family_of, names
 
 HEAD = """# Supported families
@@ -86,12 +86,13 @@ def _row(name: str) -> str:
         notes.insert(0, "no early gates")
     if not is_decorated(layer.experts):
         notes.insert(0, "the family's own kernel")
-    cells = [name, f"`{type(model).__name__}`", _checkpoint(model, layer), "; ".join(notes)]
+    cells = [name, f"`{type(model).__name__}`", checkpoint_form(model), "; ".join(notes)]
     return f"| {' | '.join(cells)} |"
 
 
-def _checkpoint(model: PreTrainedModel, layer: MoELayer) -> str:
+def checkpoint_form(model: PreTrainedModel) -> str:
     """Return how files hold the first tensor of a layer's experts, judged by the conversions that saving would undo."""
+    layer = find_moe_layers(model)[0]
     target = f"{layer.name}.{layer.paths[0]}"
     for conversion in get_model_conversion_mapping(model):
         if isinstance(conversion, WeightConverter) and any(

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, Integers, StoredTensor
+from promoe.stores.encodings.slices import values_of
 from promoe.stores.safetensors_header import TensorRange
 
 # Bits of a code that divide a byte.
 BITS = (2, 4, 8)
 SCALE_DTYPES = ("F16", "BF16", "F32")
-# Weights that are decoded at a time. All formats pack at most 32 outputs into a word.
-_SLICE = 2**18
+# No format packs more outputs into a word.
 _MOST_PACKED = 32
 
 
@@ -64,7 +65,8 @@ class PackedIntegers(Encoding):
         """See `Encoding.decode`."""
         group_of_input = self.group_of_input(parts)
         for outputs in _slices(*out.shape):
-            values = self.codes(parts, outputs).float()
+            codes = self.codes(parts, outputs)
+            values = values_of(tuple(codes.shape)).copy_(codes)
             scales, zeros = self.scales(parts, outputs), self.zeros(parts, outputs)
             if zeros is None:
                 zeros = scales.new_full((1, scales.shape[1]), self.middle)
@@ -72,7 +74,7 @@ class PackedIntegers(Encoding):
                 grouped = values.unflatten(1, (scales.shape[1], -1))
                 grouped.sub_(zeros.unsqueeze(2)).mul_(scales.unsqueeze(2))
             else:
-                values.sub_(zeros[:, group_of_input]).mul_(scales[:, group_of_input])
+                values.sub_(zeros.index_select(1, group_of_input)).mul_(scales.index_select(1, group_of_input))
             out[outputs].copy_(values)
 
     def unpack(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -203,7 +205,7 @@ def wrong_parts(module: str, parts: Mapping[str, TensorRange], expected: str) ->
 
 
 def _slices(outputs: int, inputs: int) -> Iterator[slice]:
-    """Yield slices of outputs that have about `_SLICE` weights, and begin at a multiple of `_MOST_PACKED`."""
-    step = max(1, _SLICE // max(inputs, 1) // _MOST_PACKED) * _MOST_PACKED
+    """Yield slices of outputs to decode at a time. They begin at multiples of `_MOST_PACKED`."""
+    step = max(1, slices.SLICE_ELEMENTS // inputs // _MOST_PACKED) * _MOST_PACKED
     for start in range(0, outputs, step):
         yield slice(start, min(start + step, outputs))
