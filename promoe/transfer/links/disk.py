@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from promoe.errors import ConfigError
 from promoe.stores.base import Chunk, Store, longest_chunk
+from promoe.stores.layout import PAGE_ALIGNED_FROM_BYTES
 from promoe.transfer.links.base import Link
 from promoe.transfer.links.direct import DirectFiles, DirectUnsupportedError
 from promoe.transfer.links.free_ram import free_ram_bytes
@@ -73,8 +74,12 @@ class FileLink(Link):
         if self._closed:
             raise OSError(errno.EBADF, f"Cannot read {self._store.describe(chunk)}: the link is closed")
         direct = self._direct
-        if direct is None or chunk.compute is not None:  # parts of some kilobytes are not worth reading whole blocks
+        if direct is None or (chunk.parts and not _is_long(chunk)):
             read_into_slot(self._store, chunk, destination, self._staging)
+            return
+        if chunk.parts:
+            self._read_parts(direct, chunk)
+            convert_into_slot(chunk, self._staging.region(chunk.source_nbytes), 0, destination)
             return
         descriptor = direct.descriptors[chunk.source_idx]
         if chunk.dtype is None:
@@ -84,6 +89,15 @@ class FileLink(Link):
             region, start = direct.stage(chunk.source_idx, chunk.source_offset_bytes, chunk.source_nbytes)
             convert_into_slot(chunk, region, start, destination)
         self._store.files[chunk.source_idx].check_unchanged(descriptor.fd)
+
+    def _read_parts(self, direct: DirectFiles, chunk: Chunk) -> None:
+        """Read all parts of a chunk into the calling thread's buffer."""
+        region = self._staging.region(chunk.source_nbytes)
+        for part in chunk.parts:
+            start, end = part.offset_bytes, part.offset_bytes + part.nbytes
+            descriptor = direct.descriptors[part.source_idx]
+            direct.read(part.source_idx, part.source_offset_bytes, region.memory[start:end], region.address + start)
+            self._store.files[part.source_idx].check_unchanged(descriptor.fd)
 
     def describe(self) -> str:
         """Return one line for reports, such as "O_DIRECT, chunks up to 4.0 MiB, 2 readers (why)"."""
@@ -97,6 +111,11 @@ class FileLink(Link):
         self._closed = True
         if self._direct is not None:
             self._direct.close()
+
+
+def _is_long(chunk: Chunk) -> bool:
+    """Return whether a part of the chunk is long enough to be worth reading whole blocks."""
+    return max(part.nbytes for part in chunk.parts) >= PAGE_ALIGNED_FROM_BYTES
 
 
 def drop_files(paths: Iterable[Path]) -> None:

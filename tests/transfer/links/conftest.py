@@ -47,6 +47,11 @@ class RawFileStore(Store):
     def read(self, chunk: Chunk, destination: memoryview) -> None:
         path, nbytes = self.files[chunk.source_idx].path, len(destination)
         assert nbytes == chunk.source_nbytes
+        if chunk.parts:
+            for part in chunk.parts:
+                target = destination[part.offset_bytes : part.offset_bytes + part.nbytes]
+                assert os.preadv(self._fds[part.source_idx], [target], part.source_offset_bytes) == part.nbytes
+            return
         count = os.preadv(self._fds[chunk.source_idx], [destination], chunk.source_offset_bytes)
         if count < nbytes:
             raise OSError(5, f"expected {nbytes} bytes at offset {chunk.source_offset_bytes}, found {count}", str(path))

@@ -5,7 +5,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
 from promoe.scheduler import ExpertKey
-from promoe.stores.base import Chunk, Store
+from promoe.stores.base import Chunk, ChunkPart, Store
 from promoe.transfer.links import FileLink, Link
 from promoe.transfer.links.direct import DirectFiles
 from promoe.transfer.links.disk import drop_files
@@ -82,6 +82,40 @@ def test_any_range_lands_at_any_address_and_nothing_else_changes(
     link.transfer(chunk, slot.memory, slot.address)
     start = chunk.source_offset_bytes
     assert slot.bytes_of(chunk) == raw_files[0].content[start : start + chunk.nbytes]
+    assert slot.untouched_outside(chunk)
+
+
+@any_example
+@given(
+    ranges=st.lists(
+        st.one_of(
+            st.tuples(st.just(0), st.integers(0, 20_000), st.integers(1, 80_000)),
+            st.tuples(st.just(1), st.integers(0, 4000), st.integers(1, 66_000)),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_all_parts_of_a_chunk_are_read_whatever_their_length(
+    link: FileLink, raw_files: list[RawFile], ranges: list[tuple[int, int, int]]
+) -> None:
+    parts, end = [], 0
+    for source_idx, offset_bytes, nbytes in ranges:
+        parts.append(ChunkPart(source_idx, offset_bytes, nbytes, end, (nbytes,), torch.uint8))
+        end += -(-nbytes // 64) * 64
+    total_bytes = sum(part.nbytes for part in parts)
+
+    def joined(tensors: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        torch.cat(list(tensors), out=out)
+
+    last = parts[-1]
+    source_bytes = last.offset_bytes + last.nbytes
+    first = parts[0].source_idx, parts[0].source_offset_bytes
+    chunk = Chunk(64, total_bytes, *first, source_bytes, torch.uint8, torch.uint8, tuple(parts), joined)
+    slot = Slot(64 + total_bytes + 64)
+    link.transfer(chunk, slot.memory, slot.address)
+    expected = b"".join(raw_files[idx].content[start : start + nbytes] for idx, start, nbytes in ranges)
+    assert slot.bytes_of(chunk) == expected
     assert slot.untouched_outside(chunk)
 
 
