@@ -12,6 +12,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from gguf_converters import CONVERTERS
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -39,6 +40,29 @@ expert"), or as the model holds them ("stacked"), with the conversion that Trans
 | family | tested as | checkpoint | note |
 |---|---|---|---|
 """
+GGUF = """
+## GGUF files
+
+`promoe.from_pretrained` opens GGUF files of these architectures (`general.architecture`). Configuration and names come
+from the file's metadata; what a file does not say is as in llama.cpp. A tensor or key that a table does not know is
+refused by name, because the model may compute something else with it. Tests write tiny models as llama.cpp's converter
+does, serve them, and compare every weight, the configuration, logits and tokens with the original. Where
+llama-cpp-python is installed, they compare logits with llama.cpp, too.
+
+| architecture | model | note |
+|---|---|---|
+"""
+GGUF_NOTES = {
+    "deepseek2": "also R1, Kimi-K2 and others of this form; files without expert groups (before October 2025) choose among "
+    "all experts, as in llama.cpp",
+    "glm4moe": "the layer that predicts a second token is not used",
+    "gpt-oss": "the borders of yarn are not rounded, as published; llama.cpp rounds them",
+    "hunyuan-moe": "the rotation for long texts is in the file's base frequency",
+    "llama": "with experts; tensors of single experts (2023), too",
+    "qwen2moe": "weights of the chosen experts add up to one only if the file says `expert_weights_norm`",
+    "qwen35moe": "the layer that predicts a second token is not used",
+    "qwen3vlmoe": "its language model, for text",
+}
 TAIL = """
 ## Quantised checkpoints
 
@@ -74,6 +98,9 @@ def support() -> str:
         HEAD.format(implementations=", ".join(f"`{name}`" for name in Adapter.implementations))
         + "\n".join(rows)
         + "\n"
+        + GGUF
+        + "\n".join(_gguf_rows())
+        + "\n"
         + TAIL
     )
 
@@ -88,6 +115,17 @@ def _row(name: str) -> str:
         notes.insert(0, "the family's own kernel")
     cells = [name, f"`{type(model).__name__}`", checkpoint_form(model), "; ".join(notes)]
     return f"| {' | '.join(cells)} |"
+
+
+def _gguf_rows() -> list[str]:
+    """Return a row for each architecture of GGUF files that tests write."""
+    models: dict[str, set[str]] = {}
+    for converter in CONVERTERS.values():
+        models.setdefault(converter.architecture, set()).add(f"`{converter.model_type}`")
+    return [
+        f"| {name} | {', '.join(sorted(found))} | {GGUF_NOTES.get(name, '')} |"
+        for name, found in sorted(models.items())
+    ]
 
 
 def checkpoint_form(model: PreTrainedModel) -> str:
