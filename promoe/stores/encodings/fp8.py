@@ -34,35 +34,35 @@ class Fp8(Encoding):
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`."""
         codes, scales = parts
-        codes, decoded = codes.view(-1, codes.shape[-1]), out.view(-1, out.shape[-1])
         scales = scales.view(-1, scales.shape[-1]) if scales.dim() >= 2 else scales.view(1, 1)
-        rows_per_scale = len(codes) // len(scales)
-        step = max(1, slices.SLICE_ELEMENTS // decoded.shape[1])
-        for start in range(0, len(codes), step):
-            stop = min(start + step, len(codes))
-            first = start // rows_per_scale
-            numbers = torch.arange(start, stop, device="cpu") // rows_per_scale - first
-            of_rows = _floats(scales[first : first + int(numbers[-1]) + 1])[numbers]
-            _decode_rows(codes[start:stop], of_rows, decoded[start:stop])
+        # [rows of blocks, rows of a block, columns]
+        codes, out = codes.view(len(scales), -1, codes.shape[-1]), out.view(len(scales), -1, out.shape[-1])
+        # A slice is several whole rows of blocks, or a part of one.
+        rows = max(1, slices.SLICE_ELEMENTS // out.shape[2])
+        num_blocks, rows = max(1, rows // out.shape[1]), min(rows, out.shape[1])
+        for block in range(0, len(scales), num_blocks):
+            of_blocks = _floats(scales[block : block + num_blocks])
+            for row in range(0, out.shape[1], rows):
+                part = (slice(block, block + num_blocks), slice(row, row + rows))
+                _decode_slice(codes[part], of_blocks, out[part])
 
 
 def _floats(scales: torch.Tensor) -> torch.Tensor:
     return (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
 
 
-def _decode_rows(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-    """Decode rows `[n, columns]`, with scales float32 `[n, blocks of columns]`."""
+def _decode_slice(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode values `[rows of blocks, rows, columns]`, with scales float32 `[rows of blocks, blocks of columns]`."""
     values = values_of(tuple(out.shape))
     kind = _KINDS.get(codes.dtype)
-    largest = float(scales.abs().max())
     # With the factor, larger scales would become infinite. NaN is not smaller, either.
-    if kind is None or not largest < _LARGEST_SCALE or (kind is E4M3 and _has_nan(codes)):
+    if kind is None or not float(scales.abs().max()) < _LARGEST_SCALE or (kind is E4M3 and _has_nan(codes)):
         values.copy_(_plain(codes))
     else:
         memory = codes_of(tuple(out.shape), torch.int16)
         values.copy_(kind.halves(_separated(codes, values) if kind is E2M1 else codes, memory))
         scales = scales * kind.factor
-    values.unflatten(1, (scales.shape[1], -1)).mul_(scales.unsqueeze(-1))
+    values.unflatten(2, (scales.shape[1], -1)).mul_(scales[:, None, :, None])
     out.copy_(values)
 
 

@@ -21,7 +21,7 @@ from promoe.stores.safetensors_header import TensorRange
 
 BLOCKS, SCALES = "_blocks", "_scales"
 VALUES = 32  # of a block
-OUTPUTS = 256  # transposed at a time: rows of the result are written in pieces that are long enough
+OUTPUTS = 512  # transposed at a time: rows of the result are written in pieces that are long enough
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _transposed(blocks: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     values.copy_(E2M1.halves(codes, memory).view(values.shape))
     values *= E2M1.factor
     # The bits of 2^(exponent - 127), which is subnormal for 0, and infinite for 255.
-    scales = (exponents.t().int() << 23).clamp_(min=1 << 22).view(torch.float32)
+    scales = (exponents.t().contiguous().int() << 23).clamp_(min=1 << 22).view(torch.float32)
     values.view(groups, VALUES, outputs).mul_(scales.unsqueeze(1))
     return values
 
