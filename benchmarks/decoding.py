@@ -4,8 +4,9 @@
 
 Prints GB of bf16 weights per second for each format, in the median of all rounds; the ratio of both with its 95% bootstrap
 interval; and the bits that a weight has in the file. In each round both decode the same matrices in turn. There are so
-many that caches do not hold them. Results are compared first, bit by bit. GGUF blocks, gpt-oss's MXFP4 and FP8 with
-blocks of 128 x 128 are random bytes: no time here depends on values. "-": Transformers has no function for the format.
+many that caches do not hold them. Results are compared first, bit by bit. FP8 has blocks of 128 x 128, AWQ, GPTQ and
+W4A16 groups of 128. "-": Transformers has no function for the format. GGUF blocks are random bytes, as times do not
+depend on values.
 
 Takes three minutes.
 """
@@ -20,12 +21,16 @@ import torch
 from common import DTYPE, make_parser, print_table, save
 
 from promoe.commands.measure import estimate, paired_speedup
-from promoe.stores.encodings.base import Encoding
+from promoe.stores.encodings.awq import Awq
+from promoe.stores.encodings.base import Encoding, Integers
+from promoe.stores.encodings.compressed_tensors import IntegerRows
 from promoe.stores.encodings.fp8 import Fp8
 from promoe.stores.encodings.gguf_blocks import GgufBlocks, block_encoding
+from promoe.stores.encodings.gptq import Gptq
 from promoe.stores.encodings.mxfp4 import Mxfp4
 
 OUT_SIZE, IN_SIZE, MATRICES = 1536, 2048, 8
+GROUP = 128
 LAST_GGUF_TYPE = 64
 Parts = list[torch.Tensor]
 
@@ -92,7 +97,39 @@ def formats() -> dict[str, Format]:
         lambda parts: dequantize_convertops(parts[0][None], parts[1][None], DTYPE)[0],
     )
     blocks = [found for found in map(block_encoding, range(LAST_GGUF_TYPE)) if found is not None]
-    return {made.name: made for made in (fp8, mxfp4, *map(gguf_format, blocks))}
+    return {made.name: made for made in (fp8, mxfp4, *integer_formats(), *map(gguf_format, blocks))}
+
+
+def integer_formats() -> list[Format]:
+    """Return the formats of integers in words of 32 bits, in 4 bits, with groups of 128 inputs."""
+    integers, groups = Integers(4, GROUP), IN_SIZE // GROUP
+
+    def words(rows: int, codes: int) -> torch.Tensor:
+        return random_bytes(rows, codes // 2).view(torch.int32)
+
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.rand(shape).to(torch.float16)
+
+    def made(name: str, encoding: Encoding, make: Callable[[], Parts]) -> Format:
+        return Format(name, (OUT_SIZE, IN_SIZE), encoding, make, None)
+
+    return [
+        made(
+            "W4A16 (compressed-tensors)",
+            IntegerRows(4, GROUP, is_packed=True, has_zeros=False, in_order=True, integers=integers),
+            lambda: [words(OUT_SIZE, IN_SIZE), scales(OUT_SIZE, groups)],
+        ),
+        made(
+            "AWQ",
+            Awq(GROUP, integers),
+            lambda: [words(IN_SIZE, OUT_SIZE), words(groups, OUT_SIZE), scales(groups, OUT_SIZE)],
+        ),
+        made(
+            "GPTQ",
+            Gptq(4, GROUP, plus_one=True, integers=integers),
+            lambda: [words(OUT_SIZE, IN_SIZE).view(-1, OUT_SIZE), words(groups, OUT_SIZE), scales(groups, OUT_SIZE)],
+        ),
+    ]
 
 
 def seconds(run: Callable[[int], object]) -> float:
