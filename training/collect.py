@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.model.gguf.finding import is_gguf
 from promoe.model.hub import base_of
 from promoe.model.model_class import class_to_open
 from promoe.model.tokenizer import check_known, load_tokenizer
@@ -106,9 +107,12 @@ def open_model(path: str, dtype: str, cache: str | None) -> tuple[Any, Any]:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # Transformers makes one up where there are no files
         raise CheckpointError(f"There is no tokenizer beside the model '{path}'. Put its files there.")
     try:
+        chosen = None if dtype == "auto" else getattr(torch, dtype)
         if cache is not None:
-            chosen = None if dtype == "auto" else getattr(torch, dtype)
             return promoe.from_pretrained(path, cache=cache, dtype=chosen), tokenizer
+        if is_gguf(path):
+            model = promoe.from_pretrained(path, cache="100%", experts="checkpoint", predictor=None, dtype=chosen)
+            return promoe.unpatch(model), tokenizer
         # Never ask on the terminal whether a checkpoint's own code may run, nor open a pickle.
         safe = {"trust_remote_code": False, "use_safetensors": True}
         return class_to_open(base_of(path), safe).from_pretrained(path, dtype=dtype, **safe).eval(), tokenizer

@@ -27,7 +27,7 @@ class Collect:
     """
 
     model: str
-    """folder or hub id of an MoE model"""
+    """folder, GGUF file or hub id of an MoE model"""
     out: str
     """folder of the trace"""
     data: str = "sharegpt"

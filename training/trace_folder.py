@@ -144,13 +144,13 @@ def _are_sound(values: Mapping[str, Any]) -> bool:
 
 
 def model_folder(folder: Path) -> str | None:
-    """Return the folder of the model that a trace was recorded from; None: it is not on this machine.
+    """Return the folder or GGUF file of the model that a trace was recorded from; None: it is not on this machine.
 
     Raises:
         TraceError: there is no trace, or one that this version cannot read.
     """
     model = read_info(folder).model
-    return model if os.path.isdir(model) else None
+    return model if os.path.exists(model) else None
 
 
 def find_info(folder: Path) -> TraceInfo | None:

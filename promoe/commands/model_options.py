@@ -12,7 +12,7 @@ class ModelOptions:
     """Which model is opened, and how."""
 
     model: str
-    """folder of a safetensors checkpoint, or a hub id"""
+    """folder of a checkpoint, a GGUF file, or a hub id (of a GGUF file: org/name/file.gguf)"""
     _: KW_ONLY
     experts: str = "auto"
     """form of the experts: "auto" (as the checkpoint has them, or packed by `promoe pack`), "int8", "int4" or "int4-hot8" (as

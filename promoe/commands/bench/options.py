@@ -51,8 +51,8 @@ class Options:
     """
 
     model: str | None = None
-    """folder of a safetensors checkpoint that fits into RAM once; by default the demo model with experts of real size (4 GB,
-    written once, beside the folder that --out names)"""
+    """folder of a checkpoint, or a GGUF file, that fits into RAM once (decoded); by default the demo model with experts of real
+    size (4 GB, written once, beside the folder that --out names)"""
     _: KW_ONLY
     cache: list[str] = field(default_factory=lambda: ["12.5%", "25%", "50%"])
     """slots, as shares of the routed experts (in 16 bits: quantised systems get as many bytes), sizes, or "2 per layer" for

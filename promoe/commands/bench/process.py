@@ -15,6 +15,7 @@ import transformers
 from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt
 from promoe.commands.bench.served import Served
 from promoe.errors import PromoeError
+from promoe.stores.gguf_parts import locate_parts
 from promoe.transfer.control_groups import MemoryGroup
 from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
@@ -167,6 +168,6 @@ def _serve(connection: Connection) -> None:
 def _open(opening: Opening, threads: int) -> Served:
     torch.set_num_threads(threads)
     # What others read or wrote of its files is still in the page cache, and would not count against its limit.
-    for folder in filter(None, (opening.checkpoint, opening.folder)):
-        drop_files(path for path in folder.rglob("*") if path.is_file())
+    for place in filter(None, (opening.checkpoint, opening.folder)):
+        drop_files(locate_parts(place) if place.is_file() else (path for path in place.rglob("*") if path.is_file()))
     return Served(opening)

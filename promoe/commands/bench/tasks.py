@@ -18,6 +18,7 @@ from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import OpenSystem
 from promoe.commands.measure import Generation
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
+from promoe.model.gguf.finding import is_gguf
 from promoe.model.hub import base_of
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
 
@@ -166,6 +167,8 @@ def generate_task(
 def _check_is_decoder(checkpoint: Path) -> None:
     from transformers import AutoConfig
 
+    if is_gguf(checkpoint):  # none of its families has an encoder
+        return
     base = base_of(checkpoint)
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)

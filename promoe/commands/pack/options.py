@@ -17,7 +17,7 @@ class Options:
     """
 
     model: str
-    """folder of a safetensors checkpoint, or a hub id"""
+    """folder of a checkpoint, a GGUF file, or a hub id (of a GGUF file: org/name/file.gguf)"""
     _: KW_ONLY
     out: str | None = None
     """folder for the copy; by default promoe-packed beside the checkpoint's files, where it is found"""

@@ -23,7 +23,7 @@ class Options:
     """
 
     model: str
-    """folder of a safetensors checkpoint, or of a config.json alone; or a hub id"""
+    """folder of a checkpoint, or of a config.json alone; a GGUF file; or a hub id (of a GGUF file: org/name/file.gguf)"""
     _: KW_ONLY
     experts: str = "auto"
     """form of the experts: "auto" (as they are, or packed), or "int8" or "int4" (also before `promoe quantize` has written

@@ -33,7 +33,7 @@ class Options:
     """
 
     model: str
-    """folder of a safetensors checkpoint, or a hub id"""
+    """folder of a checkpoint, a GGUF file, or a hub id (of a GGUF file: org/name/file.gguf)"""
     _: KW_ONLY
     experts: list[str] = field(default_factory=list)
     """forms of the experts: int8, int4, int3 or int2 (as `promoe quantize` wrote them), or folders of its --out; by default

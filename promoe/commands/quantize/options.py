@@ -29,7 +29,7 @@ class Options:
     """
 
     model: str
-    """folder of a safetensors checkpoint, or a hub id"""
+    """folder of a checkpoint, a GGUF file, or a hub id (of a GGUF file: org/name/file.gguf)"""
     _: KW_ONLY
     bits: Literal[8, 4, 3, 2] = 4
     """bits per weight, without scales"""

@@ -81,14 +81,14 @@ def _model(options: Options) -> str | Geometry:
     model = options.model
     if model == "auto" and os.path.isdir(options.trace):
         model = model_folder(Path(options.trace)) or model
-    return read_geometry(model) if os.path.isdir(model) or "/" in model else model
+    return read_geometry(model) if os.path.exists(model) or "/" in model else model
 
 
 def read_geometry(path_or_id: str) -> Geometry:
     """Read a model's sizes from the headers of a checkpoint's files, or from its config.json alone. Reads no weights.
 
     Args:
-        path_or_id: folder of a checkpoint, or a hub id.
+        path_or_id: folder of a checkpoint, a GGUF file, or a hub id.
 
     Raises:
         PromoeError: there is neither, it is not of a model that promoe can serve, or its layers are not of one size.
