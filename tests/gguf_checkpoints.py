@@ -6,7 +6,7 @@ How each family is converted stands in `gguf_converters`, which knows nothing of
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ def write_gguf(
     *,
     weight_type: str = "BF16",
     expert_type: str | None = None,
+    types: Mapping[str, str] | None = None,
     parts: int = 1,
     **fields: Any,
 ) -> Path:
@@ -102,6 +103,7 @@ def write_gguf(
         weight_type: the ggml type of matrices ("F32", "BF16", "Q8_0", "Q4_K", ...). Types that the `gguf` package cannot
             quantise to get random blocks. Rows that are no whole number of blocks are in F16, norms and gates in F32.
         expert_type: that of routed experts; by default `weight_type`.
+        types: of tensors whose names have a part, such as "blk.1.ffn_down_exps", if they differ from these.
         parts: number of files.
         fields: of `tiny_model`.
 
@@ -114,13 +116,14 @@ def write_gguf(
     model = tiny_model(family, **fields)
     converter = CONVERTERS[family]
     tensors = dict(converted(converter, model, dict(model.state_dict())))
+    tensors |= converter.unused(model.config, tensors)
     per_part = -(-len(tensors) // parts) if parts > 1 else 0
     path = folder / f"tiny-{family.replace(' ', '-')}-{expert_type or weight_type}.gguf"
     writer = GGUFWriter(path, converter.architecture, split_max_tensors=per_part)
     converter.metadata(model.config, writer)
     _add_tokenizer(writer)
     for position, (name, tensor) in enumerate(tensors.items()):
-        kind = _type_of(name, tensor, weight_type, expert_type or weight_type)
+        kind = _type_of(name, tensor, weight_type, expert_type or weight_type, types or {})
         values = converter.computed(name, tensor).contiguous().numpy()
         writer.add_tensor(name, _encoded(values, kind, seed=position), raw_dtype=kind)
     writer.write_header_to_file()
@@ -194,10 +197,13 @@ def dequantised_model(path: Path, family: str, dtype: torch.dtype, **fields: Any
 _OF_256 = {kind for kind, (elements, _) in gguf.GGML_QUANT_SIZES.items() if elements == 256}
 
 
-def _type_of(name: str, tensor: torch.Tensor, weight_type: str, expert_type: str) -> GGMLQuantizationType:
+def _type_of(
+    name: str, tensor: torch.Tensor, weight_type: str, expert_type: str, types: Mapping[str, str]
+) -> GGMLQuantizationType:
     if tensor.dim() < 2 or "_norm." in name or "ffn_gate_inp" in name or name.endswith(".bias") or ".ssm_conv" in name:
         return GGMLQuantizationType.F32
-    kind = GGMLQuantizationType[expert_type if "_exps." in name else weight_type]
+    usual = expert_type if "_exps." in name else weight_type
+    kind = GGMLQuantizationType[next((kind for part, kind in types.items() if part in name), usual)]
     return kind if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
 
 

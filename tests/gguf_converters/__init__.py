@@ -7,7 +7,7 @@ Independent of promoe's tables, which read such files: names come from the `gguf
 from __future__ import annotations
 
 from .base import Converter
-from .deepseek import DeepSeek, OldDeepSeek
+from .deepseek import DeepSeek, FusedDeepSeek, OldDeepSeek
 from .llama import Granite, Mixtral, OldMixtral, Olmoe
 from .others import Glm4Moe, GptOss, MiniMaxM2
 from .qwen import Qwen2Moe, Qwen3Moe, Qwen3VlMoe
@@ -19,6 +19,7 @@ CONVERTERS: dict[str, Converter] = {
     "deepseek_v2": DeepSeek("deepseek_v2"),
     "deepseek_v2 old": OldDeepSeek("deepseek_v2"),
     "deepseek_v3": DeepSeek("deepseek_v3"),
+    "deepseek_v3 fused": FusedDeepSeek("deepseek_v3"),
     "dots1": Dots1("dots1"),
     "ernie4_5_moe": Ernie45Moe("ernie4_5_moe"),
     "glm4_moe": Glm4Moe("glm4_moe"),

@@ -94,6 +94,10 @@ class Converter:
         else:
             yield name, tensor
 
+    def unused(self, config: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors that are in the file beside `tensors`, and that no parameter of the model comes from."""
+        return {}
+
     def computed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return what the converter computes from a tensor."""
         return tensor

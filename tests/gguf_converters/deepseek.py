@@ -112,6 +112,17 @@ class OldDeepSeek(DeepSeek):
             yield from super().tensors(config, name, tensor)
 
 
+class FusedDeepSeek(DeepSeek):
+    """A converter of 2026, told to write gate and up of the experts as one tensor."""
+
+    def tensors(self, config: Any, name: str, tensor: torch.Tensor) -> Tensors:
+        """See `Converter.tensors`."""
+        if name.endswith("experts.gate_up_proj"):
+            yield f"blk.{name.removeprefix('model.layers.').partition('.')[0]}.ffn_gate_up_exps.weight", tensor
+        else:
+            yield from super().tensors(config, name, tensor)
+
+
 def _set(writer: GGUFWriter, key: str, value: int) -> None:
     """Write a number over one that is there."""
     writer.kv_data[0].pop(f"{writer.arch}.{key}", None)

@@ -56,6 +56,17 @@ class Glm4Moe(Converter):
         else:
             yield from super().tensors(config, name, tensor)
 
+    def unused(self, config: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `Converter.unused`: the layer that predicts a second token."""
+        hidden, layer = config.hidden_size, config.num_hidden_layers
+        if not config.num_nextn_predict_layers:
+            return {}
+        last = f"blk.{layer - 1}."
+        made = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+        made |= {"nextn.enorm.weight": torch.ones(hidden), "nextn.hnorm.weight": torch.ones(hidden)}
+        made["nextn.eh_proj.weight"] = torch.ones(hidden, 2 * hidden)
+        return {f"blk.{layer}.{name}": tensor for name, tensor in made.items()}
+
 
 class GptOss(Converter):
     """`GptOssModel`."""

@@ -65,6 +65,11 @@ class File:
         self.metadata, self.shapes = metadata, shapes
         self.architecture = str(metadata["general.architecture"])
         self._known = set(_WITHOUT_EFFECT)
+        layers, predicting = self.whole("block_count"), self.whole("nextn_predict_layers", 0)
+        if layers > MAX_LAYERS:
+            raise self.error(f"block_count is {layers}, but at most {MAX_LAYERS} layers were expected")
+        self.num_layers = layers - predicting
+        """Layers of the model. The file also counts those that predict a second token. They come last, and are not used."""
 
     def has(self, key: str) -> bool:
         """Whether the architecture's `key` is there."""
@@ -133,7 +138,6 @@ class File:
         weights: Collection[str],
         biases: Collection[str] = (),
         others: Collection[str] = (),
-        ignored_from_layer: int | None = None,
     ) -> None:
         """Raise CheckpointError if the file has something that the model has no place for. Called when all is read.
 
@@ -141,13 +145,12 @@ class File:
             weights: the tensors of a layer that have a weight, such as "attn_q".
             biases: those that have a bias.
             others: further tensors, with their whole names, in a layer or not.
-            ignored_from_layer: the tensors of this layer and later ones are not used.
         """
         known = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases} | set(others)
         for name in self.shapes:
             layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-            if layer and ignored_from_layer is not None and int(layer[1]) >= ignored_from_layer:
-                continue
+            if layer and int(layer[1]) >= self.num_layers:
+                continue  # of those that predict a second token
             if (layer[2] if layer else name) not in (known if layer else {*_OUTER, *others}):
                 raise self.error(f"it has the tensor {name!r}, which the model that would be opened has no place for")
         prefix = f"{self.architecture}."
@@ -188,13 +191,11 @@ def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, A
         file: the file.
         key_value_heads: their number, if layers differ in it.
     """
-    heads, layers = file.whole("attention.head_count"), file.whole("block_count")
-    if layers > MAX_LAYERS:
-        raise file.error(f"block_count is {layers}, but at most {MAX_LAYERS} layers were expected")
+    heads = file.whole("attention.head_count")
     return {
         "vocab_size": file.rows("token_embd.weight"),
         "hidden_size": file.whole("embedding_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": file.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_value_heads or file.whole("attention.head_count_kv", heads),
         "max_position_embeddings": file.whole("context_length"),

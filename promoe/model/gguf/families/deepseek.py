@@ -107,7 +107,7 @@ def _version_3(file: File) -> dict[str, Any]:
         "model_type": "deepseek_v3",
         "norm_topk_prob": file.flag("expert_weights_norm", False),
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": file.whole("nextn_predict_layers", 0),
     }
 
 

@@ -17,18 +17,17 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     if size * file.whole("attention.head_count") != file.whole("embedding_length"):
         raise file.error(f"its heads have {size} elements, but ERNIE 4.5 divides the hidden size among them")
     file.ignore("expert_shared_feed_forward_length")  # converters write another number than tensors have
-    common, expert_size = common_fields(file), file.whole("expert_feed_forward_length")
     fields = {
         "model_type": "ernie4_5_moe",
-        **common,
+        **common_fields(file),
         "rope_parameters": rope(file, rotated=size),
         "intermediate_size": file.whole("feed_forward_length"),
-        "moe_intermediate_size": expert_size,
+        "moe_intermediate_size": file.whole("expert_feed_forward_length"),
         "moe_num_experts": file.whole("expert_count"),
         "moe_k": file.whole("expert_used_count"),
         "moe_num_shared_experts": file.whole("expert_shared_count", 0),
         "moe_layer_start_index": file.whole("leading_dense_block_count", 0),
-        "moe_layer_end_index": max(common["num_hidden_layers"] - 1, 0),
+        "moe_layer_end_index": max(file.num_layers - 1, 0),
         "moe_layer_interval": max(file.whole("interleave_moe_layer_step"), 1),
         "use_bias": file.any_block_has("attn_q.bias"),
         "hidden_act": "silu",

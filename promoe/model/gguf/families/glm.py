@@ -22,14 +22,10 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
     file.refuse_unless("expert_gating_func", (2, 0), "but 2 (sigmoid) was expected")
     size = head_dim(file)
-    predicting = file.whole("nextn_predict_layers", 0)
-    common = common_fields(file)
     fields = {
         "model_type": "glm4_moe",
-        **common,
-        # The file counts the layers that predict a second token. They come last, and are not used.
-        "num_hidden_layers": common["num_hidden_layers"] - predicting,
-        "num_nextn_predict_layers": predicting,
+        **common_fields(file),
+        "num_nextn_predict_layers": file.whole("nextn_predict_layers", 0),
         "head_dim": size,
         "rope_parameters": {**rope(file), "partial_rotary_factor": file.whole("rope.dimension_count") / max(size, 1)},
         "intermediate_size": file.whole("feed_forward_length"),
@@ -46,11 +42,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "attention_bias": file.any_block_has("attn_q.bias"),
         "hidden_act": "silu",
     }
-    file.check(
-        {*_BLOCKS, *EXPERTS},
-        biases={"attn_q", "attn_k", "attn_v", "exp_probs_b"},
-        ignored_from_layer=fields["num_hidden_layers"],
-    )
+    file.check({*_BLOCKS, *EXPERTS}, biases={"attn_q", "attn_k", "attn_v", "exp_probs_b"})
     return fields
 
 

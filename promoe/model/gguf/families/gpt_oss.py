@@ -19,13 +19,12 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
     file.refuse_unless("expert_gating_func", (3, 0, 1), "but the softmax of the chosen experts' scores was expected")
     size = head_dim(file)
-    common = common_fields(file)
     rotation = rope(file, rotated=size)
     if rotation["rope_type"] == "yarn":
         rotation["truncate"] = False  # as published; files do not say it
     fields = {
         "model_type": "gpt_oss",
-        **common,
+        **common_fields(file),
         "head_dim": size,
         "rope_parameters": rotation,
         "intermediate_size": file.whole("expert_feed_forward_length", file.whole("feed_forward_length", 0)),
@@ -33,9 +32,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "num_experts_per_tok": file.whole("expert_used_count"),
         "sliding_window": file.whole("attention.sliding_window"),
         # As published: every other layer attends to a window, the first among them.
-        "layer_types": [
-            "full_attention" if idx % 2 else "sliding_attention" for idx in range(common["num_hidden_layers"])
-        ],
+        "layer_types": ["full_attention" if idx % 2 else "sliding_attention" for idx in range(file.num_layers)],
         "attention_bias": file.any_block_has("attn_q.bias"),
         "hidden_act": "silu",
     }

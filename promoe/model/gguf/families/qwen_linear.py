@@ -31,15 +31,14 @@ _COMPUTED = {
 
 def _fields(file: File) -> dict[str, Any]:
     size = head_dim(file)
-    common, predicting = common_fields(file), file.whole("nextn_predict_layers", 0)
-    layers, interval = common["num_hidden_layers"] - predicting, max(file.whole("full_attention_interval", 4), 1)
+    interval = max(file.whole("full_attention_interval", 4), 1)
     values = file.whole("ssm.time_step_rank")
     file.refuse_unless("expert_weights_scale", (0.0, 1.0), "which Qwen's models do not have")
     return {
-        **common,
-        # The file counts the layers that predict a second token. They come last, and are not used.
-        "num_hidden_layers": layers,
-        "layer_types": ["linear_attention" if (idx + 1) % interval else "full_attention" for idx in range(layers)],
+        **common_fields(file),
+        "layer_types": [
+            "linear_attention" if (idx + 1) % interval else "full_attention" for idx in range(file.num_layers)
+        ],
         "head_dim": size,
         "rope_parameters": {
             **rope(file),
@@ -69,7 +68,7 @@ def _qwen3_next_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "mlp_only_layers": [],
         "norm_topk_prob": True,  # as llama.cpp computes
     }
-    file.check({*_NAMES, "ssm_in", "ssm_ba"}, {"ssm_dt"}, {"ssm_a"}, ignored_from_layer=fields["num_hidden_layers"])
+    file.check({*_NAMES, "ssm_in", "ssm_ba"}, {"ssm_dt"}, {"ssm_a"})
     return fields
 
 
@@ -80,9 +79,7 @@ def _qwen35_moe_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     sections = file.wholes("rope.dimension_sections") or [11, 11, 10]
     # Positions of text are the same in all sections.
     fields["rope_parameters"] |= {"mrope_section": [one for one in sections if one], "mrope_interleaved": True}
-    file.check(
-        {*_NAMES, "ssm_alpha", "ssm_beta"}, {"ssm_dt"}, {"ssm_a"}, ignored_from_layer=fields["num_hidden_layers"]
-    )
+    file.check({*_NAMES, "ssm_alpha", "ssm_beta"}, {"ssm_dt"}, {"ssm_a"})
     return fields
 
 
