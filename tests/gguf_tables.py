@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from promoe.model.gguf.families import FAMILIES, Family
-from promoe.stores.encodings.base import EncodedTensor
+from promoe.model.gguf.families import FAMILIES
+from promoe.stores.encodings.base import EncodedTensor, StoredTensor
 from promoe.stores.safetensors_header import TensorRange
 
 
@@ -43,22 +42,21 @@ def model_by_tables(path: Path, **rope: Any) -> PreTrainedModel:
         tensor.fill_(torch.nan)
     family = FAMILIES[metadata["general.architecture"]]
     conversions = family.conversions(config)
-    state_dict = {name: _decoded(family, name, tensor) for name, tensor in tensors.items()}
+    ranges = {name: TensorRange(name, 0, 0, one.nbytes, tuple(one.shape), "F32") for name, one in tensors.items()}
+    weights = family.weights(metadata, ranges)
+    state_dict = {name: _decoded(weight, tensors[name]) for name, weight in weights.items()}
     wanted = LoadStateDictConfig(dtype=torch.float32, weight_mapping=conversions)
     loading, _ = convert_and_load_state_dict_in_model(model, state_dict, wanted)
     missing = loading.missing_keys - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     assert not missing, missing
     assert not loading.mismatched_keys, loading.mismatched_keys
     assert not loading.conversion_errors, loading.conversion_errors
-    layers = config.num_hidden_layers
-    unexpected = [name for name in loading.unexpected_keys if int(re.search(r"\d+", name)[0]) < layers]
-    assert not unexpected, unexpected
+    assert not loading.unexpected_keys, loading.unexpected_keys
     model.tie_weights()
     return model
 
 
-def _decoded(family: Family, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    found = family.encoded(TensorRange(name, 0, 0, tensor.nbytes, tuple(tensor.shape), "F32"))
+def _decoded(found: StoredTensor, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(found, EncodedTensor):
         out = torch.empty_like(tensor)
         found.encoding.decode([tensor], out)

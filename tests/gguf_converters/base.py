@@ -51,8 +51,7 @@ class Converter:
         self.rope(config.rope_parameters, writer)
         if (eps := first(config, "rms_norm_eps", "norm_eps")) is not None:
             writer.add_layer_norm_rms_eps(eps)
-        if (experts := first(config, "num_local_experts", "num_experts")) is not None:
-            writer.add_expert_count(experts)
+        writer.add_expert_count(first(config, "num_local_experts", "num_experts", "n_routed_experts"))
         writer.add_expert_used_count(first(config, "num_experts_per_tok", "num_experts_per_token"))
         if (groups := getattr(config, "n_group", None)) is not None:
             writer.add_expert_group_count(groups)

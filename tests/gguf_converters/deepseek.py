@@ -58,7 +58,6 @@ class DeepSeek(Converter):
             writer.add_q_lora_rank(config.q_lora_rank)
         writer.add_kv_lora_rank(config.kv_lora_rank)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         if config.norm_topk_prob:

@@ -40,7 +40,6 @@ class Glm4Moe(Converter):
         """See `Converter.metadata`."""
         super().metadata(config, writer)
         writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
-        writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_count(config.n_shared_experts)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)

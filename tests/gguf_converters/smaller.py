@@ -36,7 +36,6 @@ class Dots1(Converter):
         """See `Converter.metadata`."""
         super().metadata(config, writer)
         writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
-        writer.add_expert_count(config.n_routed_experts)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_leading_dense_block_count(config.first_k_dense_replace)
         writer.add_expert_shared_count(config.n_shared_experts)

@@ -73,7 +73,7 @@ class GgufCheckpoint:
         Raises:
             CheckpointError: a tensor is in blocks that cannot be decoded.
         """
-        return {name: self.family.encoded(tensor) for name, tensor in find_blocks(self.files.tensors).items()}
+        return self.family.weights(self.metadata, find_blocks(self.files.tensors))
 
     def describe(self, model: Any) -> None:
         """Set what a loaded model should know of the file: its path, where generation ends, and how prompts are padded."""

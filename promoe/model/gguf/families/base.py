@@ -40,8 +40,16 @@ class Family:
     computed: Mapping[str, Encoding] = field(default_factory=dict)
     """How tensors other than experts are decoded that the file has not as they are, by their names in a layer, or whole."""
 
-    def encoded(self, tensor: StoredTensor) -> StoredTensor:
-        """Return a tensor of the file as the weight that it stands for."""
+    def weights(self, metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the tensors of a file as the weights that they stand for, without those of layers that are not used."""
+        used = File(metadata, {}).num_layers
+        return {
+            name: self._weight(tensor)
+            for name, tensor in tensors.items()
+            if (layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) < used
+        }
+
+    def _weight(self, tensor: StoredTensor) -> StoredTensor:
         encoding = self.computed.get(re.sub(r"^blk\.\d+\.", "", tensor.name))
         if encoding is None:
             return tensor
