@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from promoe.stores.encodings import gguf_books, gguf_iq, gguf_k, gguf_q, slices
+from promoe.stores.encodings import gguf_books, gguf_k, gguf_levels, gguf_q, slices
 from promoe.stores.encodings.base import Encoding, Integers
 from promoe.stores.encodings.gguf_bits import Expand, Slice
 from promoe.stores.encodings.gguf_integers import GROUP, Unpack, unpack_q4_0, unpack_q4_1, unpack_q4_k
@@ -74,14 +74,14 @@ _TYPES: dict[int, tuple[str, int, int, Expand]] = {
     17: ("IQ2_XS", 256, 74, gguf_books.expand_iq2_xs),
     18: ("IQ3_XXS", 256, 98, gguf_books.expand_iq3_xxs),
     19: ("IQ1_S", 256, 50, gguf_books.expand_iq1_s),
-    20: ("IQ4_NL", 32, 18, gguf_iq.expand_iq4_nl),
+    20: ("IQ4_NL", 32, 18, gguf_levels.expand_iq4_nl),
     21: ("IQ3_S", 256, 110, gguf_books.expand_iq3_s),
     22: ("IQ2_S", 256, 82, gguf_books.expand_iq2_s),
-    23: ("IQ4_XS", 256, 136, gguf_iq.expand_iq4_xs),
+    23: ("IQ4_XS", 256, 136, gguf_levels.expand_iq4_xs),
     29: ("IQ1_M", 256, 56, gguf_books.expand_iq1_m),
     34: ("TQ1_0", 256, 54, gguf_q.expand_tq1_0),
     35: ("TQ2_0", 256, 66, gguf_q.expand_tq2_0),
-    39: ("MXFP4", 32, 17, gguf_iq.expand_mxfp4),
+    39: ("MXFP4", 32, 17, gguf_levels.expand_mxfp4),
 }
 
 

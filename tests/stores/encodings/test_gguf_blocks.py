@@ -12,7 +12,18 @@ from promoe.stores.encodings import gguf_books, slices
 from promoe.stores.encodings.gguf_blocks import GgufBlocks, block_encoding
 from tests.stores.encodings.comparing import DTYPES, assert_same_bits, largest_memory
 
-TYPES = [kind for kind in gguf.GGMLQuantizationType if block_encoding(kind.value) is not None]
+# Of the first two there are no weights in files. A weight in NVFP4 has a second scale elsewhere. `gguf` cannot decode Q1_0.
+OTHERS = ("Q8_1", "Q8_K", "NVFP4", "Q1_0")
+
+
+def can_be_decoded(kind: gguf.GGMLQuantizationType) -> bool:
+    try:
+        return block_encoding(kind.value) is not None
+    except CheckpointError:  # old versions of Transformers have no code books
+        return False
+
+
+TYPES = [kind for kind in gguf.GGMLQuantizationType if can_be_decoded(kind)]
 # Bytes of each block at which fp16 scales begin; IQ1_M keeps its scale in the high bits of four numbers.
 HALVES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S"), (0,)),
@@ -122,9 +133,15 @@ def test_names_and_sizes_are_those_of_the_gguf_package(kind: gguf.GGMLQuantizati
     assert (found.block_elements, found.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
 
 
+def test_all_types_with_blocks_but_four_are_known() -> None:
+    pytest.importorskip("transformers.integrations.gguf.dequant")
+    with_blocks = [kind.name for kind, (elements, _) in gguf.GGML_QUANT_SIZES.items() if elements > 1]
+    assert {kind.name for kind in TYPES} == set(with_blocks) - set(OTHERS)
+
+
 def test_encodings_of_a_type_are_equal() -> None:
     assert block_encoding(12) == block_encoding(12) != block_encoding(13)
-    assert len({block_encoding(18), block_encoding(18)}) == 1
+    assert len({block_encoding(14), block_encoding(14)}) == 1
 
 
 def test_types_without_blocks_have_no_encoding() -> None:

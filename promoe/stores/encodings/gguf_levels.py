@@ -1,4 +1,4 @@
-"""The GGUF blocks whose codes are numbers of levels in a table: IQ types, and MXFP4."""
+"""The GGUF blocks whose codes of 4 bits are numbers of levels in a table: IQ4 types, and MXFP4."""
 
 from __future__ import annotations
 
