@@ -29,6 +29,7 @@ from promoe.stores.encodings.packed_integers import (
     SCALE_DTYPES,
     PackedIntegers,
     as_integers,
+    bits_per_weight,
     codes_in,
     other_order,
     parts_of_modules,
@@ -163,7 +164,7 @@ def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
             raise _unreadable(str(found))
     try:
         return [_scheme(group) for group in groups if group["weights"] is not None]
-    except (KeyError, TypeError, AttributeError, ValueError, re.error) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, re.error) as error:
         raise CheckpointError(
             f"The config.json has config_groups {shown(groups)}, which do not say how weights are quantised "
             f"({type(error).__name__}: {error}). Compare it with the original one."
@@ -179,8 +180,7 @@ def expert_bits(quantization: Mapping[str, Any]) -> float | None:
     schemes = schemes_of(quantization)
     of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
     for scheme in of_experts or schemes:
-        zero_bits = 0 if scheme.is_symmetric else scheme.bits
-        return scheme.bits + (0 if scheme.group is None else (16 + zero_bits) / scheme.group)
+        return bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
     return None
 
 

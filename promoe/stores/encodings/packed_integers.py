@@ -123,7 +123,8 @@ def codes_in(words: torch.Tensor, bits: int) -> torch.Tensor:
     Returns:
         `[..., n * 32 / bits]`, uint8.
     """
-    packed = words.view(torch.uint8)
+    # Flat, because a dimension of one may have any stride.
+    packed = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
     if bits == 8:
         return packed
     # Move the codes of each byte to bytes of their own, all at once.
@@ -143,7 +144,14 @@ def stated_bits(quantization: Mapping[str, Any]) -> float | None:
     group = quantization.get("group_size", quantization.get("q_group_size"))
     if not isinstance(bits, int):
         return None
-    return bits + (16 + bits) / group if isinstance(group, int) and group > 0 else float(bits)
+    return bits_per_weight(bits, group if isinstance(group, int) and group > 0 else None, True)
+
+
+def bits_per_weight(bits: int, group: int | None, has_zeros: bool) -> float | None:
+    """Return the bits of a weight, with its share of a scale of 16 bits and of a zero; None: no weight has so many."""
+    if not 0 < bits <= 16:
+        return None
+    return bits if group is None else bits + (16 + bits * has_zeros) / min(group, 2**31)
 
 
 def other_order(g_idx: torch.Tensor, num_groups: int) -> torch.Tensor | None:
