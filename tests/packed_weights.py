@@ -5,8 +5,9 @@ Each reader is the format's formula, number by number of each word: nothing of i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 Parts = Mapping[str, torch.Tensor]
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+# The values of the low three bits of FP4; the fourth is the sign.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # What one more in each code of a word is.
 ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 
@@ -33,7 +36,6 @@ class Form:
     config: dict[str, Any]
     make: Callable[[int, int, torch.Generator], dict[str, torch.Tensor]]
     read: Callable[[Parts], torch.Tensor]
-    scale_dtype: torch.dtype = field(default=torch.float16)
 
 
 def words(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -173,12 +175,33 @@ def read_int8(parts: Parts) -> torch.Tensor:
 
 
 def make_fp8(
-    outputs: int, inputs: int, generator: torch.Generator, blocks: tuple[int, ...] | None = None
+    outputs: int, inputs: int, generator: torch.Generator, block: tuple[int, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """A weight in the form "float-quantized" of compressed-tensors: a scale for each output, or for each block."""
+    """A weight in the form "float-quantized" of compressed-tensors: a scale for each block, or with None, for all."""
     values = torch.randn((outputs, inputs), generator=generator) * 100
-    scale = scales((outputs, 1) if blocks is None else blocks, inputs, 8, generator)
+    counts = (1,) if block is None else (outputs // block[0], inputs // (block[1] or inputs))
+    scale = scales(counts, inputs, 8, generator)
     return {"weight": values.to(torch.float8_e4m3fn), "weight_scale": scale.bfloat16()}
+
+
+def make_mx(outputs: int, inputs: int, generator: torch.Generator, fp4: bool) -> dict[str, torch.Tensor]:
+    """A weight in one of the MX forms of compressed-tensors: an exponent for each 32 values of 4 or 8 bits."""
+    around = 127 - round(math.log2((3 if fp4 else 100) * inputs**0.5))
+    exponents = torch.randint(around - 1, around + 2, (outputs, inputs // 32), dtype=torch.uint8, generator=generator)
+    if not fp4:
+        return {"weight": make_fp8(outputs, inputs, generator)["weight"], "weight_scale": exponents}
+    pairs = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, generator=generator)
+    return {"weight_packed": pairs, "weight_scale": exponents}
+
+
+def read_mx(parts: Parts) -> torch.Tensor:
+    """The numbers of a weight in one of the MX forms."""
+    exponents = parts["weight_scale"].int() - 127
+    if "weight" in parts:
+        return torch.ldexp(parts["weight"].float(), exponents.repeat_interleave(32, 1))
+    pairs = parts["weight_packed"].int()
+    values = [torch.tensor(E2M1)[pairs >> shift & 7] * (1 - 2 * (pairs >> shift + 3 & 1)) for shift in (0, 4)]
+    return torch.ldexp(torch.stack(values, 2).flatten(1), exponents.repeat_interleave(32, 1))
 
 
 def read_fp8(parts: Parts) -> torch.Tensor:
@@ -190,8 +213,10 @@ def read_fp8(parts: Parts) -> torch.Tensor:
     return values * scale.repeat_interleave(times[0], 0).repeat_interleave(times[1], 1)
 
 
-def compressed(layout: str, bits: int, group: int | None, zeros: bool = False, kind: str = "int") -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors with one scheme for all linear layers."""
+def compressed(
+    layout: str, bits: int, group: int | None, zeros: bool = False, kind: str = "int", **fields: Any
+) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors with one scheme for all linear layers; `fields` of its weights."""
     weights = {
         "num_bits": bits,
         "type": kind,
@@ -199,6 +224,7 @@ def compressed(layout: str, bits: int, group: int | None, zeros: bool = False, k
         "strategy": "channel" if group is None else "group",
         "group_size": group,
         "dynamic": False,
+        **fields,
     }
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -218,45 +244,67 @@ def gptq(bits: int, layout: str = "gptq", **fields: Any) -> dict[str, Any]:
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}
 FORMS: dict[str, Form] = {
-    "awq": Form(AWQ, make_awq, read_awq),
-    "gptq": Form(gptq(4), partial(make_gptq, bits=4), partial(read_gptq, bits=4, plus_one=True)),
-    "gptq 8 bits": Form(gptq(8), partial(make_gptq, bits=8), partial(read_gptq, bits=8, plus_one=True)),
-    "gptq 2 bits": Form(gptq(2), partial(make_gptq, bits=2), partial(read_gptq, bits=2, plus_one=True)),
-    "gptq v2 desc_act": Form(
+    "AWQ gemm": Form(AWQ, make_awq, read_awq),
+    "GPTQ 4 bits": Form(gptq(4), partial(make_gptq, bits=4), partial(read_gptq, bits=4, plus_one=True)),
+    "GPTQ 8 bits": Form(gptq(8), partial(make_gptq, bits=8), partial(read_gptq, bits=8, plus_one=True)),
+    "GPTQ 2 bits": Form(gptq(2), partial(make_gptq, bits=2), partial(read_gptq, bits=2, plus_one=True)),
+    "GPTQ 4 bits, v2, desc_act": Form(
         gptq(4, "gptq_v2", desc_act=True),
         partial(make_gptq, bits=4, ordered=True),
         partial(read_gptq, bits=4, plus_one=False),
     ),
-    "auto-round gptq": Form(
+    "AutoRound auto_gptq": Form(
         {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": "auto_round:auto_gptq"},
         partial(make_gptq, bits=4),
         partial(read_gptq, bits=4, plus_one=True),
     ),
-    "auto-round awq": Form(
+    "AutoRound auto_awq": Form(
         {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "packing_format": "auto_round:auto_awq"},
         make_awq,
         read_awq,
     ),
-    "W4A16": Form(compressed("pack-quantized", 4, GROUP), partial(make_packed, bits=4), partial(read_packed, bits=4)),
-    "W4A16 asymmetric": Form(
+    "W4A16 in groups": Form(
+        compressed("pack-quantized", 4, GROUP), partial(make_packed, bits=4), partial(read_packed, bits=4)
+    ),
+    "W4A16 in groups with zeros": Form(
         compressed("pack-quantized", 4, GROUP, zeros=True),
         partial(make_packed, bits=4, zeros=True),
         partial(read_packed, bits=4),
     ),
-    "W4A16 channels": Form(
+    "W4A16 by channel": Form(
         compressed("pack-quantized", 4, None), partial(make_packed, bits=4, group=None), partial(read_packed, bits=4)
     ),
-    "W4A16 ordered": Form(
+    "W4A16 with actorder": Form(
         compressed("pack-quantized", 4, GROUP),
         partial(make_packed, bits=4, zeros=True, ordered=True),
         partial(read_packed, bits=4),
     ),
-    "W8A16": Form(
+    "W8A16 by channel": Form(
         compressed("pack-quantized", 8, None), partial(make_packed, bits=8, group=None), partial(read_packed, bits=8)
     ),
-    "W8A8": Form(compressed("int-quantized", 8, None), make_int8, read_int8),
-    "W8A8 asymmetric": Form(
+    "W8A8 by channel": Form(compressed("int-quantized", 8, None), make_int8, read_int8),
+    "W8A8 by channel with zeros": Form(
         compressed("int-quantized", 8, None, zeros=True), partial(make_int8, zeros=True), read_int8
     ),
-    "FP8": Form(compressed("float-quantized", 8, None, kind="float"), make_fp8, read_fp8),
+    "FP8 by channel": Form(
+        compressed("float-quantized", 8, None, kind="float"), partial(make_fp8, block=(1, 0)), read_fp8
+    ),
+    "FP8 in blocks": Form(
+        compressed("float-quantized", 8, None, kind="float", strategy="block", block_structure=[16, 32]),
+        partial(make_fp8, block=(16, 32)),
+        read_fp8,
+    ),
+    "FP8 with one scale": Form(
+        compressed("float-quantized", 8, None, kind="float", strategy="tensor"), make_fp8, read_fp8
+    ),
+    "MXFP4": Form(
+        compressed("mxfp4-pack-quantized", 4, 32, kind="float", scale_dtype="torch.uint8"),
+        partial(make_mx, fp4=True),
+        read_mx,
+    ),
+    "MXFP8": Form(
+        compressed("mxfp8-quantized", 8, 32, kind="float", scale_dtype="torch.uint8"),
+        partial(make_mx, fp4=False),
+        read_mx,
+    ),
 }

@@ -51,7 +51,7 @@ def test_the_same_bits_as_the_model_of_decoded_weights(name: str, mode: Any, tmp
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="compared with Transformers 5.23")
-@pytest.mark.parametrize("name", ["W4A16", "W4A16 channels", "W8A16", "FP8"])
+@pytest.mark.parametrize("name", ["W4A16 in groups", "W4A16 by channel", "W8A16 by channel", "FP8 by channel"])
 def test_the_same_bits_as_compressed_tensors_dequantised_at_loading(name: str, tmp_path: Path) -> None:
     """In these forms. Transformers 5.23 cannot open experts with zeros, in int8, or in the order of activations."""
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed (pip install promoe[dev])")
@@ -63,7 +63,7 @@ def test_the_same_bits_as_compressed_tensors_dequantised_at_loading(name: str, t
     assert all(torch.equal(tensor, decoded[key]) for key, tensor in stock.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["W4A16", "awq", "gptq v2 desc_act", "FP8"])
+@pytest.mark.parametrize("name", ["W4A16 in groups", "AWQ gemm", "GPTQ 4 bits, v2, desc_act", "FP8 by channel"])
 @pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
 def test_families_with_a_tensor_for_each_expert(family: str, name: str, tmp_path: Path) -> None:
     answers_alike(*write_packed(tmp_path, FORMS[name], family), LinkOver(plain_link))

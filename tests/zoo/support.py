@@ -13,6 +13,8 @@ if __name__ == "__main__":
 
 import torch
 from gguf_converters import CONVERTERS
+from packed_weights import FORMS
+from stores.encodings.ranges import ranges
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -20,8 +22,15 @@ from transformers.core_model_loading import WeightConverter
 from promoe.experts.adapters import Adapter
 from promoe.experts.adapters.stacked import is_decorated
 from promoe.experts.moe_layers import find_moe_layers
+from promoe.stores.encodings.base import EncodedTensor
+from promoe.stores.encodings.refused import REFUSED
+from promoe.stores.encodings.schemes import find_weights
 from zoo.families import build, family_of, names
 
+PLAIN_FORMS = (
+    "| fp8 | a scale for each block (like DeepSeek-V3) | decoded |",
+    "| mxfp4 | like gpt-oss | decoded |",
+)
 HEAD = """# Supported families
 
 All Mixture-of-Experts families of Transformers work, except the two that the last table names. A family gets a row
@@ -66,10 +75,20 @@ GGUF_NOTES = {
 TAIL = """
 ## Quantised checkpoints
 
-`promoe.from_pretrained` opens FP8 with a scale per block (like DeepSeek-V3) and MXFP4 (like gpt-oss). The experts
-stay quantised in the files and while they are moved. When an expert arrives, Transformers' own code dequantises it to
-the model's dtype. The model is the one that Transformers gives with `dequantize=True`. Reports count the bytes in
-slots.
+`promoe.from_pretrained` opens checkpoints in these forms. A weight is decoded to fp32 and rounded once to the model's
+dtype. With `experts="checkpoint"`, the output is that of the model whose weights are decoded when it is loaded, bit by
+bit. Each form is tested so with a tiny model that has all its linear layers in it, and every family above with a tensor
+per expert in W4A16 of compressed-tensors. What Transformers dequantises itself (`dequantize=True`) is equal to its
+weights.
+
+*In slots* says what happens to experts by default: codes that a slot format can hold stay in fewer bits in memory, and
+all others are decoded when they arrive.
+
+| `quant_method` | form | in slots |
+|---|---|---|
+{forms}
+
+Activations are never quantised, whatever a checkpoint says of them.
 
 If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU), `promoe.patch` serves it with
 `eager`. Tests cover this with torch's arithmetic in place of those kernels.
@@ -78,7 +97,8 @@ If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU),
 
 | what | what to do |
 |---|---|
-| other quantised checkpoints (AWQ, GPTQ, bitsandbytes, compressed-tensors) | open one in FP8, MXFP4 or BF16, and quantise |
+| other versions of AWQ than "gemm", of GPTQ than "gptq" and "gptq_v2"; 3 bits; packed for Marlin | open another checkpoint |
+| NVFP4, sparse and rotated weights in compressed-tensors | open another checkpoint |
 | `experts="int4"` for a family with a kernel of its own (notes above) | leave `experts` out |
 | `quantization_config` (torchao, bitsandbytes) for the other weights | leave it out: they stay as they are |
 | experts quantised in memory as swizzled MXFP4, megamoe or torchao | use `promoe.from_pretrained`, or dequantise |
@@ -88,6 +108,12 @@ If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU),
 | a checkpoint with code of its own (`trust_remote_code`) | load it with Transformers, then `promoe.patch` |
 | `VitPoseBackbone`: a data set's number chooses its experts, not a gate | use the model as it is |
 | `doge`: its experts are rows of an embedding | use the model as it is |
+
+These quantised checkpoints are refused, too:
+
+| `quant_method` | what the error says |
+|---|---|
+{refused}
 """
 
 
@@ -101,8 +127,29 @@ def support() -> str:
         + GGUF
         + "\n".join(_gguf_rows())
         + "\n"
-        + TAIL
+        + TAIL.format(
+            forms="\n".join([*PLAIN_FORMS, *(f"| {' | '.join(cells)} |" for cells in _forms())]),
+            refused="\n".join(f"| {', '.join(methods)} | {sentence} |" for sentence, methods in _refused().items()),
+        )
     )
+
+
+def _forms() -> list[tuple[str, str, str]]:
+    """Return the cells of each form in `packed_weights`: its method, its name, and what its experts are in slots."""
+    cells = []
+    for name, form in FORMS.items():
+        weight = find_weights(ranges(form.make(64, 64, torch.Generator().manual_seed(0))), form.config)["layer.weight"]
+        integers = weight.encoding.integers if isinstance(weight, EncodedTensor) else None
+        cells.append((form.config["quant_method"], name, f"int{integers.bits}" if integers else "decoded"))
+    return cells
+
+
+def _refused() -> dict[str, list[str]]:
+    """Return the methods that are refused, by what the error says of them."""
+    by_sentence: dict[str, list[str]] = {}
+    for method, sentence in REFUSED.items():
+        by_sentence.setdefault(sentence, []).append(method)
+    return by_sentence
 
 
 def _row(name: str) -> str:

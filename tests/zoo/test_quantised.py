@@ -25,7 +25,7 @@ def test_answers_as_the_model_of_decoded_weights(name: str, tmp_path: Path) -> N
     if checkpoint_form(model) != "per expert":
         pytest.skip("its checkpoints have stacked experts, of which there are none in this form")
     tokens = inputs(name, model)
-    quantised, plain = write_packed(tmp_path, FORMS["W4A16 channels"], name)
+    quantised, plain = write_packed(tmp_path, FORMS["W4A16 by channel"], name)
     expected = outputs(aligned(type(model).from_pretrained(plain).eval()), tokens)
     settings = {"auto_class": type(model)} if family_of(name).whole else {}
     opened = promoe.from_pretrained(
