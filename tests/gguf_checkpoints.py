@@ -200,7 +200,14 @@ _OF_256 = {kind for kind, (elements, _) in gguf.GGML_QUANT_SIZES.items() if elem
 def _type_of(
     name: str, tensor: torch.Tensor, weight_type: str, expert_type: str, types: Mapping[str, str]
 ) -> GGMLQuantizationType:
-    if tensor.dim() < 2 or "_norm." in name or "ffn_gate_inp" in name or name.endswith(".bias") or ".ssm_conv" in name:
+    if (
+        tensor.dim() < 2
+        or "_norm." in name
+        or "ffn_gate_inp" in name
+        or name.endswith(".bias")
+        or ".ssm_conv" in name
+        or name.endswith((".ssm_a", ".ssm_d"))
+    ):
         return GGMLQuantizationType.F32
     usual = expert_type if "_exps." in name else weight_type
     kind = GGMLQuantizationType[next((kind for part, kind in types.items() if part in name), usual)]

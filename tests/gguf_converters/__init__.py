@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from .base import Converter
 from .deepseek import DeepSeek, FusedDeepSeek, OldDeepSeek
-from .llama import Granite, Mixtral, OldMixtral, Olmoe
+from .granite import Granite, GraniteHybrid
+from .llama import Mixtral, OldMixtral, Olmoe
 from .others import Glm4Moe, GptOss, MiniMaxM2
 from .qwen import Qwen2Moe, Qwen3Moe, Qwen3VlMoe
 from .qwen_linear import FirstQwen3Next, Qwen3Next, Qwen35Moe
@@ -25,6 +26,7 @@ CONVERTERS: dict[str, Converter] = {
     "glm4_moe": Glm4Moe("glm4_moe"),
     "gpt_oss": GptOss("gpt_oss"),
     "granitemoe": Granite("granitemoe"),
+    "granitemoehybrid": GraniteHybrid("granitemoehybrid"),
     "granitemoeshared": Granite("granitemoeshared"),
     "hunyuan_v1_moe": HunyuanMoe("hunyuan_v1_moe"),
     "lfm2_moe": Lfm2Moe("lfm2_moe"),

@@ -1,4 +1,4 @@
-"""Mixtral, OLMoE and Granite."""
+"""Mixtral and OLMoE."""
 
 from __future__ import annotations
 
@@ -86,52 +86,3 @@ class Olmoe(Converter):
         super().metadata(config, writer)
         if config.clip_qkv is not None:
             writer.add_clamp_kqv(config.clip_qkv)
-
-
-class Granite(Llama):
-    """`GraniteMoeModel`, with or without an expert that all tokens share."""
-
-    arch = MODEL_ARCH.GRANITE_MOE
-
-    def fields(self, hidden: int, intermediate: int) -> dict[str, Any]:
-        """See `Converter.fields`."""
-        shared = {"shared_intermediate_size": 2 * intermediate} if self.model_type == "granitemoeshared" else {}
-        return {
-            **shared,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": intermediate,
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 1.5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        }
-
-    def metadata(self, config: Any, writer: GGUFWriter) -> None:
-        """See `Converter.metadata`."""
-        super().metadata(config, writer)
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-        if self.model_type == "granitemoeshared":
-            writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-
-    def tensors(self, config: Any, name: str, tensor: torch.Tensor) -> Tensors:
-        """See `Converter.tensors`."""
-        layer = name.removeprefix("model.layers.").partition(".")[0]
-        if name.endswith("block_sparse_moe.experts.gate_up_proj"):  # input_linear.weight in checkpoints
-            gate, up = tensor.split(config.intermediate_size, dim=-2)
-            yield f"blk.{layer}.ffn_gate_exps.weight", gate
-            yield f"blk.{layer}.ffn_up_exps.weight", up
-        elif name.endswith("block_sparse_moe.experts.down_proj"):
-            yield f"blk.{layer}.ffn_down_exps.weight", tensor
-        elif name.endswith("block_sparse_moe.router.weight"):
-            yield f"blk.{layer}.ffn_gate_inp.weight", tensor
-        elif name.endswith("shared_mlp.input_linear.weight"):
-            gate, up = tensor.split(config.shared_intermediate_size, dim=-2)
-            yield f"blk.{layer}.ffn_gate_shexp.weight", gate
-            yield f"blk.{layer}.ffn_up_shexp.weight", up
-        else:
-            yield from super().tensors(config, name, tensor)

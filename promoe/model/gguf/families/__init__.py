@@ -14,9 +14,10 @@ from .dots import DOTS1
 from .ernie import ERNIE4_5_MOE
 from .glm import GLM4_MOE
 from .gpt_oss import GPT_OSS
+from .granite import GRANITE_HYBRID, GRANITE_MOE
 from .hunyuan import HUNYUAN_MOE
 from .lfm2 import LFM2_MOE
-from .llama import GRANITE_MOE, MIXTRAL, OLMOE
+from .llama import MIXTRAL, OLMOE
 from .minimax import MINIMAX_M2
 from .qwen import QWEN2_MOE, QWEN3_MOE
 from .qwen_linear import QWEN3_NEXT, QWEN35_MOE
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5-moe": ERNIE4_5_MOE,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
+    "granitehybrid": GRANITE_HYBRID,
     "granitemoe": GRANITE_MOE,
     "hunyuan-moe": HUNYUAN_MOE,
     "lfm2moe": LFM2_MOE,

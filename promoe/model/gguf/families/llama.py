@@ -1,4 +1,4 @@
-"""Models of Llama's form with experts: Mixtral, OLMoE and Granite."""
+"""Models of Llama's form with experts: Mixtral and OLMoE."""
 
 from __future__ import annotations
 
@@ -6,15 +6,10 @@ import re
 from typing import Any
 
 from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
-from .names import ATTENTION, EXPERTS, HEAD_NORMS, NORMS, computed, halves, renamings, stacked_experts
+from .names import ATTENTION, EXPERTS, HEAD_NORMS, NORMS, halves, renamings, stacked_experts
 
 _MIXTRAL = {**NORMS, "attn_v": ATTENTION["attn_v"], "attn_output": ATTENTION["attn_output"], "ffn_gate_inp": "mlp.gate"}
 _OLMOE = {**NORMS, **ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}
-_GRANITE = {
-    **{name: module for name, module in _MIXTRAL.items() if name != "ffn_gate_inp"},
-    "ffn_gate_inp": "block_sparse_moe.router",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-}
 
 
 def _mixtral_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
@@ -83,41 +78,5 @@ def _olmoe_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     return fields
 
 
-def _granite_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
-    file = File(metadata, shapes)
-    size = head_dim(file)
-    # llama.cpp takes this key for whether positions are rotated at all.
-    file.refuse_unless("rope.scaling.finetuned", (True,), "so its attention knows no positions")
-    shared = file.any_block_has("ffn_up_shexp.weight")
-    shared_size = {"shared_intermediate_size": file.whole("expert_shared_feed_forward_length")} if shared else {}
-    fields = {
-        "model_type": "granitemoeshared" if shared else "granitemoe",
-        **common_fields(file),
-        **shared_size,
-        "rope_parameters": rope(file, rotated=size),
-        "intermediate_size": file.whole("feed_forward_length"),
-        "num_local_experts": file.whole("expert_count"),
-        "num_experts_per_tok": file.whole("expert_used_count"),
-        "attention_multiplier": file.real("attention.scale"),
-        "embedding_multiplier": file.real("embedding_scale"),
-        "residual_multiplier": file.real("residual_scale"),
-        "logits_scaling": file.real("logit_scale"),
-        "attention_bias": file.any_block_has("attn_q.bias"),
-        "hidden_act": "silu",
-    }
-    file.check({*_GRANITE, "attn_q", "attn_k", "ffn_gate_shexp", "ffn_up_shexp", *EXPERTS}, biases=ATTENTION)
-    return fields
-
-
-def _granite_conversions(config: Any) -> list[Any]:
-    from transformers.core_model_loading import Concatenate
-
-    shared = computed(
-        ["ffn_gate_shexp.weight", "ffn_up_shexp.weight"], "shared_mlp.input_linear.weight", Concatenate(dim=0)
-    )
-    return [*renamings(_GRANITE), *halves(config), *stacked_experts("block_sparse_moe.experts"), shared]
-
-
 MIXTRAL = Family(_mixtral_config, _mixtral_conversions)
 OLMOE = Family(_olmoe_config, lambda config: [*renamings(_OLMOE), *stacked_experts()])
-GRANITE_MOE = Family(_granite_config, _granite_conversions)

@@ -107,6 +107,16 @@ class AsChannels:
         return {target_patterns[0]: kernel.reshape(kernel.shape[0], 1, -1)}
 
 
+class Flat:
+    """Makes a weight a vector."""
+
+    def convert(
+        self, input_dict: Sources, source_patterns: Sequence[str], target_patterns: Sequence[str], **_: Any
+    ) -> dict[str, torch.Tensor]:
+        """Return the weight `[size]`."""
+        return {target_patterns[0]: _tensor(input_dict, source_patterns[0]).reshape(-1)}
+
+
 class AsRow:
     """Makes a vector a matrix of one row."""
 
