@@ -12,7 +12,6 @@ name, and the conversions from their names of tensors to its own.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import os
 import threading
@@ -234,9 +233,7 @@ class _Opening:
                 call = inspect.signature(base._load_pretrained_model).bind(*args, **kwargs)
                 model, load_config = call.arguments["model"], call.arguments["load_config"]
                 if opening.gguf is not None:
-                    conversions = opening.gguf.family.conversions(model.config)
-                    load_config = dataclasses.replace(load_config, weight_mapping=conversions)
-                    call.arguments["load_config"] = load_config
+                    load_config = call.arguments["load_config"] = opening.gguf.load_config(load_config, model)
                 call.arguments["state_dict"] = opening.plan(model, call.arguments["checkpoint_files"], load_config)
                 if opening.headers_only:
                     as_loaded(model, load_config.dtype_plan)
@@ -248,9 +245,11 @@ class _Opening:
                 return loading, offloaded
 
             @staticmethod
-            def _finalize_model_loading(model: Any, *args: Any, **kwargs: Any) -> Any:
+            def _finalize_model_loading(model: Any, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+                if opening.gguf is not None:
+                    load_config = opening.gguf.load_config(load_config, model)
                 with _hidden(model, opening.layers, opening.linears):
-                    loading = base._finalize_model_loading(model, *args, **kwargs)
+                    loading = base._finalize_model_loading(model, load_config, *args, **kwargs)
                 check_missing(loading, base, model.config)
                 opening.is_loaded = True
                 return loading

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ class GgufCheckpoint:
         kind = type(AutoConfig.for_model(fields["model_type"]))
         config, rest = kind.from_dict(fields, return_unused_kwargs=True, **overrides)
         return config, rest
+
+    def load_config(self, load_config: Any, model: Any) -> Any:
+        """Return Transformers' record of how a model is loaded, with this checkpoint's path and conversions."""
+        return dataclasses.replace(
+            load_config,
+            pretrained_model_name_or_path=str(self.path),
+            weight_mapping=self.family.conversions(model.config),
+        )
 
     def weights(self) -> dict[str, StoredTensor]:
         """Return the weights by GGUF name: those in blocks, and those whose numbers differ from the model's, are encoded.
