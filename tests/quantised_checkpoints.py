@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,28 @@ def write_mxfp4(folder: Path, **fields: Any) -> Path:
     return _say(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]})
 
 
-def write_packed(folder: Path, form: Form, family: str = "qwen3_moe", **fields: Any) -> tuple[Path, Path]:
+def write_packed(
+    folder: Path,
+    form: Form,
+    family: str = "qwen3_moe",
+    others: Mapping[str, Form | None] | None = None,
+    **fields: Any,
+) -> tuple[Path, Path]:
     """A checkpoint whose linear layers have random weights in a form of `packed_weights`, and one with these in bf16.
 
-    Names are those of the hub's checkpoints, with a tensor for each expert.
+    Names are those of the hub's checkpoints, with a tensor for each expert. `others` has the forms (None: 16 bits) of
+    layers whose names match an expression.
     """
+
+    def form_of(name: str) -> Form | None:
+        matching = [other for pattern, other in (others or {}).items() if re.search(pattern, name)]
+        return matching[0] if matching else form
+
     quantised, plain = folder / "quantised", folder / "plain"
     _bf16_model(family, **fields).save_pretrained(quantised, max_shard_size="200KB")
     shutil.copytree(quantised, plain)
-    _rewrite(plain, lambda name, tensor: {name: _form_of(name, tensor, form)[1]})
-    _rewrite(quantised, lambda name, tensor: _form_of(name, tensor, form)[0])
+    _rewrite(plain, lambda name, tensor: {name: _in_form(name, tensor, form_of(name))[1]})
+    _rewrite(quantised, lambda name, tensor: _in_form(name, tensor, form_of(name))[0])
     names = _reindex(quantised)
     assert {name for name in names if ".experts." in name} - {*_reindex(plain)}, "no expert is quantised"
     return _say(quantised, form.config), plain
@@ -66,9 +78,9 @@ def _bf16_model(family: str, **fields: Any) -> PreTrainedModel:
     return build_zoo(family, dtype=torch.bfloat16)
 
 
-def _form_of(name: str, tensor: torch.Tensor, form: Form) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def _in_form(name: str, tensor: torch.Tensor, form: Form | None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Tensors in this form, and what they stand for, in place of a weight; the tensor itself if it is not quantised."""
-    if not _LINEAR.search(name) or tensor.dim() != 2:
+    if form is None or not _LINEAR.search(name) or tensor.dim() != 2:
         return {name: tensor}, tensor
     parts = form.make(*tensor.shape, torch.Generator().manual_seed(zlib.crc32(name.encode())))
     module = name.removesuffix("weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,33 @@ def test_the_same_bits_as_compressed_tensors_dequantised_at_loading(name: str, t
 @pytest.mark.parametrize("family", PER_EXPERT_FAMILIES)
 def test_families_with_a_tensor_for_each_expert(family: str, name: str, tmp_path: Path) -> None:
     answers_alike(*write_packed(tmp_path, FORMS[name], family), LinkOver(plain_link))
+
+
+class TestMixed:
+    """Layers in several forms: which one each is in can be seen from its tensors."""
+
+    def test_attention_in_fp8_and_experts_in_4_bits(self, tmp_path: Path) -> None:
+        four, eight = FORMS["W4A16 in groups"], FORMS["FP8 by channel"]
+        groups = {}
+        for name, form, target in (("a", four, r"re:.*experts\..*"), ("b", eight, r"re:.*attn.*")):
+            (scheme,) = form.config["config_groups"].values()
+            groups[name] = {**scheme, "targets": [target], "format": form.config["format"]}
+        mixed = replace(four, config={**four.config, "format": "mixed-precision", "config_groups": groups})
+        answers_alike(*write_packed(tmp_path, mixed, others={"self_attn": eight}), LinkOver(plain_link))
+
+    def test_more_bits_for_a_layer_and_for_a_projection(self, tmp_path: Path) -> None:
+        """As `dynamic` of GPTQ says it."""
+        four, eight, two = FORMS["GPTQ 4 bits"], FORMS["GPTQ 8 bits"], FORMS["GPTQ 2 bits"]
+        others = {r"layers\.1\.": eight, "gate_proj": two, "o_proj": None}
+        answers_alike(*write_packed(tmp_path, four, others=others), LinkOver(plain_link))
+
+    def test_experts_of_a_layer_in_several_forms_are_refused(self, tmp_path: Path) -> None:
+        others = {r"experts\.3\.down_proj": FORMS["GPTQ 8 bits"], r"experts\.4\.down_proj": None}
+        quantised, _ = write_packed(tmp_path, FORMS["GPTQ 4 bits"], others=others)
+        with pytest.raises(
+            promoe.CheckpointError, match=r"down_proj .*not all in the same form.*BF16.*GPTQ \(4 bits.*GPTQ \(8 bits"
+        ):
+            promoe.from_pretrained(quantised)
 
 
 def answers_alike(quantised: Path, plain: Path, link: LinkOver) -> None:

@@ -18,6 +18,7 @@ from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
 from promoe.stores.encodings.packed_integers import (
     SCALE_DTYPES,
     PackedIntegers,
+    named,
     parts_of_modules,
     replaced,
     wrong_parts,
@@ -34,13 +35,13 @@ class Awq(PackedIntegers):
 
     Attributes:
         group: inputs that share a scale and a zero.
-        integers: see `Encoding`.
+        name, integers: see `Encoding`.
     """
 
     group: int
+    name: str
     integers: Integers
     bits = 4
-    name = "AWQ"
 
     def num_outputs(self, parts: Sequence[torch.Tensor]) -> int:
         """See `PackedIntegers.num_outputs`."""
@@ -108,5 +109,6 @@ def _weight(module: str, parts: Mapping[str, TensorRange]) -> EncodedTensor:
         or inputs % groups
     ):
         raise expected
-    encoding = Awq(inputs // groups, Integers(Awq.bits, inputs // groups))
+    group = inputs // groups
+    encoding = Awq(group, named("AWQ", Awq.bits, group), Integers(Awq.bits, group))
     return EncodedTensor(f"{module}.weight", (outputs, inputs), (words, zeros, scales), encoding)

@@ -31,6 +31,7 @@ from promoe.stores.encodings.packed_integers import (
     as_integers,
     bits_per_weight,
     codes_in,
+    named,
     other_order,
     parts_of_modules,
     replaced,
@@ -58,7 +59,7 @@ class IntegerRows(PackedIntegers):
         is_packed: whether codes are in words, with a positive offset.
         has_zeros: whether the second part is followed by zeros.
         in_order: whether groups are inputs one after the other. If not, the last part says each input's group.
-        integers: see `Encoding`.
+        name, integers: see `Encoding`.
     """
 
     bits: int
@@ -66,8 +67,8 @@ class IntegerRows(PackedIntegers):
     is_packed: bool
     has_zeros: bool
     in_order: bool
+    name: str
     integers: Integers | None
-    name = "integers of compressed-tensors"
 
     @property
     def middle(self) -> int:
@@ -263,7 +264,8 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
     in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
     integers = as_integers(bits, group, zeros is None, order is None)
-    encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, integers)
+    name = named("compressed-tensors", bits, group)
+    encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, name, integers)
     return EncodedTensor(f"{module}.{WEIGHT}", (outputs, inputs), in_file, encoding)
 
 

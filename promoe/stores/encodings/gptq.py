@@ -22,6 +22,7 @@ from promoe.stores.encodings.packed_integers import (
     PackedIntegers,
     as_integers,
     codes_in,
+    named,
     other_order,
     parts_of_modules,
     replaced,
@@ -43,14 +44,14 @@ class Gptq(PackedIntegers):
         bits: of a code.
         group: inputs that share a scale and a zero, if they are one after the other; None: all.
         plus_one: whether one is missing from the zeros.
-        integers: see `Encoding`.
+        name, integers: see `Encoding`.
     """
 
     bits: int
     group: int | None
     plus_one: bool
+    name: str
     integers: Integers | None
-    name = "GPTQ"
 
     def num_outputs(self, parts: Sequence[torch.Tensor]) -> int:
         """See `PackedIntegers.num_outputs`."""
@@ -132,7 +133,7 @@ def _weight(
     in_order = not ordered and group is not None and inputs % group == 0
     group = None if groups == 1 else group
     integers = as_integers(bits, group, quantization.get("sym") is True, in_order)
-    encoding = Gptq(bits, group, plus_one, integers)
+    encoding = Gptq(bits, group, plus_one, named("GPTQ", bits, group), integers)
     return EncodedTensor(f"{module}.weight", (outputs, inputs), in_file, encoding)
 
 

@@ -113,6 +113,11 @@ def as_integers(bits: int, group: int | None, is_symmetric: bool, in_order: bool
     return Integers(bits, group) if in_order and (bits == 4 or (bits == 8 and is_symmetric and group is None)) else None
 
 
+def named(method: str, bits: int, group: int | None) -> str:
+    """Return `Encoding.name` of codes of so many bits."""
+    return f"{method} ({bits} bits{'' if group is None else f', groups of {group}'})"
+
+
 def codes_in(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes in words, the first in the lowest bits.
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers.utils
 from gguf_checkpoints import write_gguf
-from quantised_checkpoints import write_fp8, write_mxfp4
+from packed_weights import FORMS
+from quantised_checkpoints import write_fp8, write_mxfp4, write_packed
 from tiny_models import build
 from transformers import PreTrainedModel
 from zoo import families
@@ -97,6 +98,35 @@ def test_quantised_checkpoints_take_less_in_files_than_in_slots(write: Any, tmp_
     assert alone.other_bytes == read.sizes.other_bytes
     # Scales are assumed as they are in large models: of these small matrices they are more.
     assert alone.stored_bytes == pytest.approx(quantised, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "name", ["AWQ gemm", "W4A16 in groups", "W4A16 in groups with zeros", "W8A16 by channel", "FP8 by channel"]
+)
+def test_packed_checkpoints_take_as_much_as_their_tensors(name: str, tmp_path: Path) -> None:
+    quantised, _ = write_packed(tmp_path, FORMS[name], hidden=128, intermediate=128)
+    read = read_model(str(quantised))
+    assert read.store is not None
+    with closing(read.store) as store:
+        named = [tensor for file in store.files for tensor in file.tensors.values() if ".experts." in tensor.name]
+        parts = sum(tensor.nbytes for tensor in named if not tensor.name.endswith("weight_shape"))
+    assert read.sizes.stored_bytes == parts
+    for path in quantised.glob("*.safetensors*"):
+        path.unlink()
+    assert read_model(str(quantised)).sizes.stored_bytes == pytest.approx(parts, rel=0.03)
+
+
+def test_a_quantised_checkpoint_that_cannot_be_read_is_refused_by_its_configuration(tmp_path: Path) -> None:
+    build("qwen3_moe", dtype=torch.bfloat16).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    for quantization, what in (
+        ({"quant_method": "bitsandbytes"}, "quant_method bitsandbytes"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        with pytest.raises(CheckpointError, match=what):
+            read_model(str(tmp_path))
 
 
 def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
