@@ -36,7 +36,8 @@ def model_by_tables(path: Path, **rope: Any) -> PreTrainedModel:
     """
     metadata, tensors = metadata_of(path), read_gguf(path)
     config = config_by_tables(metadata, tensors)
-    config.rope_parameters.update(rope)
+    if rope:
+        config.rope_parameters.update(rope)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for tensor in model.state_dict().values():
         tensor.fill_(torch.nan)

@@ -10,6 +10,7 @@ from .base import Converter
 from .deepseek import DeepSeek, FusedDeepSeek, OldDeepSeek
 from .granite import Granite, GraniteHybrid
 from .llama import Mixtral, OldMixtral, Olmoe
+from .nemotron import NemotronH
 from .others import Glm4Moe, GptOss, MiniMaxM2
 from .qwen import Qwen2Moe, Qwen3Moe, Qwen3VlMoe
 from .qwen_linear import FirstQwen3Next, Qwen3Next, Qwen35Moe
@@ -33,6 +34,7 @@ CONVERTERS: dict[str, Converter] = {
     "minimax_m2": MiniMaxM2("minimax_m2"),
     "mixtral": Mixtral("mixtral"),
     "mixtral old": OldMixtral("mixtral"),
+    "nemotron_h": NemotronH("nemotron_h"),
     "olmoe": Olmoe("olmoe"),
     "qwen2_moe": Qwen2Moe("qwen2_moe"),
     "qwen3_moe": Qwen3Moe("qwen3_moe"),

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2 groups": ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}),
     "deepseek_v3 no groups": ("deepseek_v3", {"n_group": 1, "topk_group": 1}),
     "granitemoehybrid rope": ("granitemoehybrid", {"position_embedding_type": "rope"}),
+    "nemotron_h latent": ("nemotron_h", {"moe_latent_size": 32}),
     "olmoe clipped": ("olmoe", {"clip_qkv": 0.5}),
 }
 # What llama.cpp computes otherwise than the model's authors and Transformers, or does not read any more.

@@ -19,6 +19,7 @@ from .hunyuan import HUNYUAN_MOE
 from .lfm2 import LFM2_MOE
 from .llama import MIXTRAL, OLMOE
 from .minimax import MINIMAX_M2
+from .nemotron import NEMOTRON_H_MOE
 from .qwen import QWEN2_MOE, QWEN3_MOE
 from .qwen_linear import QWEN3_NEXT, QWEN35_MOE
 
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Family] = {
     "lfm2moe": LFM2_MOE,
     "llama": MIXTRAL,
     "minimax-m2": MINIMAX_M2,
+    "nemotron_h_moe": NEMOTRON_H_MOE,
     "olmoe": OLMOE,
     "qwen2moe": QWEN2_MOE,
     "qwen35moe": QWEN35_MOE,

@@ -71,13 +71,13 @@ def stacked_experts(experts: str = "mlp.experts") -> list[Any]:
     ]
 
 
-def halves(config: Any) -> list[Any]:
+def halves(config: Any, attention: str = "self_attn") -> list[Any]:
     """Return the conversions of queries and keys whose rotated rows are in pairs, as in all files of `llama`."""
     from promoe.model.gguf.families.operations import PairsToHalves
 
     heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
     return [
-        computed([f"attn_{one}.{kind}"], f"self_attn.{one}_proj.{kind}", PairsToHalves(count))
+        computed([f"attn_{one}.{kind}"], f"{attention}.{one}_proj.{kind}", PairsToHalves(count))
         for one, count in heads.items()
         for kind in ("weight", "bias")
     ]
