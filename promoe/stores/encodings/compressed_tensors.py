@@ -23,7 +23,7 @@ import torch
 
 from promoe.errors import CheckpointError, shown
 from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
-from promoe.stores.encodings.fp8 import Fp8
+from promoe.stores.encodings.fp8 import fp8_of
 from promoe.stores.encodings.packed_integers import (
     BITS,
     SCALE_DTYPES,
@@ -124,6 +124,7 @@ class Scheme:
         group: inputs that share a scale; None: all.
         is_integer: whether they are integers.
         is_symmetric: whether zero is always in the middle.
+        block: rows and columns that share a scale; empty: it is not by blocks.
     """
 
     targets: tuple[str, ...]
@@ -131,6 +132,7 @@ class Scheme:
     group: int | None
     is_integer: bool
     is_symmetric: bool
+    block: tuple[Any, ...]
 
     def shape(self, words: int, groups: int) -> tuple[int, int] | None:
         """Return the bits and inputs of a packed weight with so many words and groups; None: it is not of this scheme."""
@@ -196,6 +198,7 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
         size if isinstance(size, int) and size > 0 else None,
         str(weights.get("type", "int")).lower() == "int",
         bool(weights.get("symmetric", True)),
+        tuple(weights.get("block_structure") or ()),
     )
 
 
@@ -243,7 +246,7 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     if any(0 in part.shape for part in parts.values()):
         raise error
     if values.dtype_name in ("F8_E4M3", "U8") and set(parts) <= {PACKED, WEIGHT, SCALE}:
-        return _fp8(module, values, scales, error)
+        return _fp8(module, values, scales, schemes, error)
     is_packed = PACKED in parts
     if values.dtype_name != ("I32" if is_packed else "I8") or scales.dtype_name not in SCALE_DTYPES:
         raise error
@@ -291,14 +294,15 @@ def _bits_and_inputs(
     )
 
 
-def _fp8(module: str, values: TensorRange, scales: TensorRange, error: CheckpointError) -> EncodedTensor:
+def _fp8(
+    module: str, values: TensorRange, scales: TensorRange, schemes: Sequence[Scheme], error: CheckpointError
+) -> EncodedTensor:
     """Return a weight of FP8 values, or of two FP4 values in a byte, with a scale for each block."""
     shape = (values.shape[0], values.shape[1] * (2 if values.dtype_name == "U8" else 1))
-    blocks = scales.shape if len(scales.shape) == 2 else (1, 1)
-    if (
-        scales.dtype_name not in ("U8", *SCALE_DTYPES)
-        or scales.shape not in ((), (1,), blocks)
-        or any(size % count for size, count in zip(shape, blocks, strict=True))
-    ):
+    blocks = [scheme.block for scheme in schemes if scheme.block and values.dtype_name != "U8"]
+    encoding = fp8_of(shape, scales.shape, blocks)
+    if encoding is None or scales.dtype_name not in ("U8", *SCALE_DTYPES):
         raise error
-    return EncodedTensor(f"{module}.{WEIGHT}", shape, (values, scales), Fp8())
+    if scales.shape not in ((), (1,)) and len(scales.shape) != 2:
+        raise error
+    return EncodedTensor(f"{module}.{WEIGHT}", shape, (values, scales), encoding)

@@ -1,12 +1,13 @@
 """FP8 with a scale for each block of a weight, as DeepSeek-V3 and others are published: `quant_method` "fp8".
 
 `X.weight` (E4M3, or two E2M1 values in a byte) times `X.weight_scale_inv`, one number for each block of rows and columns.
-Scales are floats, or exponents (E8M0, or bytes that mean 2^(byte - 127)).
+Scales are floats, or exponents (E8M0, or bytes that mean 2^(byte - 127)). The last blocks may be cut off where the weight
+ends: DeepSeek-V3 has 576 rows in blocks of 128.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +28,29 @@ _LARGEST_SCALE = 2.0**112
 
 @dataclass(frozen=True)
 class Fp8(Encoding):
-    """Scaled blocks of FP8 values (or of two FP4 values in a byte)."""
+    """Scaled blocks of FP8 values (or of two FP4 values in a byte).
 
+    Attributes:
+        block: rows and columns of a block, if the last blocks are cut off; None: all are alike.
+    """
+
+    block: tuple[int, int] | None = None
     name = "fp8"
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`."""
         codes, scales = parts
+        if self.block is None:
+            self._decode_alike(codes, scales, out)
+            return
+        (size, columns_size), most = self.block, max(1, slices.SLICE_ELEMENTS // (self.block[0] * out.shape[1]))
+        for rows, of_rows in _alike(out.shape[0], size, most):
+            for columns, of_columns in _alike(out.shape[1], columns_size, out.shape[1]):
+                decoded = torch.empty(out[rows, columns].shape, dtype=out.dtype, device="cpu")
+                self._decode_alike(codes[rows, columns].contiguous(), scales[of_rows, of_columns].contiguous(), decoded)
+                out[rows, columns] = decoded
+
+    def _decode_alike(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         scales = scales.view(-1, scales.shape[-1]) if scales.dim() >= 2 else scales.view(1, 1)
         # [rows of blocks, rows of a block, columns]
         codes, out = codes.view(len(scales), -1, codes.shape[-1]), out.view(len(scales), -1, out.shape[-1])
@@ -45,6 +62,16 @@ class Fp8(Encoding):
             for row in range(0, out.shape[1], rows):
                 part = (slice(block, block + num_blocks), slice(row, row + rows))
                 _decode_slice(codes[part], of_blocks, out[part])
+
+
+def _alike(size: int, block: int, most: int) -> Iterator[tuple[slice, slice]]:
+    """Yield rows (or columns) in blocks that are alike, at most `most` at a time, and their scales: the cut one is last."""
+    whole = size // block
+    for first in range(0, whole, most):
+        last = min(first + most, whole)
+        yield slice(first * block, last * block), slice(first, last)
+    if size % block:
+        yield slice(whole * block, size), slice(whole, whole + 1)
 
 
 def _floats(scales: torch.Tensor) -> torch.Tensor:
@@ -98,30 +125,44 @@ def find_fp8(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
         CheckpointError: a weight is not divisible into as many blocks as it has scales.
     """
     found: dict[str, StoredTensor] = dict(tensors)
+    size = quantization.get("weight_block_size")
+    blocks = [tuple(size)] if isinstance(size, list | tuple) else []
     for name in tensors:
         weight = tensors.get(name.removesuffix(SCALE))
         if name.endswith(SCALE) and weight is not None:
-            found[weight.name] = EncodedTensor(
-                weight.name, _shape(weight, tensors[name]), (weight, tensors[name]), Fp8()
-            )
+            found[weight.name] = _weight(weight, tensors[name], blocks)
             del found[name]
     return found
 
 
-def _shape(weight: TensorRange, scales: TensorRange) -> tuple[int, ...]:
-    """Return the shape of the decoded weight."""
+def fp8_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: Iterable[Sequence[Any]]) -> Fp8 | None:
+    """Return the encoding of a weight by the shapes of both; None: the weight is not divisible so.
+
+    Args:
+        shape: of the weight.
+        scales: their shape.
+        blocks: the sizes of blocks that config.json states. Others are used if they are alike.
+    """
+    counts = scales[-2:] if len(scales) >= 2 else (1, 1)
+    if len(shape) < 2 or 0 in (*shape, *counts):
+        return None
+    for block in blocks:
+        if len(shape) == len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+            sizes = list(zip(shape, block, counts, strict=True))
+            if all(-(-size // part) == count for size, part, count in sizes):
+                is_cut = any(size % part and size > part for size, part, _ in sizes)
+                return Fp8((block[0], block[1])) if is_cut else Fp8()
+    return Fp8() if all(size % count == 0 for size, count in zip(shape[-2:], counts, strict=True)) else None
+
+
+def _weight(weight: TensorRange, scales: TensorRange, blocks: Iterable[Sequence[Any]]) -> EncodedTensor:
     shape = weight.shape
     if len(shape) >= 2 and weight.dtype in (torch.int8, torch.uint8):
-        shape = (*shape[:-1], 2 * shape[-1])
-    blocks = scales.shape[-2:] if len(scales.shape) >= 2 else (1, 1)
-    if (
-        len(shape) < 2
-        or 0 in blocks
-        or any(size % count for size, count in zip(shape[-2:], blocks, strict=True))
-        or scales.dtype is None
-    ):
+        shape, blocks = (*shape[:-1], 2 * shape[-1]), ()
+    encoding = fp8_of(shape, scales.shape, blocks)
+    if encoding is None or scales.dtype is None:
         raise CheckpointError(
             f"The checkpoint's {weight.name!r} has shape {list(shape)}, which is not divisible into the blocks of its "
             f"{list(scales.shape)} scales ({scales.dtype_name}). The checkpoint is damaged, or in another format."
         )
-    return shape
+    return EncodedTensor(weight.name, shape, (weight, scales), encoding)

@@ -11,6 +11,7 @@ from packed_weights import (
     FORMS,
     Form,
     compressed,
+    make_fp8,
     make_int8,
     make_mx,
     make_packed,
@@ -46,6 +47,14 @@ MORE = {
         compressed("int-quantized", 8, None, strategy="tensor"),
         lambda *sizes: {**make_int8(*sizes), "weight_scale": torch.tensor([0.01]).bfloat16()},
         lambda parts: read_int8({**parts, "weight_scale": parts["weight_scale"].expand(len(parts["weight"]), 1)}),
+    ),
+    "FP8 in blocks that are cut off": Form(
+        compressed("float-quantized", 8, None, kind="float", strategy="block", block_structure=[24, 40]),
+        lambda *sizes: {**make_fp8(*sizes), "weight_scale": torch.linspace(0.1, 2, 9).view(3, 3).bfloat16()},
+        lambda parts: (
+            parts["weight"].float()
+            * parts["weight_scale"].float().repeat_interleave(24, 0).repeat_interleave(40, 1)[:64, :96]
+        ),
     ),
     "int8 in groups": Form(
         compressed("naive-quantized", 8, 24, zeros=True), partial(make_int8, groups=4, zeros=True), read_int8

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import pytest
 import torch
 
+from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
-from promoe.stores.encodings.fp8 import Fp8
+from promoe.stores.encodings.base import EncodedTensor
+from promoe.stores.encodings.fp8 import Fp8, find_fp8
+from stores.encodings.ranges import ranges
 from tests.stores.encodings.comparing import DTYPES, assert_same_bits, largest_memory
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -108,3 +115,45 @@ def test_memory_does_not_grow_with_the_weight(
     codes = every_code(dtype, 512, 128, without)
     out = torch.empty((512, 128 * (2 if dtype in FP4 else 1)), dtype=torch.bfloat16)
     assert largest_memory(Fp8(), [codes, random_scales((4, 1))], out, 2048, monkeypatch) == 2048 * 4
+
+
+class TestBlocksThatAreCutOff:
+    """The last ones, where the weight's sizes are no multiples of theirs, which only config.json says."""
+
+    CONFIG = MappingProxyType({"weight_block_size": [128, 128]})
+
+    def the_weight(
+        self, shape: tuple[int, int], counts: tuple[int, ...], config: Mapping[str, Any] = CONFIG
+    ) -> EncodedTensor:
+        parts = {"weight": torch.zeros(shape).to(FP8[0]), "weight_scale_inv": torch.zeros(counts)}
+        weight = find_fp8(ranges(parts), config)["layer.weight"]
+        assert isinstance(weight, EncodedTensor)
+        return weight
+
+    @pytest.mark.parametrize("shape", [(576, 256), (256, 200), (200, 300), (130, 64), (64, 130), (192, 128)])
+    @pytest.mark.parametrize("slice_elements", [1, 60_000, slices.SLICE_ELEMENTS])
+    def test_each_weight_has_the_scale_of_its_block(
+        self, shape: tuple[int, int], slice_elements: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(slices, "SLICE_ELEMENTS", slice_elements)
+        counts = (-(-shape[0] // 128), -(-shape[1] // 128))
+        weight = self.the_weight(shape, counts)
+        assert weight.encoding == Fp8((128, 128))
+        codes, scales = every_code(FP8[0], *shape, NAN_CODES), random_scales(counts)
+        out = torch.full(shape, 7.0, dtype=torch.bfloat16)
+        weight.encoding.decode([codes, scales], out)
+        grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
+        assert torch.equal(out, (codes.float() * grid).bfloat16())
+
+    @pytest.mark.parametrize(
+        ("shape", "counts"), [((256, 128), (2, 1)), ((64, 32), (1, 1)), ((256, 256), (256, 8)), ((256, 256), (1,))]
+    )
+    def test_others_are_alike(self, shape: tuple[int, int], counts: tuple[int, ...]) -> None:
+        assert self.the_weight(shape, counts).encoding == Fp8()
+
+    @pytest.mark.parametrize("size", [None, 128, [128], [128, 0], [128.0, 128], ["128", "128"], [[128, 128]]])
+    def test_sizes_that_are_none(self, size: Any) -> None:
+        with pytest.raises(
+            CheckpointError, match=r"\[576, 256\], which is not divisible into the blocks of its \[5, 2\]"
+        ):
+            self.the_weight((576, 256), (5, 2), {"weight_block_size": size})
