@@ -31,6 +31,13 @@ def write_fp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
     return _say(folder, config)
 
 
+def write_mxfp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
+    """Every projection in E4M3, with an exponent in a byte for each 32 values of a row."""
+    build(family, dtype=torch.bfloat16, **fields).save_pretrained(folder)
+    _rewrite(folder, _to_mxfp8)
+    return _say(folder, {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"})
+
+
 def write_stacked_fp8(folder: Path, family: str = "qwen3_moe", **fields: Any) -> Path:
     """Experts stacked in one E4M3 tensor, as no loading code of Transformers' reads them."""
     build(family, dtype=torch.bfloat16, **fields).save_pretrained(folder, save_original_format=False)
@@ -95,6 +102,15 @@ def _to_fp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     scaled = (blocks / scales[:, None, :, None]).reshape(rows, columns)
     return {name: scaled.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+
+
+def _to_mxfp8(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    if not name.endswith("_proj.weight"):
+        return {name: tensor}
+    groups = tensor.float().unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 448).log2().ceil().int()
+    scaled = torch.ldexp(groups, -exponents.unsqueeze(2)).flatten(1)
+    return {name: scaled.to(torch.float8_e4m3fn), f"{name}_scale_inv": (exponents + 127).to(torch.uint8)}
 
 
 def _to_mxfp4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

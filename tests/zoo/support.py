@@ -29,6 +29,7 @@ from zoo.families import build, family_of, names
 
 PLAIN_FORMS = (
     "| fp8 | a scale for each block (like DeepSeek-V3) | decoded |",
+    "| mxfp8 | an exponent for each 32 values | decoded |",
     "| mxfp4 | like gpt-oss | decoded |",
 )
 HEAD = """# Supported families

@@ -39,6 +39,7 @@ class Method:
 # By quant_method.
 SCHEMES: dict[str, Method] = {
     "fp8": Method(find_fp8, lambda quantization: 8.0),
+    "mxfp8": Method(find_fp8, lambda quantization: 8.25),
     "mxfp4": Method(find_mxfp4, lambda quantization: 4.25),
     "compressed-tensors": Method(find_compressed_tensors, expert_bits),
     "awq": Method(find_awq, stated_bits),
