@@ -67,6 +67,16 @@ def test_a_key_or_tensor_that_the_model_has_no_place_for(family: str) -> None:
         ("qwen3_moe", {"rope.dimension_count": 8}, "dimension_count is 8, but 16 was expected: the whole head"),
         ("qwen3_moe", {"rope.scaling.type": "longrope"}, "'longrope', but none, linear or yarn was expected"),
         ("qwen3_moe", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5, which Qwen's models do not have"),
+        ("qwen3_moe", {"attention.head_count": 0}, "attention.head_count is 0"),
+        ("qwen3_moe", {"rope.freq_base": -1.0}, "freq_base is -1.0, but a number above 1 was expected"),
+        ("deepseek_v3", {"rope.scaling.yarn_beta_fast": -1.0}, "numbers of rope.scaling are not all above 0"),
+        ("deepseek_v3", {"rope.dimension_count": 64}, "keys have 48 elements per head, and 64 of them are rotated"),
+        (
+            "granitemoehybrid",
+            {"ssm.inner_size": 100},
+            "inner_size is 100, but a multiple of 8 heads and 64 hidden units",
+        ),
+        ("nemotron_h", {"feed_forward_length": [0, 32, 0, 64]}, r"one number other than zero was expected for each"),
         ("qwen3_moe", {"block_count": [2**30]}, "block_count is 1073741824, but at most 4096 layers"),
         (
             "qwen3_moe",

@@ -95,6 +95,12 @@ class File:
             raise self.error(f"{key} is {shown(value)}, but a whole number below 2^31 was expected")
         return value
 
+    def positive(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of the architecture that is not zero."""
+        if (value := self.whole(key, default)) == 0:
+            raise self.error(f"{key} is 0")
+        return value
+
     def real(self, key: str, default: float | None = None) -> float:
         """Return a number of the architecture; without a default the key must be there.
 
@@ -199,13 +205,13 @@ def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, A
         file: the file.
         key_value_heads: their number, if layers differ in it.
     """
-    heads = file.whole("attention.head_count")
+    heads = file.positive("attention.head_count")
     return {
         "vocab_size": file.rows("token_embd.weight"),
-        "hidden_size": file.whole("embedding_length"),
+        "hidden_size": file.positive("embedding_length"),
         "num_hidden_layers": file.num_layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads or file.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": key_value_heads or file.positive("attention.head_count_kv", heads),
         "max_position_embeddings": file.whole("context_length"),
         "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
         # llama.cpp writes the output projection only if it is not the embedding.
@@ -216,8 +222,8 @@ def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, A
 
 def head_dim(file: File) -> int:
     """Return the size of one attention head."""
-    heads = file.whole("attention.head_count")
-    size = file.whole("attention.key_length", file.whole("embedding_length") // max(heads, 1))
+    heads, hidden = file.positive("attention.head_count"), file.positive("embedding_length")
+    size = file.positive("attention.key_length", hidden // heads)
     file.refuse_unless("attention.value_length", (size,), f"but keys have {size} elements per head")
     return size
 
@@ -236,6 +242,8 @@ def rope(file: File, rotated: int | None = None) -> dict[str, Any]:
         rotated: how many elements of a head are rotated, if all files of the family rotate as many; None: any number.
     """
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": file.real("rope.freq_base", 10000.0)}
+    if found["rope_theta"] <= 1.0:
+        raise file.error(f"rope.freq_base is {found['rope_theta']}, but a number above 1 was expected")
     if rotated is not None:
         file.refuse_unless("rope.dimension_count", (rotated,), f"but {rotated} was expected: the whole head")
     factor = file.real("rope.scaling.factor", file.real("rope.scale_linear", 0.0)) or 1.0
@@ -246,12 +254,14 @@ def rope(file: File, rotated: int | None = None) -> dict[str, Any]:
         found |= {
             "rope_type": "yarn",
             "factor": factor,
-            "original_max_position_embeddings": file.whole(
+            "original_max_position_embeddings": file.positive(
                 "rope.scaling.original_context_length", file.whole("context_length")
             ),
             "beta_fast": file.real("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": file.real("rope.scaling.yarn_beta_slow", 1.0),
         }
+        if min(factor, found["beta_fast"], found["beta_slow"]) <= 0.0:
+            raise file.error("the numbers of rope.scaling are not all above 0")
     elif kind == "linear" and factor != 1.0:
         found |= {"rope_type": "linear", "factor": factor}
     elif kind not in ("linear", "none"):

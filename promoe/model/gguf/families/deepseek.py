@@ -45,11 +45,13 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
 
 
 def _attention(file: File) -> dict[str, Any]:
-    rotated = file.whole("rope.dimension_count")
+    rotated = file.positive("rope.dimension_count")
     # Newer files say what a key has in the compressed form, where all heads share one, and beside it what a head has.
     keys = file.whole("attention.key_length_mla", file.whole("attention.key_length"))
     values = file.whole("attention.value_length_mla", file.whole("attention.value_length"))
     file.ignore("attention.key_length", "attention.value_length")
+    if keys < rotated:
+        raise file.error(f"its keys have {keys} elements per head, and {rotated} of them are rotated")
     if file.any_block_has("attn_kv_b.weight") and file.any_block_has("attn_k_b.weight"):
         raise file.error("it has keys and values of latent attention twice: as attn_kv_b and as attn_k_b and attn_v_b")
     return {

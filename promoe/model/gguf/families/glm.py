@@ -27,7 +27,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         **common_fields(file),
         "num_nextn_predict_layers": file.whole("nextn_predict_layers", 0),
         "head_dim": size,
-        "rope_parameters": {**rope(file), "partial_rotary_factor": file.whole("rope.dimension_count") / max(size, 1)},
+        "rope_parameters": {**rope(file), "partial_rotary_factor": file.whole("rope.dimension_count") / size},
         "intermediate_size": file.whole("feed_forward_length"),
         "moe_intermediate_size": file.whole("expert_feed_forward_length"),
         "first_k_dense_replace": file.whole("leading_dense_block_count", 0),

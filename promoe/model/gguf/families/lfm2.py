@@ -39,8 +39,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     if file.whole("expert_gating_func") != 2:
         raise file.error("expert_gating_func is not 2 (sigmoid)")
     (count,) = counts
-    heads = file.whole("attention.head_count")
-    size = file.whole("embedding_length") // max(heads, 1)
+    size = file.positive("embedding_length") // file.positive("attention.head_count")
     for key in ("attention.key_length", "attention.value_length"):
         file.refuse_unless(key, (size,), "but LFM2 divides the hidden size among its heads")
     common = common_fields(file, key_value_heads=count)

@@ -21,7 +21,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         "head_dim": size,
         "rope_parameters": {
             **rope(file),
-            "partial_rotary_factor": file.whole("rope.dimension_count", size) / max(size, 1),
+            "partial_rotary_factor": file.whole("rope.dimension_count", size) / size,
         },
         "intermediate_size": file.whole("expert_feed_forward_length"),
         "num_local_experts": file.whole("expert_count"),

@@ -42,7 +42,7 @@ def _fields(file: File) -> dict[str, Any]:
         "head_dim": size,
         "rope_parameters": {
             **rope(file),
-            "partial_rotary_factor": file.whole("rope.dimension_count", size) / max(size, 1),
+            "partial_rotary_factor": file.whole("rope.dimension_count", size) / size,
         },
         "linear_conv_kernel_dim": file.whole("ssm.conv_kernel"),
         "linear_num_key_heads": file.whole("ssm.group_count"),
