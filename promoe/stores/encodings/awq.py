@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,14 +93,15 @@ def find_awq(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
 
 
 def _weight(module: str, parts: Mapping[str, TensorRange]) -> EncodedTensor:
-    expected = wrong_parts(
+    wrong = partial(
+        wrong_parts,
         module,
         parts,
         "expected are qweight [in, out / 8] I32, qzeros [in / group, out / 8] I32, and scales [in / group, out] F16, BF16 or "
         "F32",
     )
     if set(parts) != set(PARTS) or any(len(part.shape) != 2 or 0 in part.shape for part in parts.values()):
-        raise expected
+        raise wrong()
     words, zeros, scales = (parts[name] for name in PARTS)
     inputs, groups, outputs = words.shape[0], *scales.shape
     if (
@@ -108,7 +110,7 @@ def _weight(module: str, parts: Mapping[str, TensorRange]) -> EncodedTensor:
         or (words.shape[1] * _OUTPUTS_OF_WORD, zeros.shape) != (outputs, (groups, words.shape[1]))
         or inputs % groups
     ):
-        raise expected
+        raise wrong()
     group = inputs // groups
     encoding = Awq(group, named("AWQ", Awq.bits, group), Integers(Awq.bits, group))
     return EncodedTensor(f"{module}.weight", (outputs, inputs), (words, zeros, scales), encoding)

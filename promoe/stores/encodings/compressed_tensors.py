@@ -14,22 +14,21 @@ all. The weight is `(code - zero) * scale`. Tensors that say how activations are
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from promoe.errors import CheckpointError, shown
+from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
+from promoe.stores.encodings.compressed_tensors_schemes import Scheme, schemes_of, unreadable
 from promoe.stores.encodings.fp8 import fp8_of
 from promoe.stores.encodings.packed_integers import (
-    BITS,
     SCALE_DTYPES,
     PackedIntegers,
     as_integers,
-    bits_per_weight,
     codes_in,
     named,
     other_order,
@@ -43,10 +42,6 @@ PACKED, WEIGHT, SCALE, ZEROS, ORDER = "weight_packed", "weight", "weight_scale",
 _OF_NVFP4 = "weight_global_scale"
 # What else modules have: the shape, which the other tensors have too, and what is of activations.
 _LEFT_OUT = ("weight_shape", *(f"{what}_{name}" for what in ("input", "output") for name in ("scale", "zero_point")))
-FORMATS = (
-    *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
-    *("mxfp4-pack-quantized", "mxfp8-quantized"),
-)
 
 
 @dataclass(frozen=True)
@@ -114,103 +109,6 @@ def _of_outputs(numbers: torch.Tensor, outputs: slice) -> torch.Tensor:
     return numbers[outputs].float().view(outputs.stop - outputs.start, -1)
 
 
-@dataclass(frozen=True)
-class Scheme:
-    """How config.json says that the weights of some modules are quantised.
-
-    Attributes:
-        targets: names of modules, regular expressions for them ("re:..."), or classes.
-        bits: of a weight.
-        group: inputs that share a scale; None: all.
-        is_integer: whether they are integers.
-        is_symmetric: whether zero is always in the middle.
-        block: rows and columns that share a scale; empty: it is not by blocks.
-    """
-
-    targets: tuple[str, ...]
-    bits: int
-    group: int | None
-    is_integer: bool
-    is_symmetric: bool
-    block: tuple[Any, ...]
-
-    def shape(self, words: int, groups: int) -> tuple[int, int] | None:
-        """Return the bits and inputs of a packed weight with so many words and groups; None: it is not of this scheme."""
-        if not self.is_integer or self.bits not in BITS or (self.group is None and groups > 1):
-            return None
-        inputs = words * 32 // self.bits if self.group is None else groups * self.group
-        return (self.bits, inputs) if -(-inputs * self.bits // 32) == words else None
-
-    def names(self, module: str) -> bool:
-        """Return whether one of the targets is the module's name."""
-        return any(
-            re.match(target[3:], module) if target.startswith("re:") else target == module for target in self.targets
-        )
-
-
-def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
-    """Return how weights are quantised, by the groups of modules in a `quantization_config`.
-
-    Raises:
-        CheckpointError: they are in a format that cannot be read.
-    """
-    groups = quantization.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, dict) else []
-    formats = [quantization.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
-    sparsity, transforms = quantization.get("sparsity_config"), quantization.get("transform_config")
-    if isinstance(sparsity, dict):
-        formats.append(sparsity.get("format"))
-    if isinstance(transforms, dict) and transforms.get("config_groups"):
-        formats.append("rotated (transform_config)")
-    for found in formats:
-        if found is not None and found not in FORMATS:
-            raise _unreadable(str(found))
-    try:
-        return [_scheme(group) for group in groups if group["weights"] is not None]
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, re.error) as error:
-        raise CheckpointError(
-            f"The config.json has config_groups {shown(groups)}, which do not say how weights are quantised "
-            f"({type(error).__name__}: {error}). Compare it with the original one."
-        ) from error
-
-
-def expert_bits(quantization: Mapping[str, Any]) -> float | None:
-    """Return the bits of an expert's weight by a `quantization_config`, with scale and zero; None: it does not say so.
-
-    Raises:
-        CheckpointError: they are in a format that cannot be read.
-    """
-    schemes = schemes_of(quantization)
-    of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
-    for scheme in of_experts or schemes:
-        return bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
-    return None
-
-
-def _scheme(group: Mapping[str, Any]) -> Scheme:
-    weights = group["weights"]
-    size, targets = weights.get("group_size"), tuple(map(str, group["targets"]))
-    for target in targets:
-        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-    return Scheme(
-        targets,
-        int(weights.get("num_bits", 8)),
-        size if isinstance(size, int) and size > 0 else None,
-        str(weights.get("type", "int")).lower() == "int",
-        bool(weights.get("symmetric", True)),
-        tuple(weights.get("block_structure") or ()),
-    )
-
-
-def _unreadable(found: str) -> CheckpointError:
-    what = "Transformers 5.23 dequantises it wrongly, too. " if "nvfp4" in found else ""
-    return CheckpointError(
-        f"The checkpoint is in the format {found[:60]!r} of compressed-tensors, which cannot be read. {what}Open a checkpoint "
-        f'of the model in {", ".join(FORMATS[:4])} or {FORMATS[-2]}, or the original one in 16 bits, with experts="int4" '
-        "(`promoe quantize`)."
-    )
-
-
 def find_compressed_tensors(
     tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
 ) -> dict[str, StoredTensor]:
@@ -233,36 +131,38 @@ def find_compressed_tensors(
 
 def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Scheme]) -> EncodedTensor:
     if _OF_NVFP4 in parts:
-        raise _unreadable("nvfp4-pack-quantized")
+        raise unreadable("nvfp4-pack-quantized")
     values, scales = parts.get(PACKED) or parts.get(WEIGHT), parts.get(SCALE)
-    error = wrong_parts(
+    wrong = partial(
+        wrong_parts,
         module,
         parts,
         "expected are weight_packed I32 or U8, or weight I8 or F8_E4M3, a weight_scale, and if the scheme is not symmetric a "
         "weight_zero_point, of shapes that belong together",
     )
     if values is None or scales is None or len(values.shape) != 2 or (PACKED in parts and WEIGHT in parts):
-        raise error
+        raise wrong()
     if any(0 in part.shape for part in parts.values()):
-        raise error
-    if values.dtype_name in ("F8_E4M3", "U8") and set(parts) <= {PACKED, WEIGHT, SCALE}:
-        return _fp8(module, values, scales, schemes, error)
+        raise wrong()
     is_packed = PACKED in parts
+    if values.dtype_name == ("U8" if is_packed else "F8_E4M3") and len(parts) == 2:
+        return _fp8(module, values, scales, schemes, wrong)
     if values.dtype_name != ("I32" if is_packed else "I8") or scales.dtype_name not in SCALE_DTYPES:
-        raise error
+        raise wrong()
     outputs, columns = values.shape
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     if scales.shape not in ((), (1,), (outputs,), (1, 1), (outputs, groups)):
-        raise error
-    if ZEROS not in parts and schemes and not any(scheme.is_symmetric for scheme in schemes):
-        raise error
-    bits, inputs = _bits_and_inputs(module, columns, groups, schemes, error) if is_packed else (8, columns)
+        raise wrong()
+    fitting = [scheme for scheme in schemes if scheme.is_symmetric or ZEROS in parts]
+    if schemes and not fitting:
+        raise wrong()
+    bits, inputs = _bits_and_inputs(module, columns, groups, fitting, wrong) if is_packed else (8, columns)
     order, zeros = parts.get(ORDER), parts.get(ZEROS)
     if inputs % groups or (order is not None and (order.shape, order.dtype_name) != ((inputs,), "I32")):
-        raise error
+        raise wrong()
     packed_zeros = ((-(-outputs * bits // 32), groups), "I32") if is_packed else None
     if zeros is not None and (zeros.shape, zeros.dtype_name) not in ((scales.shape, "I8"), packed_zeros):
-        raise error
+        raise wrong()
     # Words may have more codes than there are inputs. Then the group says how many there are.
     group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
     in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
@@ -273,21 +173,19 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
 
 
 def _bits_and_inputs(
-    module: str, words: int, groups: int, schemes: Sequence[Scheme], error: CheckpointError
+    module: str, words: int, groups: int, schemes: Sequence[Scheme], wrong: Callable[[], CheckpointError]
 ) -> tuple[int, int]:
     """Return the bits and inputs of a packed weight: by the schemes that it fits, and if these differ, by its name."""
     fitting = [(scheme, shape) for scheme in schemes if (shape := scheme.shape(words, groups)) is not None]
     if len({shape for _, shape in fitting}) > 1:
-        named = [(scheme, shape) for scheme, shape in fitting if scheme.names(module)]
-        classes = [
-            (scheme, shape) for scheme, shape in fitting if any(target.isidentifier() for target in scheme.targets)
-        ]
-        fitting = named or classes
+        by_name = [(scheme, shape) for scheme, shape in fitting if scheme.names(module)]
+        by_class = [(scheme, shape) for scheme, shape in fitting if scheme.has_classes]
+        fitting = by_name or by_class
     shapes = {shape for _, shape in fitting}
     if len(shapes) == 1:
         return shapes.pop()
     if not shapes:
-        raise error
+        raise wrong()
     raise CheckpointError(
         f"The checkpoint's {module!r} can be read in {' or '.join(f'{bits} bits' for bits, _ in sorted(shapes))}, since it is "
         "a target of several config_groups in config.json. Remove it from the targets of all but one."
@@ -295,14 +193,18 @@ def _bits_and_inputs(
 
 
 def _fp8(
-    module: str, values: TensorRange, scales: TensorRange, schemes: Sequence[Scheme], error: CheckpointError
+    module: str,
+    values: TensorRange,
+    scales: TensorRange,
+    schemes: Sequence[Scheme],
+    wrong: Callable[[], CheckpointError],
 ) -> EncodedTensor:
     """Return a weight of FP8 values, or of two FP4 values in a byte, with a scale for each block."""
-    shape = (values.shape[0], values.shape[1] * (2 if values.dtype_name == "U8" else 1))
-    blocks = [scheme.block for scheme in schemes if scheme.block and values.dtype_name != "U8"]
-    encoding = fp8_of(shape, scales.shape, blocks)
-    if encoding is None or scales.dtype_name not in ("U8", *SCALE_DTYPES):
-        raise error
+    is_fp4 = values.dtype_name == "U8"
+    shape = (values.shape[0], values.shape[1] * (2 if is_fp4 else 1))
+    encoding = fp8_of(shape, scales.shape, [scheme.block for scheme in schemes if scheme.block and not is_fp4])
+    if encoding is None or scales.dtype_name not in ("U8", *(() if is_fp4 else SCALE_DTYPES)):
+        raise wrong()
     if scales.shape not in ((), (1,)) and len(scales.shape) != 2:
-        raise error
+        raise wrong()
     return EncodedTensor(f"{module}.{WEIGHT}", shape, (values, scales), encoding)

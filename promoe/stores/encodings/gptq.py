@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,7 +106,8 @@ def find_gptq(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any
 def _weight(
     module: str, parts: Mapping[str, TensorRange], quantization: Mapping[str, Any], plus_one: bool
 ) -> EncodedTensor:
-    error = wrong_parts(
+    wrong = partial(
+        wrong_parts,
         module,
         parts,
         "expected are qweight [in * bits / 32, out] I32, qzeros [groups, out * bits / 32] I32, scales [groups, out] F16, BF16 "
@@ -113,12 +115,12 @@ def _weight(
     )
     in_file = tuple(parts[name] for name in PARTS if name in parts)
     if not set(PARTS[:3]) <= set(parts) or any(len(part.shape) != 2 or 0 in part.shape for part in in_file[:3]):
-        raise error
+        raise wrong()
     words, zeros, scales = in_file[:3]
     outputs, groups = words.shape[1], scales.shape[0]
     bits = 32 * zeros.shape[1] // outputs
     if bits not in BITS:
-        raise error
+        raise wrong()
     inputs, ordered = words.shape[0] * 32 // bits, groups > 1 and bool(quantization.get("desc_act"))
     group = _group(inputs, groups, quantization.get("group_size"))
     if (
@@ -129,7 +131,7 @@ def _weight(
         or any(part.shape != (inputs,) for part in in_file[3:])
         or (len(in_file) < len(PARTS) and (ordered or group is None))
     ):
-        raise error
+        raise wrong()
     in_order = not ordered and group is not None and inputs % group == 0
     group = None if groups == 1 else group
     integers = as_integers(bits, group, quantization.get("sym") is True, in_order)

@@ -13,7 +13,8 @@ from typing import Any
 from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.awq import find_awq
 from promoe.stores.encodings.base import StoredTensor
-from promoe.stores.encodings.compressed_tensors import expert_bits, find_compressed_tensors
+from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
+from promoe.stores.encodings.compressed_tensors_schemes import expert_bits
 from promoe.stores.encodings.fp8 import find_fp8
 from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.mxfp4 import find_mxfp4

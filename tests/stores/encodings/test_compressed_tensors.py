@@ -22,7 +22,8 @@ from packed_weights import (
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor
-from promoe.stores.encodings.compressed_tensors import expert_bits, find_compressed_tensors
+from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
+from promoe.stores.encodings.compressed_tensors_schemes import expert_bits
 from stores.encodings.ranges import decoded, ranges
 
 
@@ -255,6 +256,9 @@ class TestRefused:
             ("FP8 by channel", {"weight_scale": torch.zeros(64)}),
             ("FP8 by channel", {"weight_scale": torch.zeros(64, 1).to(torch.float8_e5m2)}),
             ("FP8 by channel", {"weight_zero_point": torch.zeros(64, 1)}),
+            ("MXFP4", {"weight_scale": torch.zeros(64, 3)}),
+            ("MXFP4", {"weight_scale": torch.zeros(64, 6).to(torch.float8_e4m3fn)}),
+            ("MXFP8", {"weight": torch.zeros(64, 96, dtype=torch.uint8)}),
         ],
     )
     def test_parts_that_do_not_belong_together(self, name: str, change: dict[str, torch.Tensor | None]) -> None:

@@ -1,0 +1,120 @@
+"""What config.json says of a checkpoint in compressed-tensors: which modules are quantised in which way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from promoe.errors import CheckpointError, shown
+from promoe.stores.encodings.packed_integers import BITS, bits_per_weight
+
+# The formats that can be read, of a checkpoint or a group of modules.
+FORMATS = (
+    *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
+    *("mxfp4-pack-quantized", "mxfp8-quantized"),
+)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How config.json says that the weights of some modules are quantised.
+
+    Attributes:
+        targets: names of modules, regular expressions for them ("re:..."), or classes.
+        bits: of a weight.
+        group: inputs that share a scale; None: all.
+        is_integer: whether they are integers.
+        is_symmetric: whether zero is always in the middle.
+        block: rows and columns that share a scale; empty: it is not by blocks.
+    """
+
+    targets: tuple[str, ...]
+    bits: int
+    group: int | None
+    is_integer: bool
+    is_symmetric: bool
+    block: tuple[Any, ...]
+
+    def shape(self, words: int, groups: int) -> tuple[int, int] | None:
+        """Return the bits and inputs of a packed weight with so many words and groups; None: it is not of this scheme."""
+        if not self.is_integer or self.bits not in BITS or (self.group is None and groups > 1):
+            return None
+        inputs = words * 32 // self.bits if self.group is None else groups * self.group
+        return (self.bits, inputs) if -(-inputs * self.bits // 32) == words else None
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether one of the targets is a class, such as "Linear"."""
+        return any(target.isidentifier() for target in self.targets)
+
+    def names(self, module: str) -> bool:
+        """Return whether one of the targets is the module's name."""
+        return any(
+            re.match(target[3:], module) if target.startswith("re:") else target == module for target in self.targets
+        )
+
+
+def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
+    """Return how weights are quantised, by the groups of modules in a `quantization_config`.
+
+    Raises:
+        CheckpointError: they are in a format that cannot be read.
+    """
+    groups = quantization.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    formats = [quantization.get("format"), *(group.get("format") for group in groups if isinstance(group, dict))]
+    sparsity, transforms = quantization.get("sparsity_config"), quantization.get("transform_config")
+    if isinstance(sparsity, dict):
+        formats.append(sparsity.get("format"))
+    if isinstance(transforms, dict) and transforms.get("config_groups"):
+        formats.append("rotated (transform_config)")
+    for found in formats:
+        if found is not None and found not in FORMATS:
+            raise unreadable(str(found))
+    try:
+        return [_scheme(group) for group in groups if group["weights"] is not None]
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, re.error) as error:
+        raise CheckpointError(
+            f"The config.json has config_groups {shown(groups)}, which do not say how weights are quantised "
+            f"({type(error).__name__}: {error}). Compare it with the original one."
+        ) from error
+
+
+def expert_bits(quantization: Mapping[str, Any]) -> float | None:
+    """Return the bits of an expert's weight by a `quantization_config`, with scale and zero; None: it does not say so.
+
+    Raises:
+        CheckpointError: they are in a format that cannot be read.
+    """
+    schemes = schemes_of(quantization)
+    of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
+    for scheme in of_experts or schemes:
+        return bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
+    return None
+
+
+def _scheme(group: Mapping[str, Any]) -> Scheme:
+    weights = group["weights"]
+    size, targets = weights.get("group_size"), tuple(map(str, group["targets"]))
+    for target in targets:
+        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+    return Scheme(
+        targets,
+        int(weights.get("num_bits", 8)),
+        size if isinstance(size, int) and size > 0 else None,
+        str(weights.get("type", "int")).lower() == "int",
+        bool(weights.get("symmetric", True)),
+        tuple(weights.get("block_structure") or ()),
+    )
+
+
+def unreadable(found: str) -> CheckpointError:
+    """Return the error to raise if a checkpoint is in another format."""
+    what = "Transformers 5.23 dequantises it wrongly, too. " if "nvfp4" in found else ""
+    return CheckpointError(
+        f"The checkpoint is in the format {found[:60]!r} of compressed-tensors, which cannot be read. {what}Open a checkpoint "
+        f'of the model in {", ".join(FORMATS[:4])} or {FORMATS[-2]}, or the original one in 16 bits, with experts="int4" '
+        "(`promoe quantize`)."
+    )
