@@ -40,7 +40,7 @@ def from_pretrained(
     auto_class: type | None = None,
     **from_pretrained_kwargs: Any,
 ) -> PreTrainedModel:
-    """Open a safetensors checkpoint whose experts do not have to fit in memory.
+    """Open a checkpoint (safetensors or GGUF) whose experts do not have to fit in memory.
 
     All weights except the routed experts are loaded. Experts are read from the checkpoint's own files, chunk by chunk,
     when they are needed or predicted. Nothing is converted or copied beforehand. The output is identical to that of the
@@ -49,7 +49,7 @@ def from_pretrained(
 
     Args:
         path_or_id: folder of a checkpoint, or a hub id. If it has only an adapter (PEFT), its base model is opened with
-            it.
+            it. For GGUF: the file, any of its parts, a folder with one model, or "org/name/file.gguf" on the hub.
         experts: the form of the experts. "auto": as the checkpoint has them, or packed (`promoe pack`) if they are so
             beside the checkpoint and fit this model and machine; the output is the same. "int8", "int4", "int3", "int2":
             quantised (`promoe quantize`), which changes the output: it is that of the same model with all experts in
@@ -67,8 +67,8 @@ def from_pretrained(
             bytes, "auto" (all free memory except 2 GiB), or "2 per layer" (slots that belong to one layer each).
         predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
             `Predictor` object, or None for no prefetching.
-        dtype: dtype of the weights; None: that of the checkpoint. Experts stored in another dtype are converted when
-            they arrive.
+        dtype: dtype of the weights; None: that of the checkpoint, and bfloat16 for a GGUF file with weights in blocks.
+            Experts stored in another dtype are converted when they arrive.
         device: "cuda" puts the slots and everything except the routed experts on the GPU. Experts are read from the
             files, and pinned RAM keeps as many of them as `PromoeConfig.pinned_bytes` allows.
         link: "auto" or "file" (read the files), or an `EmulatedLink`.
@@ -77,7 +77,8 @@ def from_pretrained(
         auto_class: the Auto class or model class of Transformers to open the checkpoint with. For example,
             `AutoModelForCausalLM` opens only the text part of a vision-language model. None: the class that config.json
             names (`architectures`).
-        from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...).
+        from_pretrained_kwargs: passed to Transformers' `from_pretrained` (attn_implementation, revision, ...); `gguf_file`
+            is the name of a GGUF file in the folder or hub id.
 
     Returns:
         The model, in eval mode; `model.promoe` is its handle.
@@ -88,7 +89,7 @@ def from_pretrained(
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
     if not isinstance(path_or_id, str | os.PathLike):
-        raise ConfigError(f"The 'path_or_id' argument must be a folder or a hub id. Got {shown(path_or_id)} instead.")
+        raise ConfigError(f"The 'path_or_id' argument must be a folder, a GGUF file or a hub id. Got {shown(path_or_id)} instead.")
     if not isinstance(experts, str | os.PathLike):
         raise ConfigError(
             f'The \'experts\' argument must be "auto", "checkpoint", a slot format such as "int4", or a folder. Got '
