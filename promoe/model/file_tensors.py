@@ -16,6 +16,9 @@ from promoe.stores.tensor_files import TensorFiles
 
 Progress = Callable[[int, int], None]
 
+# What is read at a time of a weight that can be decoded some rows at a time. It is in memory beside the weight.
+READ_BYTES = 4 << 20
+
 
 class Counted:
     """Counts the bytes that were read, and reports them to a function of the caller.
@@ -118,11 +121,18 @@ class EncodedInFile:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         self._reader.check(self._where)
-        parts = [self._reader.read(part) for part in self._where.parts]
-        weight = torch.empty(self._where.shape, dtype=self._dtype)
-        if weight.dim() <= 2:
-            self._where.encoding.decode(parts, weight)
-        else:  # a stack
+        weight, encoding = torch.empty(self._where.shape, dtype=self._dtype), self._where.encoding
+        if weight.dim() > 2:  # a stack
             for idx, one in enumerate(weight):
-                self._where.encoding.decode([part[idx] for part in parts], one)
+                encoding.decode([part[0] for part in self._read(idx, idx + 1)], one)
+        elif weight.dim() == 2 and encoding.by_rows:
+            step = max(1, READ_BYTES * len(weight) // max(1, self._where.nbytes))
+            for start in range(0, len(weight), step):
+                encoding.decode(self._read(start, start + step), weight[start : start + step])
+        else:
+            encoding.decode([self._reader.read(part) for part in self._where.parts], weight)
         return weight[index]
+
+    def _read(self, start: int, stop: int) -> list[torch.Tensor]:
+        """Return the parts from a row on (of a stack: from a matrix on), and up to another."""
+        return [self._reader.read(part.rows(start, stop)) for part in self._where.parts]

@@ -306,6 +306,7 @@ class _Opening:
         model.__class__ = self.model_class
         if self.gguf is not None:
             self.gguf.describe(model)
+            self.gguf.forget_metadata()
         for layer in self.layers:
             for tensor in layer.tensors:
                 for path in tensor.paths:

@@ -89,7 +89,9 @@ def from_pretrained(
         UnsupportedModelError: the model has no MoE layers that promoe can serve.
     """
     if not isinstance(path_or_id, str | os.PathLike):
-        raise ConfigError(f"The 'path_or_id' argument must be a folder, a GGUF file or a hub id. Got {shown(path_or_id)} instead.")
+        raise ConfigError(
+            f"The 'path_or_id' argument must be a folder, a GGUF file or a hub id. Got {shown(path_or_id)} instead."
+        )
     if not isinstance(experts, str | os.PathLike):
         raise ConfigError(
             f'The \'experts\' argument must be "auto", "checkpoint", a slot format such as "int4", or a folder. Got '

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,13 @@ class TensorRange:
     def dtype(self) -> torch.dtype | None:
         """The torch dtype; None if torch does not have the format."""
         return TORCH_DTYPES.get(self.dtype_name)
+
+    def rows(self, start: int, stop: int) -> TensorRange:
+        """Return the part from one index along the first dimension up to another, which may be too large."""
+        row_bytes = self.nbytes // max(1, self.shape[0])
+        count = min(stop, self.shape[0]) - start
+        offset_bytes = self.offset_bytes + start * row_bytes
+        return replace(self, offset_bytes=offset_bytes, nbytes=count * row_bytes, shape=(count, *self.shape[1:]))
 
 
 def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str, TensorRange]:

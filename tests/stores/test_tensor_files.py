@@ -16,7 +16,7 @@ from untouched import open_files, opened_since
 
 from promoe.errors import CheckpointError
 from promoe.stores import tensor_files
-from promoe.stores.safetensors_header import TORCH_DTYPES
+from promoe.stores.safetensors_header import TORCH_DTYPES, TensorRange
 from promoe.stores.tensor_files import TensorFile, TensorFiles, locate_files, remedy
 from stores.checkpoints import read_header, save, shards, write_header
 
@@ -289,3 +289,9 @@ class TestRemedies:
     )
     def test_others(self, number: int, what: str) -> None:
         assert what in remedy(OSError(number, os.strerror(number)))
+
+
+def test_some_rows_of_a_tensor() -> None:
+    whole = TensorRange("t", 3, 100, 5 * 2 * 4, (5, 2), "F32")
+    assert whole.rows(1, 3) == TensorRange("t", 3, 108, 16, (2, 2), "F32")
+    assert whole.rows(4, 8) == TensorRange("t", 3, 132, 8, (1, 2), "F32")

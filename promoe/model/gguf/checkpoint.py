@@ -99,6 +99,12 @@ class GgufCheckpoint:
         padding = self._token("padding")
         generation.pad_token_id = known[0] if padding is None else padding
 
+    def forget_metadata(self) -> None:
+        """Free what the files say beside their tensors: a vocabulary can take 100 MB."""
+        self.metadata = {}
+        for file in self.files.files:
+            file.metadata = {}
+
     def _token(self, name: str) -> int | None:
         found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return found if type(found) is int else None

@@ -32,10 +32,12 @@ class Encoding(ABC):
     Attributes:
         name: for messages, such as "fp8" or "Q4_K".
         integers: what `unpack` returns; None: the weights are not integers with scales.
+        by_rows: whether rows of the parts are rows of the weight, so that some of them can be decoded by themselves.
     """
 
     name: str
     integers: Integers | None = None
+    by_rows: bool = False
 
     def unpack(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return a weight's codes, scales and zeros (None: all are zero), if the encoding has `integers`.

@@ -33,6 +33,7 @@ class GgufBlocks(Encoding):
     block_bytes: int = field(compare=False)
     expand: Expand = field(compare=False, repr=False)
     integers: Integers | None = field(default=None, compare=False)
+    by_rows = True
 
     def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """See `Encoding.decode`. There is one part, uint8 of any shape."""

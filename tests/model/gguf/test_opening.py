@@ -19,8 +19,11 @@ from untouched import open_files, opened_since
 import promoe
 from promoe.errors import CheckpointError, ConfigError
 from promoe.experts.guard import is_guard
+from promoe.model import file_tensors
+from promoe.model.file_tensors import Reader
 from promoe.model.opening import OpenedModel, open_headers, open_without_experts
 from promoe.scheduler import ExpertKey
+from promoe.stores.safetensors_header import TensorRange
 
 
 def assert_equal(opened: OpenedModel, expected: PreTrainedModel) -> None:
@@ -141,6 +144,12 @@ def test_saving_does_not_lead_to_names_of_gguf(tmp_path: Path) -> None:
     assert opened.model.config.architectures == ["Qwen3MoeForCausalLM"]
 
 
+def test_the_vocabulary_is_not_kept(tmp_path: Path) -> None:
+    opened = open_without_experts(write_gguf(tmp_path, "qwen3_moe"))
+    opened.store.close()
+    assert [file.metadata for file in opened.store.files] == [{}]  # not None: it is a GGUF file
+
+
 def test_progress_counts_the_file_s_bytes(tmp_path: Path) -> None:
     path = write_gguf(tmp_path, "qwen3_moe", weight_type="Q8_0")
     calls: list[tuple[int, int]] = []
@@ -149,6 +158,27 @@ def test_progress_counts_the_file_s_bytes(tmp_path: Path) -> None:
     (file,) = opened.store.files
     rest = sum(tensor.nbytes for name, tensor in file.tensors.items() if "_exps" not in name)
     assert calls[-1] == (rest, rest)
+
+
+def test_blocks_are_read_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is decoded takes little memory besides the weight."""
+    path = write_gguf(tmp_path, "qwen3_moe", weight_type="Q8_0")
+    most, sizes = 20 * 68, []
+    read = Reader.read
+
+    def counted(self: Reader, where: TensorRange) -> torch.Tensor:
+        sizes.append(where.nbytes)
+        return read(self, where)
+
+    monkeypatch.setattr(Reader, "read", counted)
+    monkeypatch.setattr(file_tensors, "READ_BYTES", most)
+    opened = open_without_experts(path)
+    try:
+        assert_equal(opened, dequantised_model(path, "qwen3_moe", torch.bfloat16))
+    finally:
+        opened.store.close()
+    routers = 8 * 64 * 4  # in fp32
+    assert max(sizes) == max(most, routers)
 
 
 class TestFaults:
