@@ -82,6 +82,9 @@ def tiny_model(
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     spread_weights(model, seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.8, 1.2, generator=torch.Generator().manual_seed(seed))
     return model.eval()
 
 
@@ -206,7 +209,7 @@ def _type_of(
         or "ffn_gate_inp" in name
         or name.endswith(".bias")
         or ".ssm_conv" in name
-        or name.endswith((".ssm_a", ".ssm_d"))
+        or name.endswith((".ssm_a", ".ssm_d", ".scale"))
     ):
         return GGMLQuantizationType.F32
     usual = expert_type if "_exps." in name else weight_type

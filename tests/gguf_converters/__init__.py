@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from .base import Converter
 from .deepseek import DeepSeek, FusedDeepSeek, OldDeepSeek
+from .gemma import Gemma4
 from .granite import Granite, GraniteHybrid
 from .llama import Mixtral, OldMixtral, Olmoe
 from .nemotron import NemotronH
@@ -24,6 +25,7 @@ CONVERTERS: dict[str, Converter] = {
     "deepseek_v3 fused": FusedDeepSeek("deepseek_v3"),
     "dots1": Dots1("dots1"),
     "ernie4_5_moe": Ernie45Moe("ernie4_5_moe"),
+    "gemma4": Gemma4("gemma4_text"),
     "glm4_moe": Glm4Moe("glm4_moe"),
     "gpt_oss": GptOss("gpt_oss"),
     "granitemoe": Granite("granitemoe"),

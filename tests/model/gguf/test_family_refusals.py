@@ -43,7 +43,12 @@ def test_a_key_or_tensor_that_the_model_has_no_place_for(family: str) -> None:
         CheckpointError, match=r"attention\.novelty is 0\.5, which the model that would be opened does not"
     ):
         config(family, {"attention.novelty": 0.5})
-    for name in ("blk.0.attn_novelty.weight", "blk.1.ffn_down_exps.scale", "rope_freqs.weight", "blk.0.attn_norm.bias"):
+    for name in (
+        "blk.0.attn_novelty.weight",
+        "blk.1.ffn_up_exps.scale",
+        "rope_novelty.weight",
+        "blk.0.attn_norm.bias",
+    ):
         with pytest.raises(CheckpointError, match=f"has the tensor '{name}', which the model"):
             config(family, {}, {name: (16,)})
 
@@ -67,6 +72,17 @@ def test_a_key_or_tensor_that_the_model_has_no_place_for(family: str) -> None:
         ("qwen3_moe", {"rope.dimension_count": 8}, "dimension_count is 8, but 16 was expected: the whole head"),
         ("qwen3_moe", {"rope.scaling.type": "longrope"}, "'longrope', but none, linear or yarn was expected"),
         ("qwen3_moe", {"expert_weights_scale": 2.5}, "expert_weights_scale is 2.5, which Qwen's models do not have"),
+        (
+            "gemma4",
+            {"attention.shared_kv_layers": 2},
+            "shared_kv_layers is 2, which Gemma 4 with experts does not have",
+        ),
+        (
+            "gemma4",
+            {"attention.sliding_window_pattern": [True] * 4},
+            r"\[True, True, True, True\], but one flag per layer",
+        ),
+        ("gemma4", {"attention.head_count_kv": [2, 2, 1, 2]}, "one number for each kind of attention was expected"),
         ("qwen3_moe", {"attention.head_count": 0}, "attention.head_count is 0"),
         ("qwen3_moe", {"rope.freq_base": -1.0}, "freq_base is -1.0, but a number above 1 was expected"),
         ("deepseek_v3", {"rope.scaling.yarn_beta_fast": -1.0}, "numbers of rope.scaling are not all above 0"),
@@ -107,6 +123,12 @@ def test_a_key_or_tensor_that_the_model_has_no_place_for(family: str) -> None:
 def test_what_the_model_cannot_do(family: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config(family, keys)
+
+
+def test_rotary_embeddings_scaled_by_a_tensor() -> None:
+    """As in models made of Llama 3.1: the numbers that they come from are not in the file."""
+    with pytest.raises(CheckpointError, match=r"has the tensor 'rope_freqs\.weight', which the model"):
+        config("mixtral", {}, {"rope_freqs.weight": (8,)})
 
 
 def test_latent_attention_in_two_forms() -> None:

@@ -12,6 +12,7 @@ from .base import Family, Metadata, Shapes
 from .deepseek import DEEPSEEK2
 from .dots import DOTS1
 from .ernie import ERNIE4_5_MOE
+from .gemma import GEMMA4
 from .glm import GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .granite import GRANITE_HYBRID, GRANITE_MOE
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek2": DEEPSEEK2,
     "dots1": DOTS1,
     "ernie4_5-moe": ERNIE4_5_MOE,
+    "gemma4": GEMMA4,
     "glm4moe": GLM4_MOE,
     "gpt-oss": GPT_OSS,
     "granitehybrid": GRANITE_HYBRID,

@@ -40,13 +40,16 @@ class Family:
     computed: Mapping[str, Encoding] = field(default_factory=dict)
     """How tensors other than experts are decoded that the file has not as they are, by their names in a layer, or whole."""
 
+    unused: frozenset[str] = frozenset()
+    """Tensors of the file that no parameter comes from."""
+
     def weights(self, metadata: Metadata, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return the tensors of a file as the weights that they stand for, without those of layers that are not used."""
+        """Return the tensors of a file as the weights that they stand for, without those that are not used."""
         used = File(metadata, {}).num_layers
         return {
             name: self._weight(tensor)
             for name, tensor in tensors.items()
-            if (layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) < used
+            if name not in self.unused and ((layer := re.match(r"blk\.(\d+)\.", name)) is None or int(layer[1]) < used)
         }
 
     def _weight(self, tensor: StoredTensor) -> StoredTensor:
@@ -131,6 +134,12 @@ class File:
         self._known.add(key)
         value = self.metadata.get(f"{self.architecture}.{key}")
         return value if isinstance(value, list) and all(type(one) is int for one in value) else []
+
+    def flags(self, key: str) -> list[bool]:
+        """Return a list of flags; empty: the key is not there, or is something else."""
+        self._known.add(key)
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if isinstance(value, list) and all(type(one) is bool for one in value) else []
 
     def token(self, name: str) -> int | None:
         """Return the id of a special token of the tokenizer; None: it has no such token."""
