@@ -72,7 +72,10 @@ def write(
     scores: Sequence[float] | None = None,
     **fields: Any,
 ) -> Path:
-    writer = gguf.GGUFWriter(path, "qwen3moe")
+    writer = gguf.GGUFWriter(path, "llama")
+    for name in ("context_length", "embedding_length", "block_count", "head_count", "feed_forward_length"):
+        getattr(writer, f"add_{name}")(64)  # without them, llama.cpp does not open the file
+    writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -163,12 +166,33 @@ def test_words(pre: str, text: str, words: list[str]) -> None:
     assert [text[start:end] for _, (start, end) in pieces] == words
 
 
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_llama_cpp_has_the_same_ids(tmp_path: Path, pre: str) -> None:
+    way = PRE_TOKENIZERS[pre]
+    vocabulary, merges = parts_of(trained(way.nfc, way.build()))
+    tokens = [token for token, _ in sorted(vocabulary.items(), key=lambda one: one[1])]
+    types = [NORMAL] * len(tokens) + [CONTROL] * 3 + [USER_DEFINED]
+    ends = {"bos_token_id": len(tokens), "eos_token_id": len(tokens) + 2}
+    path = write(tmp_path / "m.gguf", [*tokens, *SPECIAL, "<think>"], types, pre=pre, merges=merges, **ends)
+    # llama.cpp does not compose characters, and knows no marks in letters.
+    assert_as_llama_cpp(path, [text for text in TEXTS if "e\u0301" not in text])
+
+
+def assert_as_llama_cpp(path: Path, texts: Sequence[str]) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), read_tokenizer(path)
+    for text in filter(None, texts):
+        assert ours(text)["input_ids"] == theirs.tokenize(text.encode(), add_bos=True, special=True), text
+    theirs.close()
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     """Merges are not in the file: they follow from the scores."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=500, show_progress=False)
-    bpe.train_from_iterator([word for text in CORPUS for word in text.split()], trainer)
+    # llama.cpp aborts if there are tokens with zero bytes.
+    bpe.train_from_iterator([word for text in CORPUS for word in text.split() if "\0" not in word], trainer)
     vocabulary, merges = parts_of(bpe)
     begins = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     made = [left + right for left, right in merges]
@@ -197,6 +221,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         assert ids == [1, *plain.encode(text, add_special_tokens=False).ids], text
         assert found.decode(ids, skip_special_tokens=True) == text
     assert found("</s>x")["input_ids"][:2] == [1, 2]
+    assert_as_llama_cpp(path, [text for text in TEXTS if "<|" not in text])  # which llama.cpp takes for control tokens
     assert (found.bos_token, found.eos_token, found.unk_token, found.pad_token) == ("<s>", "</s>", "<unk>", None)
 
 
