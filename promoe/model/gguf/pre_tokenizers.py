@@ -12,7 +12,6 @@ from typing import Any
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 
 
@@ -21,10 +20,12 @@ def _words(digits: str, letters: str = r"\p{L}", others: str = r"[^\s\p{L}\p{N}]
     return rf"{_ENGLISH}|{_BEFORE}{letters}+|{digits}| ?{others}+[\r\n]*|{_SPACES}"
 
 
-def _cased(digits: str, after: str = "") -> str:
+def _cased(digits: str, after: str = "", without: str = "", ends: str = r"\r\n/") -> str:
     """Return the expression that also cuts where a small letter is followed by a capital one."""
-    words = rf"{_BEFORE}{_UPPER}*{_LOWER}+{after}|{_BEFORE}{_UPPER}+{_LOWER}*{after}"
-    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    upper = rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    lower = rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{without}]"
+    words = rf"{_BEFORE}{upper}*{lower}+{after}|{_BEFORE}{upper}+{lower}*{after}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[{ends}]*|{_SPACES}"
 
 
 # Letters with case, of an older Unicode: without these.
@@ -80,6 +81,7 @@ _DIGITS = PreTokenizer((r"\p{N}",), gpt2=True)
 _GPT4 = PreTokenizer((_words(r"\p{N}{1,3}"),))
 _LLAMA3 = PreTokenizer(_GPT4.splits, whole_words=True, adds_bos=True)
 _QWEN2 = PreTokenizer((_words(r"\p{N}"),))
+_KIMI = r"\p{Han}+|" + _cased(r"\p{N}{1,3}", f"{_ENGLISH}?", r"&&[^\p{Han}]", ends=r"\r\n")
 _GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", after=f"{_ENGLISH}?"),))
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
@@ -97,5 +99,6 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "tekken": PreTokenizer((_cased(r"\p{N}"),), whole_words=True, adds_bos=True),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
-    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK_V3)),
+    "kimi-k2": PreTokenizer((_KIMI,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer(_DEEPSEEK_V3)),
 }

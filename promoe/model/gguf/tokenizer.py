@@ -1,4 +1,4 @@
-"""Make the tokenizer that a GGUF file describes: byte-level ("gpt2") or SentencePiece ("llama") BPE.
+"""Make the tokenizer that a GGUF file describes: byte-level ("gpt2") or SentencePiece ("llama", "gemma4") BPE.
 
 It is made here, of the tokenizers library, rather than by Transformers, whose versions differ in which files they can read.
 """
@@ -68,10 +68,10 @@ class _Description:
         from tokenizers import AddedToken
 
         kind = self._get("model")
-        if kind not in ("gpt2", "llama"):
-            raise self._error(f"its kind is {shown(kind)}, and only 'gpt2' and 'llama' can be made")
+        if kind not in ("gpt2", "llama", "gemma4"):
+            raise self._error(f"its kind is {shown(kind)}, and only 'gpt2', 'llama' and 'gemma4' can be made")
         try:
-            made, adds_bos = self._byte_level() if kind == "gpt2" else self._sentencepiece()
+            made, adds_bos = self._byte_level() if kind == "gpt2" else self._sentencepiece(kind == "gemma4")
             special = [AddedToken(token, normalized=False, special=True) for token in self._of_type(CONTROL)]
             plain = [AddedToken(token, normalized=False, special=False) for token in self._of_type(USER_DEFINED)]
             made.add_special_tokens(special)
@@ -88,7 +88,7 @@ class _Description:
         idx = self._get(f"{role}_token_id")
         return self.tokens[idx] if type(idx) is int and 0 <= idx < len(self.tokens) else None
 
-    def _byte_level(self) -> tuple[Any, bool]:
+    def _byte_level(self) -> tuple[Any, bool | None]:
         from tokenizers import Tokenizer, decoders, models, normalizers
 
         name = self._get("pre")
@@ -109,19 +109,20 @@ class _Description:
         made.decoder = decoders.ByteLevel()
         return made, way.adds_bos
 
-    def _sentencepiece(self) -> tuple[Any, bool]:
+    def _sentencepiece(self, is_gemma4: bool) -> tuple[Any, bool | None]:
         from tokenizers import Tokenizer, decoders, models, normalizers
 
         given = self._list("merges", str)
         merges = [self._pair(merge) for merge in given] if given else self._merges_by_score()
         unknown = self.token("unknown") or next(iter(self._of_type(UNKNOWN)), None)
         made = Tokenizer(models.BPE(self.vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-        prefix = self._get("add_space_prefix") is not False
+        prefix = not is_gemma4 and self._get("add_space_prefix") is not False
         steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
         made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
         strip = [decoders.Strip(" ", left=1)] if prefix else []
         made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-        return made, True
+        # Gemma 4's file asks for BOS, but its tokenizer adds none: the chat template has it.
+        return made, None if is_gemma4 else True
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """Return the merges that lead to every token from two others, those to tokens with higher scores first."""
@@ -139,12 +140,17 @@ class _Description:
         found.sort(key=lambda one: one[:3])
         return [(left, right) for *_, left, right in found]
 
-    def _set_ends(self, made: Any, adds_bos: bool) -> None:
-        """Let texts begin with BOS and end with EOS, if the file says so; `adds_bos`: if it says nothing about BOS."""
+    def _set_ends(self, made: Any, adds_bos: bool | None) -> None:
+        """Let texts begin with BOS and end with EOS, if the file says so.
+
+        Args:
+            made: the tokenizer.
+            adds_bos: whether it adds BOS if the file says nothing; None: never.
+        """
         from tokenizers import processors
 
         bos, eos = self._get("add_bos_token"), self._get("add_eos_token")
-        first = self.token("bos") if (adds_bos if bos is None else bos is True) else None
+        first = self.token("bos") if adds_bos is not None and (adds_bos if bos is None else bos is True) else None
         last = self.token("eos") if eos is True else None
         named = [token for token in (first, last) if token is not None]
         if not named:

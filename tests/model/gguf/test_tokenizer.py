@@ -12,7 +12,7 @@ import pytest
 from gguf_checkpoints import tokenizer as written_tokenizer
 from gguf_checkpoints import write_gguf
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import GemmaTokenizer, LlamaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from untouched import open_files, opened_since
 
 from promoe.errors import CheckpointError
@@ -158,6 +158,7 @@ def test_words_are_cut_as_transformers_cuts_them(pre: str) -> None:
         ("glm4", "I'M 1234", ["I", "'M", " ", "123", "4"]),
         ("gpt-4o", "iPhone's 1234", ["i", "Phone's", " ", "123", "4"]),
         ("tekken", "iPhone 12", ["i", "Phone", " ", "1", "2"]),
+        ("kimi-k2", "iPhone你好s 1234", ["i", "Phone", "你好", "s", " ", "123", "4"]),
         ("qwen35", "e\u0301x 1", ["e\u0301x", " ", "1"]),
     ],
 )  # fmt: skip
@@ -225,6 +226,32 @@ def test_sentencepiece(tmp_path: Path) -> None:
     assert (found.bos_token, found.eos_token, found.unk_token, found.pad_token) == ("<s>", "</s>", "<unk>", None)
 
 
+def test_gemma(tmp_path: Path) -> None:
+    """Merges are in the file, texts have no space in front, and BOS is left to the chat template."""
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.Replace(" ", "▁")
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
+    bpe.train_from_iterator([text for text in CORPUS if "\0" not in text], trainer)
+    learned, merges = parts_of(bpe)
+    begins = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = [*begins, *(token for token in learned if token not in begins)]
+    expected = GemmaTokenizer(vocab={token: idx for idx, token in enumerate(tokens)}, merges=merges)
+    types = [CONTROL] * 5 + [6] * 256 + [NORMAL] * (len(tokens) - len(begins))
+    path = write(
+        tmp_path / "m.gguf",
+        tokens,
+        types,
+        model="gemma4",
+        merges=merges,
+        eos_token_id=1,
+        bos_token_id=2,
+        unk_token_id=3,
+        pad_token_id=0,
+        add_bos_token=True,
+    )
+    assert_alike(load_tokenizer(str(path)), expected)
+
+
 def test_a_model_s_file(tmp_path: Path) -> None:
     path = write_gguf(tmp_path, "qwen3_moe", parts=2)
     found, expected = load_tokenizer(str(tmp_path)), written_tokenizer()
@@ -263,7 +290,7 @@ def test_ends_of_a_text(fields: dict[str, Any], ids: list[int]) -> None:
         ({"tokens": []}, "it has no tokens"),
         ({"tokens": None}, "it has no tokens"),
         ({"tokens": [1, 2]}, "tokens is [1, 2], not a list of str"),
-        ({"model": "bert"}, "its kind is 'bert', and only 'gpt2' and 'llama'"),
+        ({"model": "bert"}, "its kind is 'bert', and only 'gpt2', 'llama' and 'gemma4'"),
         ({"pre": "newest"}, "its pre-tokenizer 'newest' is not known (known: chatglm-bpe"),
         ({"pre": ["x"]}, "its pre-tokenizer ['x'] is not known"),
         ({"token_type": [1]}, "token_type has 1 elements, and there are 2 tokens"),
