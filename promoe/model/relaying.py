@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from promoe.experts.kernels.formats import matrices
-from promoe.experts.kernels.relaying import Relay, relay_of
+from promoe.experts.kernels.relaying import Relay, kept_format, relay_of
 from promoe.experts.moe_layers import MoELayer
+from promoe.stores.encodings.base import Integers
 from promoe.stores.file_store import FileStore
 from promoe.stores.layer_plan import LayerPlan, decoded_rows, relaid
+from promoe.stores.layout import ExpertLayout
 
 
 def relaid_store(layers: Sequence[MoELayer], store: FileStore, *, to_int8: bool = False) -> FileStore:
@@ -21,6 +23,12 @@ def relaid_store(layers: Sequence[MoELayer], store: FileStore, *, to_int8: bool 
     """
     plans = [_relaid(layer, plan, to_int8) for layer, plan in zip(layers, store.layers, strict=True)]
     return store if plans == list(store.layers) else store.replanned(plans)
+
+
+def kept_layout(layer: MoELayer, integers: Integers | None) -> ExpertLayout:
+    """Return how a layer's experts lie in slots if a checkpoint has its matrices as these integers; None: as others."""
+    formats = {spec.name: kept_format(spec, transposed, integers) for spec, transposed in matrices(layer)}
+    return layer.layout.in_formats({name: kept for name, kept in formats.items() if kept is not None})
 
 
 def _relaid(layer: MoELayer, plan: LayerPlan, to_int8: bool) -> LayerPlan:

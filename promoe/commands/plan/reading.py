@@ -27,10 +27,12 @@ from promoe.model.opening import open_headers
 from promoe.model.opening_checks import take_quantization
 from promoe.model.placement import other_bytes
 from promoe.model.quantizing import quantizable
+from promoe.model.relaying import kept_layout
 from promoe.model.slot_folders import default_folder, kept_in, open_experts
 from promoe.model.slot_index import INDEX
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import layout_counts, split_at_pages
+from promoe.stores.encodings.base import Integers
 from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.file_store import FileStore
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES, ExpertLayout
@@ -78,8 +80,9 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
         place = _local_folder(path_or_id)
     if place is None or (place.is_dir() and not _has_weights(place)):
         store = None
-        model, layers, assumed, bits = _from_config(path_or_id if place is None else str(place), dtype)
-        found = [_assumed_experts(layer, layer.layout, bits) for layer in layers]
+        model, layers, assumed, in_files = _from_config(path_or_id if place is None else str(place), dtype)
+        kept = None if experts == "checkpoint" else in_files.integers
+        found = [_assumed_experts(layer, kept_layout(layer, kept), in_files.bits) for layer in layers]
         found_in = f"config.json alone; {assumed}"
     else:
         opened = open_headers(place, dtype=dtype)
@@ -157,11 +160,31 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str, float | None]:
-    """Return the model that a configuration describes, its MoE layers, what its dtype rests on, and the bits in the files."""
+@dataclass(frozen=True)
+class _InFiles:
+    """What config.json says of an expert's weights in the files.
+
+    Attributes:
+        bits: of a weight; None: those of its dtype.
+        integers: see `Encoding.integers`.
+    """
+
+    bits: float | None = None
+    integers: Integers | None = None
+
+    @classmethod
+    def of(cls, quantization: Mapping[str, Any] | None) -> _InFiles:
+        if quantization is None:
+            return cls()
+        method = SCHEMES[quantization["quant_method"]]
+        return cls(method.bits(quantization), method.integers(quantization))
+
+
+def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str, _InFiles]:
+    """Return the model that a configuration describes, its MoE layers, what its dtype rests on, and its weights' form."""
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
-        bits = _stored_bits(take_quantization(path_or_id, config))
+        in_files = _InFiles.of(take_quantization(path_or_id, config))
         stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         wanted: torch.dtype = getattr(torch, dtype) if dtype is not None else stated or torch.bfloat16
         assumed = "as asked" if dtype is not None else "as it says" if stated else "which does not say so: assumed"
@@ -171,7 +194,7 @@ def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, l
             model: Any = build(config, dtype=wanted)
         as_loaded(model, model._get_dtype_plan(wanted))
         stated_as = f"{str(wanted).removeprefix('torch.')}, {assumed}"
-        return model.eval(), find_moe_layers(model, allow_meta=True), stated_as, bits
+        return model.eval(), find_moe_layers(model, allow_meta=True), stated_as, in_files
     except (PromoeError, MemoryError):
         raise
     except OSError as error:
@@ -212,8 +235,3 @@ def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: float | None) 
         for _, nbytes in split_at_pages(tensor.offset_bytes, tensor.nbytes, DEFAULT_CHUNK_BYTES)
     )
     return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layout, stored, chunks)
-
-
-def _stored_bits(quantization: Mapping[str, Any] | None) -> float | None:
-    """Return the bits of a weight in the files of a quantised checkpoint; None: those of its dtype."""
-    return None if quantization is None else SCHEMES[quantization["quant_method"]].bits(quantization)

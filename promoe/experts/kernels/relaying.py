@@ -15,6 +15,7 @@ import torch
 from promoe.experts.kernels.int4 import BLOCKS, GROUPS, Int4, kernel_block
 from promoe.experts.kernels.int8 import Int8
 from promoe.experts.kernels.quantized import Quantized, has_kernel
+from promoe.stores.encodings.base import Integers
 from promoe.stores.layer_plan import DecodedRows
 from promoe.stores.layout import TensorSpec
 from promoe.transfer.processor import multiplies_bfloat16
@@ -80,15 +81,35 @@ def relay_of(spec: TensorSpec, transposed: bool, rows: Sequence[DecodedRows], to
     """
     if not Quantized.can_hold(spec.shape, spec.dtype):
         return None
-    shape = (spec.shape[0], spec.shape[1])
-    dense_from = DENSE_FROM if multiplies_bfloat16() else None
     kinds = {one.decoding.encoding.integers for one in rows}
-    kept = kinds.pop() if len(kinds) == 1 and not transposed else None
-    if kept is not None and kept.bits == 4 and (group := _group(kept.group, shape[1])) and has_kernel(Int4):
-        return Relay(Int4(shape, False, dense_from, 4, group, kernel_block() or BLOCKS[0]), tuple(rows), False)
-    if kept is not None and kept.bits == 8 and kept.group is None and has_kernel(Int8):
-        return Relay(Int8(shape, False, dense_from), tuple(rows), False)
-    return Relay(Int8(shape, transposed, dense_from), tuple(rows), True) if to_int8 else None
+    kept = kept_format(spec, transposed, kinds.pop() if len(kinds) == 1 else None)
+    if kept is not None:
+        return Relay(kept, tuple(rows), False)
+    if not to_int8:
+        return None
+    return Relay(Int8((spec.shape[0], spec.shape[1]), transposed, _dense_from()), tuple(rows), True)
+
+
+def kept_format(spec: TensorSpec, transposed: bool, integers: Integers | None) -> Int4 | Int8 | None:
+    """Return the slot format in which a matrix keeps its codes; None: there is none.
+
+    Args:
+        spec: the matrix, plain.
+        transposed: whether it is `[in, out]` instead of `[out, in]`.
+        integers: what the checkpoint has it as.
+    """
+    if integers is None or transposed or not Quantized.can_hold(spec.shape, spec.dtype):
+        return None
+    shape = (spec.shape[0], spec.shape[1])
+    if integers.bits == 4 and (group := _group(integers.group, shape[1])) and has_kernel(Int4):
+        return Int4(shape, False, _dense_from(), 4, group, kernel_block() or BLOCKS[0])
+    if integers.bits == 8 and integers.group is None and has_kernel(Int8):
+        return Int8(shape, False, _dense_from())
+    return None
+
+
+def _dense_from() -> int | None:
+    return DENSE_FROM if multiplies_bfloat16() else None
 
 
 def _group(group: int | None, inputs: int) -> int | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from promoe.errors import CheckpointError, shown
-from promoe.stores.encodings.packed_integers import BITS, bits_per_weight
+from promoe.stores.encodings.base import Integers
+from promoe.stores.encodings.packed_integers import BITS, as_integers, bits_per_weight
 
 # The formats that can be read, of a checkpoint or a group of modules.
 FORMATS = (
@@ -88,11 +89,26 @@ def expert_bits(quantization: Mapping[str, Any]) -> float | None:
     Raises:
         CheckpointError: they are in a format that cannot be read.
     """
+    scheme = _of_experts(quantization)
+    return None if scheme is None else bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
+
+
+def expert_integers(quantization: Mapping[str, Any]) -> Integers | None:
+    """Return what `Encoding.integers` are for experts by a `quantization_config`.
+
+    Raises:
+        CheckpointError: they are in a format that cannot be read.
+    """
+    scheme = _of_experts(quantization)
+    if scheme is None or not scheme.is_integer:
+        return None
+    return as_integers(scheme.bits, scheme.group, scheme.is_symmetric)
+
+
+def _of_experts(quantization: Mapping[str, Any]) -> Scheme | None:
     schemes = schemes_of(quantization)
     of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
-    for scheme in of_experts or schemes:
-        return bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
-    return None
+    return next(iter(of_experts or schemes), None)
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:

@@ -145,11 +145,22 @@ def codes_in(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def stated_bits(quantization: Mapping[str, Any]) -> float | None:
     """Return the bits of a weight that a `quantization_config` of AWQ or GPTQ states, with scale and zero; None: none."""
+    bits, group = _stated(quantization)
+    return None if bits is None else bits_per_weight(bits, group, True)
+
+
+def stated_integers(quantization: Mapping[str, Any]) -> Integers | None:
+    """Return what `Encoding.integers` are for most weights by a `quantization_config` of AWQ or GPTQ."""
+    bits, group = _stated(quantization)
+    in_order = group is None or not quantization.get("desc_act")
+    return None if bits is None else as_integers(bits, group, quantization.get("sym") is True, in_order)
+
+
+def _stated(quantization: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the bits and the size of groups that a `quantization_config` states."""
     bits = quantization.get("bits", quantization.get("w_bit"))
     group = quantization.get("group_size", quantization.get("q_group_size"))
-    if not isinstance(bits, int):
-        return None
-    return bits_per_weight(bits, group if isinstance(group, int) and group > 0 else None, True)
+    return bits if isinstance(bits, int) else None, group if isinstance(group, int) and group > 0 else None
 
 
 def bits_per_weight(bits: int, group: int | None, has_zeros: bool) -> float | None:

@@ -12,13 +12,13 @@ from typing import Any
 
 from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.awq import find_awq
-from promoe.stores.encodings.base import StoredTensor
+from promoe.stores.encodings.base import Integers, StoredTensor
 from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
-from promoe.stores.encodings.compressed_tensors_schemes import expert_bits
+from promoe.stores.encodings.compressed_tensors_schemes import expert_bits, expert_integers
 from promoe.stores.encodings.fp8 import find_fp8
 from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.mxfp4 import find_mxfp4
-from promoe.stores.encodings.packed_integers import stated_bits
+from promoe.stores.encodings.packed_integers import stated_bits, stated_integers
 from promoe.stores.safetensors_header import TensorRange
 
 
@@ -31,10 +31,12 @@ class Method:
             `quantization_config`.
         bits: returns the bits of an expert's weight in the files, scales included, given the `quantization_config`; None:
             it does not say so.
+        integers: returns what `Encoding.integers` are for an expert's weights, given the `quantization_config`.
     """
 
     find: Callable[[Mapping[str, TensorRange], Mapping[str, Any]], dict[str, StoredTensor]]
     bits: Callable[[Mapping[str, Any]], float | None]
+    integers: Callable[[Mapping[str, Any]], Integers | None] = lambda quantization: None
 
 
 # By quant_method.
@@ -42,11 +44,11 @@ SCHEMES: dict[str, Method] = {
     "fp8": Method(find_fp8, lambda quantization: 8.0),
     "mxfp8": Method(find_fp8, lambda quantization: 8.25),
     "mxfp4": Method(find_mxfp4, lambda quantization: 4.25),
-    "compressed-tensors": Method(find_compressed_tensors, expert_bits),
-    "awq": Method(find_awq, stated_bits),
-    "gptq": Method(find_gptq, stated_bits),
-    "auto-round": Method(find_auto_round, stated_bits),
-    "intel/auto-round": Method(find_auto_round, stated_bits),
+    "compressed-tensors": Method(find_compressed_tensors, expert_bits, expert_integers),
+    "awq": Method(find_awq, stated_bits, stated_integers),
+    "gptq": Method(find_gptq, stated_bits, stated_integers),
+    "auto-round": Method(find_auto_round, stated_bits, stated_integers),
+    "intel/auto-round": Method(find_auto_round, stated_bits, stated_integers),
 }
 
 

@@ -23,6 +23,7 @@ from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.sizes import ModelSizes, Slots, cache_argument
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.model.placement import other_bytes
+from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.tensor_files import TensorFile
 
 CONTEXT = 40
@@ -113,7 +114,13 @@ def test_packed_checkpoints_take_as_much_as_their_tensors(name: str, tmp_path: P
     assert read.sizes.stored_bytes == parts
     for path in quantised.glob("*.safetensors*"):
         path.unlink()
-    assert read_model(str(quantised)).sizes.stored_bytes == pytest.approx(parts, rel=0.03)
+    alone = read_model(str(quantised)).sizes
+    assert alone.stored_bytes == pytest.approx(parts, rel=0.03)
+    assert alone.expert_bytes == read.sizes.expert_bytes
+    dense = read_model(str(quantised), experts="checkpoint").sizes
+    assert (dense.expert_bytes > alone.expert_bytes) == (
+        SCHEMES[FORMS[name].config["quant_method"]].integers(FORMS[name].config) is not None
+    )
 
 
 def test_a_quantised_checkpoint_that_cannot_be_read_is_refused_by_its_configuration(tmp_path: Path) -> None:
