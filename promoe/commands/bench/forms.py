@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import torch
 
 from promoe.commands.bench.messages import Sizes
-from promoe.commands.bench.systems import EXACT, System
+from promoe.commands.bench.peers import prepare_gguf
+from promoe.commands.bench.systems import EXACT, FROM_GGUF, System
 from promoe.commands.terminal import bytes_bar
 from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
@@ -28,27 +29,39 @@ SlotBytes = Mapping[str, Sequence[int]]
 """Form of the experts -> bytes of a slot of each MoE layer."""
 
 
-def prepare_forms(systems: Sequence[System], checkpoint: Path, dtype: torch.dtype) -> SlotBytes:
+def prepare_forms(
+    systems: Sequence[System], checkpoint: Path, dtype: torch.dtype, folder: Callable[[System], Path]
+) -> SlotBytes:
     """Return the bytes of a slot in each form that systems ask for. Experts that are not there in a form are written.
 
     Args:
         systems: all of them.
         checkpoint: folder of the model. A form is beside its files, as `promoe quantize` writes it.
         dtype: of the weights.
+        folder: returns that of a system's GGUF file.
 
     Raises:
         ConfigError: experts in a form do not fit this checkpoint, machine or dtype, or cannot be written.
         UnsupportedModelError: the model's experts cannot be kept in a form.
         CheckpointError: the checkpoint cannot be read.
     """
-    forms = dict.fromkeys(system.experts for system in systems if not system.is_peer)
-    return {form: _prepare(form, checkpoint, dtype) for form in forms}
+    found: dict[str, list[int]] = {}
+    for system in systems:
+        form = system.experts
+        if system.is_peer or form in found:
+            continue
+        if system.gguf_type is None:
+            found[form] = _prepare(form, checkpoint, dtype)
+        else:
+            path = prepare_gguf(system.gguf_type, dtype, checkpoint, folder(system))
+            found[form] = _prepare(FROM_GGUF[form][1], path, dtype, is_gguf=True)
+    return found
 
 
-def _prepare(form: str, checkpoint: Path, dtype: torch.dtype) -> list[int]:
+def _prepare(form: str, checkpoint: Path, dtype: torch.dtype, *, is_gguf: bool = False) -> list[int]:
     opened = open_headers(checkpoint, dtype=dtype)
     with closing(opened.store):
-        if form != EXACT and not (default_folder(opened.store, form) / INDEX).is_file():
+        if form != EXACT and not is_gguf and not (default_folder(opened.store, form) / INDEX).is_file():
             _write(form, opened)
         with closing(open_experts(opened.layers, opened.store, form, DEFAULT_CHUNK_BYTES)) as store:
             return [layout.slot_bytes for layout in store.layouts]

@@ -31,6 +31,7 @@ class Opening:
         link: an emulated link for this library's systems; None: their experts come from the disk.
         read_mode: how this library's systems read files; None: as the system says.
         folder: a peer's own files.
+        context_tokens: of the longest prompt and its answer, for llama.cpp.
         num_experts: of each MoE layer, for the oracle.
         decode_visits: (layer, experts) of every layer visit of short passes, in order, for the oracle.
     """
@@ -42,6 +43,7 @@ class Opening:
     link: EmulatedLink | None = None
     read_mode: ReadMode | None = None
     folder: Path | None = None
+    context_tokens: int = 0
     num_experts: Sequence[int] = ()
     decode_visits: Sequence[tuple[int, Sequence[int]]] = ()
 
@@ -74,7 +76,7 @@ class Answer:
     """A timed answer, and its routing if that was recorded."""
 
     generation: Generation
-    routing: list[RoutedPass]
+    routing: Sequence[RoutedPass] = ()
 
 
 @dataclass(frozen=True)

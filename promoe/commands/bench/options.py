@@ -62,9 +62,10 @@ class Options:
     )
     """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
     (ProMoE as published, step by step), eliseev, eliseev-no-preload, eliseev-no-lru, eliseev-naive (Eliseev and Mazur 2023,
-    with :int2 or :int3 as published), random, oracle, page-cache, disk-offload, airllm, folders of trained predictors, or
-    NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have their experts in int8, int4, int3 or int2, as in gate:int4; a form that
-    is not beside the checkpoint is written there. resident:FORM has all of them in slots, and is added"""
+    with :int2 or :int3 as published), random, oracle, page-cache, disk-offload, airllm, llama-cpp and llama-cpp-no-repack
+    (llama.cpp, also with :q8_0 or :q4_0), folders of trained predictors, or NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have
+    their experts in int8, int4, int3 or int2, as in gate:int4, or read them from a GGUF file in q8_0 or q4_0 (q8_0-int8: and
+    round them to int8). What is not there in a form is written. resident:FORM has all experts in slots, and is added"""
     pairs: int = 5
     """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from promoe.commands.bench.systems import Kind
+from promoe.commands.bench.gguf_writer import computes_alike, write_gguf
+from promoe.commands.bench.llama_cpp import LlamaCpp
+from promoe.commands.bench.systems import Kind, System, require_gguf
 from promoe.experts.adapters.base import set_tensor
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.files import read_json
@@ -29,25 +31,41 @@ if TYPE_CHECKING:
 
 READY = "ready.json"  # is written last
 MAX_SHARD_BYTES = 512 * 2**20
+GGUF = "model.gguf"
 
 
-def prepare(kind: Kind, model: PreTrainedModel, checkpoint: Path, folder: Path) -> None:
+def prepare(system: System, model: PreTrainedModel, checkpoint: Path, folder: Path) -> None:
     """Write the files that a peer reads weights from, unless they are there: as large as all experts, or as the model.
 
     Args:
-        kind: the peer.
+        system: the peer.
         model: the unmodified model, in memory.
         checkpoint: folder with its tokenizer.
         folder: for this peer alone; created.
     """
-    mark = {"checkpoint": str(checkpoint.resolve()), "dtype": str(model.dtype), "kind": kind}
+    if system.is_llama_cpp:
+        prepare_gguf(system.experts, model.dtype, checkpoint, folder)
+        return
+    mark = {"checkpoint": str(checkpoint.resolve()), "dtype": str(model.dtype), "kind": system.kind}
+    write = {"page-cache": _write_raw, "disk-offload": _write_offloaded, "airllm": _write_stacked}[system.kind]
+    _write_once(folder, mark, lambda: write(model, checkpoint, folder))
+
+
+def prepare_gguf(gguf_type: str, dtype: torch.dtype, checkpoint: Path, folder: Path) -> Path:
+    """Write a model as a GGUF file into a folder, unless it is there. Return the file."""
+    path = folder / GGUF
+    mark = {"checkpoint": str(checkpoint.resolve()), "dtype": str(dtype), "type": gguf_type}
+    _write_once(folder, mark, lambda: write_gguf(checkpoint, path, gguf_type, dtype))
+    return path
+
+
+def _write_once(folder: Path, mark: dict[str, str], write: Callable[[], None]) -> None:
+    """Write files into an empty folder, and then what says whose they are, unless that is there."""
     ready = folder / READY
     if _read_mark(ready) != mark:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        {"page-cache": _write_raw, "disk-offload": _write_offloaded, "airllm": _write_stacked}[kind](
-            model, checkpoint, folder
-        )
+        write()
         ready.write_text(json.dumps(mark))
 
 
@@ -70,6 +88,41 @@ def open_peer(kind: Kind, checkpoint: Path, dtype: torch.dtype, folder: Path) ->
     for layer in opened.layers:
         (_map_experts if kind == "page-cache" else _offload_experts)(layer, folder)
     return opened.model.eval()
+
+
+def note_on_gguf(system: System, checkpoint: Path) -> str:
+    """Say how what a system computes from a GGUF file differs from the model; empty: it does not, but for rounding.
+
+    Raises:
+        ConfigError: a package is not installed, or no file is written for this family.
+    """
+    from transformers import AutoConfig
+
+    require_gguf(system)
+    config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    if computes_alike(config):
+        return ""
+    return (
+        f"; what is in GGUF files of this family {'never' if config.norm_topk_prob else 'always'} divides the weights of a "
+        "token's experts by their sum, unlike this model: compare the times, and tokens only among such systems"
+    )
+
+
+def open_llama_cpp(system: System, checkpoint: Path, folder: Path, context_tokens: int) -> LlamaCpp:
+    """Return llama.cpp with the file in `folder`. It never ends an answer before it is as long as was asked for."""
+    path, repack = folder / GGUF, system.kind != "llama-cpp-no-repack"
+    return LlamaCpp(path, context_tokens, torch.get_num_threads(), repack=repack, banned=_end_tokens(checkpoint))
+
+
+def _end_tokens(checkpoint: Path) -> list[int]:
+    """Return the ids that end an answer, as `model.generate` of the unmodified model knows them."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(checkpoint).eos_token_id
+    except OSError:  # there is no generation_config.json
+        found = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False).get_text_config().eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[MoELayer, str, torch.Tensor]]:

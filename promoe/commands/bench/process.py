@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
 
 LIMIT_FOR_ENDING_S = 20.0
+# A system hangs if its answer does not come for so long after its time is up, or llama.cpp if it opens a file for so long.
+# With a little too little memory, Linux may read the same pages again and again, and not kill the process.
+PATIENCE_S = 300.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -72,6 +76,8 @@ class Worker:
                 assert self._process.pid is not None
                 self._group.add(self._process.pid)
             self._send("open", (opening, threads), {})
+            if opening.system.is_llama_cpp:
+                self._wait(PATIENCE_S, "did not open its file")
             self._result()
         except BaseException:
             self.close()
@@ -88,8 +94,17 @@ class Worker:
         return result
 
     def answer(self, prompt: Prompt) -> Answer:
-        """Answer a prompt, and time it."""
-        return self.ask(Served.answer, prompt)
+        """Answer a prompt, and time it.
+
+        Raises:
+            WorkerError: as in `ask`; or there was no answer `PATIENCE_S` after the time of the prompt was up. The process
+                was then ended.
+        """
+        self._send(Served.answer.__name__, (prompt,), {})
+        if math.isfinite(prompt.seconds):
+            self._wait(prompt.seconds + PATIENCE_S, f"gave no answer to a prompt of {len(prompt.ids)} tokens")
+        answer: Answer = self._result()
+        return answer
 
     def facts(self) -> Facts:
         """Return what was counted."""
@@ -117,6 +132,16 @@ class Worker:
     def _send(self, *message: Any) -> None:
         with suppress(BrokenPipeError):  # the process has ended: receiving says so
             self._connection.send(message)
+
+    def _wait(self, limit_s: float, what: str) -> None:
+        """Wait for the process to send something. If it does not, end it, and raise WorkerError."""
+        if self._connection.poll(limit_s):
+            return
+        self._process.kill()
+        raise WorkerError(
+            f"The system {self.name!r} {what} within {limit_s:.0f} s, and was ended. Give all systems more memory with "
+            "--workspace, or leave it out."
+        )
 
     def _result(self) -> Any:
         succeeded, value = self._receive()

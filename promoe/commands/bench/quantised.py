@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from promoe.commands.bench.markdown import Column, markdown
-from promoe.commands.bench.systems import EXACT, QUANTISED, RESIDENT
+from promoe.commands.bench.systems import EXACT, FROM_GGUF, QUANTISED, RESIDENT
 from promoe.commands.bench.table import Row, Table
 from promoe.commands.measure import Estimate
 from promoe.runtime.sizes import slots_per_layer
@@ -14,16 +14,16 @@ from promoe.units import DASH, format_number, format_times, is_number
 
 def quantised_lines(table: Table) -> list[str]:
     """Return a table of the quantised systems with what it means; nothing if there are none."""
-    rows = [row for row in table.rows if row.answers and row.system.is_quantised]
+    rows = [row for row in table.rows if row.answers and row.system.is_quantised and not row.system.is_llama_cpp]
     if not rows:
         return []
     what = "TTFT" if table.task.reads else "TPOT"
     columns = (
         Column("quantised", lambda row: row.system.name),
-        Column(f"{what} / in 16 bits", lambda row: _ratio(table.over_16_bits(row))),
-        Column(f"{what} / {RESIDENT}", lambda row: _ratio(table.over_resident(row))),
+        Column(f"{what} / in 16 bits", lambda row: shown_ratio(table.over_16_bits(row))),
+        Column(f"{what} / {RESIDENT}", lambda row: shown_ratio(table.over_resident(row))),
         Column("tokens as", lambda row: row.system.reference),
-        Column("first tokens as in 16 bits", _agreement),
+        Column("first tokens as in 16 bits", agreement),
     )
     same = "as many slots per layer" if slots_per_layer(table.cache) is not None else "as many bytes of slots"
     return [
@@ -41,9 +41,9 @@ def quantised_lines(table: Table) -> list[str]:
 
 def _rates(table: Table) -> list[str]:
     """Return a table of tokens per second: a row for each system, a column for each form."""
-    rows = {row.system.name: row for row in table.rows if row.answers and is_number(row.tpot.value)}
+    rows = [row for row in table.rows if row.answers and is_number(row.tpot.value) and not row.system.is_llama_cpp]
     by_system: dict[str, dict[str, Row]] = {}
-    for row in rows.values():
+    for row in rows:
         by_system.setdefault(row.system.in_16_bits, {})[row.system.experts] = row
     if not by_system:
         return []
@@ -53,15 +53,19 @@ def _rates(table: Table) -> list[str]:
         return DASH if found is None else format_number(1 / found.tpot.value)
 
     columns = [Column("tokens/s", lambda row: row.system.in_16_bits)]
-    columns += [Column("16 bits" if form == EXACT else form, partial(rate, form)) for form in (EXACT, *QUANTISED)]
+    columns += [
+        Column("16 bits" if form == EXACT else form, partial(rate, form)) for form in (EXACT, *QUANTISED, *FROM_GGUF)
+    ]
     return ["", *markdown(columns, [next(iter(forms.values())) for forms in by_system.values()])]
 
 
-def _ratio(found: Estimate | None) -> str:
+def shown_ratio(found: Estimate | None) -> str:
+    """Show a ratio of times with its interval."""
     if found is None or not is_number(found.value):
         return DASH
     return f"{format_times(found.value)} [{format_times(found.low)}, {format_times(found.high)}]"
 
 
-def _agreement(row: Row) -> str:
-    return DASH if row.as_in_16_bits is None else f"{row.as_in_16_bits} of {row.num_tokens}"
+def agreement(row: Row) -> str:
+    """Show how many tokens are those that they were compared with."""
+    return DASH if row.num_same is None else f"{row.num_same} of {row.num_tokens}"

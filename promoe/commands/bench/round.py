@@ -13,7 +13,7 @@ from promoe.commands.bench.messages import Facts, Sizes
 from promoe.commands.bench.process import OpenSystem, WorkerError
 from promoe.commands.bench.systems import System
 from promoe.commands.bench.table import Row, Table
-from promoe.commands.bench.tasks import Reference, num_same
+from promoe.commands.bench.tasks import Reference
 from promoe.commands.contention import Contention
 from promoe.commands.lower_bound import Missed, missed_by_answer, needed_share
 from promoe.commands.measure import Generation, tpots_s, ttfts_s
@@ -106,13 +106,17 @@ class Round:
         return self.tables(found, best, contention())
 
     def _references_of(self, system: System) -> Sequence[Reference]:
-        """Return the tasks with the answers that a system has to give."""
+        """Return the tasks with the answers that a system has to give, or, if it is llama.cpp's, is compared with."""
+        if system.is_llama_cpp:
+            return self.quantised.get(system.experts, self.references)
         return self.quantised[system.experts] if system.is_quantised else self.references
 
     def _take_turns(self, task_idx: int, opened: Mapping[str, OpenSystem], in_place: OpenSystem | None) -> Measured:
         """Run the systems in the order A B C A B C, so that what drifts in the machine drifts for all."""
         reference = self.references[task_idx]
-        expected = {system.name: self._references_of(system)[task_idx] for system in self.systems}
+        expected = {
+            system.name: self._references_of(system)[task_idx] for system in self.systems if not system.is_llama_cpp
+        }
         packed = frozenset[ExpertLayout]().union(*(system.facts().packed for system in opened.values()))
         found = Measured({name: [] for name in opened}, packed=packed)
         prompts = reference.task.prompts
@@ -125,7 +129,8 @@ class Round:
                     try:
                         if name not in self.errors:
                             answer = system.answer(prompt).generation
-                            expected[name].verify(name, number, answer, partly=math.isfinite(prompt.seconds))
+                            if name in expected:
+                                expected[name].verify(name, number, answer, partly=math.isfinite(prompt.seconds))
                             if number > 0:
                                 found.answers[name].append(answer)
                             else:
@@ -195,12 +200,11 @@ class Round:
     def _row(self, system: System, task_idx: int, measured: Measured) -> Row:
         name = system.name
         row = Row(system, measured.answers.get(name, []), error=self.errors.get(name))
-        if system.is_quantised:
-            unmodified, own = (of[task_idx].measured for of in (self.references, self._references_of(system)))
-            row.as_in_16_bits = sum(
-                num_same(one.tokens, other.tokens) for one, other in zip(unmodified, own, strict=True)
-            )
-            row.num_tokens = sum(len(one.tokens) for one in own)
+        reference = self._references_of(system)[task_idx]
+        if system.is_llama_cpp:  # its own answers, which may have been cut short
+            row.count_same(row.answers, reference)
+        elif system.is_quantised:
+            row.count_same(reference.measured, self.references[task_idx])
         if (facts := measured.facts.get(name)) is not None:
             row.stats = facts.stats
             row.peak_rss_bytes, row.peak_limited_bytes = facts.peak_rss_bytes, measured.peaks[name]
@@ -261,7 +265,7 @@ class _Compute:
         prompts_s, tokens_s = ttfts_s(answers), tpots_s(answers)
         for other in systems:
             found = measured.answers.get(other.name, ())
-            if other.experts == system.experts and len(found) == len(answers):
+            if other.experts == system.experts and not other.is_peer and len(found) == len(answers):
                 prompts_s, tokens_s = _least(prompts_s, ttfts_s(found)), _least(tokens_s, tpots_s(found))
         return cls(True, prompts_s, tokens_s, tokens_s, False)
 

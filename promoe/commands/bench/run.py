@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from promoe.commands.bench.example import find_example
 from promoe.commands.bench.forms import cache_of, prepare_forms
 from promoe.commands.bench.messages import Opening, Reader, Sizes
 from promoe.commands.bench.options import Options
+from promoe.commands.bench.peers import note_on_gguf
 from promoe.commands.bench.process import Worker, WorkerError
 from promoe.commands.bench.round import Round, decode_visits
 from promoe.commands.bench.served import Served
-from promoe.commands.bench.systems import KNOWN, ORACLE, RESIDENT, System, find_systems
+from promoe.commands.bench.systems import BITS_OF_GGUF, EXACT, KNOWN, ORACLE, RESIDENT, System, find_systems
 from promoe.commands.bench.table import Report, Table
 from promoe.commands.bench.tasks import Reference, make_tasks, refer
 from promoe.commands.contention import SECONDS as CONTENTION_SECONDS
@@ -68,8 +70,9 @@ class Bench:
         self.not_limited = self._why_not_limited()
         """Why memory is not limited; None: it is."""
         self._failed: dict[str, str] = {}
-        """Peers whose files could not be written, and why."""
-        self._slot_bytes = prepare_forms(self.systems, self.checkpoint, self._dtype)
+        """Peers that cannot serve the model, or whose files could not be written, and why."""
+        self.systems = [self._described(system) for system in self.systems]
+        self._slot_bytes = prepare_forms(self.systems, self.checkpoint, self._dtype, self._folder)
 
     def run(self) -> Report:
         """Measure everything, and close everything.
@@ -85,7 +88,7 @@ class Bench:
             self._check_ram(max(slots.values()), sizes)
             references = [refer(resident, task) for task in self.tasks]
             for system in self.systems:
-                if system.is_peer:
+                if system.is_peer and system.name not in self._failed:
                     self._prepare(resident, system)
         quantised = {
             system.experts: self._refer_quantised(system)
@@ -167,7 +170,9 @@ class Bench:
         Raises:
             WorkerError: it cannot be opened.
         """
-        opening = Opening(system, self.checkpoint, self.options.dtype, cache, folder=self._folder(system), **more)
+        context_tokens = max(len(prompt.ids) + prompt.new_tokens for task in self.tasks for prompt in task.prompts)
+        more |= {"folder": self._folder(system), "context_tokens": context_tokens}
+        opening = Opening(system, self.checkpoint, self.options.dtype, cache, **more)
         worker = Worker(opening, self.threads, limit_bytes, self._around)
         stack.callback(worker.close)
         return worker
@@ -185,6 +190,18 @@ class Bench:
             Served.contention, self.checkpoint, self.options.dtype, reader, ids, seconds=CONTENTION_SECONDS
         )
 
+    def _described(self, system: System) -> System:
+        """Return a system with what is to be said of it for this model. If llama.cpp cannot serve the model, note why."""
+        if system.gguf_type is None:
+            return system
+        try:
+            return replace(system, meaning=system.meaning + note_on_gguf(system, self.checkpoint))
+        except ConfigError as error:
+            if not system.is_peer:
+                raise
+            self._failed[system.name] = str(error)
+            return system
+
     def _prepare(self, resident: Worker, system: System) -> None:
         try:
             resident.ask(Served.prepare, system, self.checkpoint, self._folder(system))
@@ -192,7 +209,10 @@ class Bench:
             self._failed[system.name] = f"Its files could not be written. {error}"
 
     def _folder(self, system: System) -> Path:
-        return self.options.folder / "peers" / f"{self.checkpoint.name}-{system.kind}"
+        """Return the folder of what a system reads beside the checkpoint. A peer has one of its own."""
+        kind = system.kind if system.is_peer else None
+        gguf_type = None if system.gguf_type == EXACT else system.gguf_type
+        return self.options.folder / "peers" / "-".join(filter(None, (self.checkpoint.name, kind, gguf_type)))
 
     def _limit_bytes(self, sizes: Sizes, slots_bytes: int) -> int:
         """Return the memory that each system but the unmodified model gets."""
@@ -218,16 +238,23 @@ class Bench:
     def _check_ram(self, slots_bytes: int, sizes: Sizes) -> None:
         limited = [system for system in self.systems if system.kind != "resident"]
         filled = [system for system in self.systems if system.kind == "resident" and system.is_quantised]
-        needed_bytes = len(limited) * (slots_bytes + self.options.workspace_bytes) + SPARE_RAM_BYTES
-        for system in filled:
-            experts = zip(sizes.num_experts, self._slot_bytes[system.experts], strict=True)
-            needed_bytes += sizes.other_bytes + sum(count * nbytes for count, nbytes in experts)
+        needed_bytes = len(limited) * self.options.workspace_bytes + SPARE_RAM_BYTES
+        needed_bytes += sum(min(slots_bytes, self._most_bytes(system, sizes)) for system in limited)
+        needed_bytes += sum(sizes.other_bytes + self._most_bytes(system, sizes) for system in filled)
         free_bytes = free_ram_bytes()
         if free_bytes is not None and needed_bytes > free_bytes:
             raise ConfigError(
                 f"{len(limited) + len(filled)} systems at once take up to {format_memory(needed_bytes)} beside the unmodified "
                 f"model; {format_memory(free_bytes)} are free. Name fewer with --systems, or smaller ones with --cache."
             )
+
+    def _most_bytes(self, system: System, sizes: Sizes) -> int:
+        """Return the bytes of all experts in the form of a system."""
+        if system.is_peer:
+            bits = BITS_OF_GGUF.get(system.experts)
+            return sizes.experts_bytes if bits is None else int(sizes.experts_bytes * bits / (8 * self._dtype.itemsize))
+        of_slots = self._slot_bytes[system.experts]
+        return sum(count * nbytes for count, nbytes in zip(sizes.num_experts, of_slots, strict=True))
 
     def _why_not_limited(self) -> str | None:
         if self.options.emulated() is not None:

@@ -16,10 +16,11 @@ import torch
 from transformers import StoppingCriteria
 
 from promoe.commands.bench.in_place import in_place, rows_of
+from promoe.commands.bench.llama_cpp import LlamaCpp
 from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt, Reader, Sizes
-from promoe.commands.bench.peers import open_peer, prepare
+from promoe.commands.bench.peers import GGUF, open_llama_cpp, open_peer, prepare
 from promoe.commands.bench.stock import load_stock
-from promoe.commands.bench.systems import ORACLE, ORACLE_LOOKAHEAD, System
+from promoe.commands.bench.systems import FROM_GGUF, ORACLE, ORACLE_LOOKAHEAD, System
 from promoe.commands.bench.whole_layers import read_whole_layers
 from promoe.commands.contention import Contention, measure_contention
 from promoe.commands.lower_bound import link_bandwidth
@@ -63,6 +64,11 @@ class Served:
 
     def answer(self, prompt: Prompt) -> Answer:
         """Answer a prompt, and time it."""
+        if isinstance(self.model, LlamaCpp):
+            generated = self.model.generate(
+                prompt.ids, prompt.new_tokens, seconds=prompt.seconds, fewest_tokens=FEWEST_TOKENS
+            )
+            return Answer(generated)
         ids = torch.tensor([list(prompt.ids)])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         with (
@@ -115,7 +121,7 @@ class Served:
     def prepare(self, system: System, checkpoint: Path, folder: Path) -> None:
         """Write a peer's files, unless they are there. This system is the unmodified model."""
         with _silent():
-            prepare(system.kind, self.model, checkpoint, folder)
+            prepare(system, self.model, checkpoint, folder)
 
     def contention(
         self, checkpoint: Path, dtype: str, reader: Reader, ids: Sequence[int], seconds: float
@@ -144,6 +150,8 @@ class Served:
         """Stop the engine. Safe to repeat."""
         if self.handle is not None:
             self.handle.close()
+        if isinstance(self.model, LlamaCpp):
+            self.model.close()
 
     def _in_place(self, packed: frozenset[ExpertLayout]) -> AbstractContextManager[None]:
         layers = self.layers()
@@ -159,6 +167,8 @@ def _open(opening: Opening) -> Any:
     if kind == "resident":
         return _open_filled(opening, dtype) if opening.system.is_quantised else load_stock(opening.checkpoint, dtype)
     assert opening.folder is not None, f"{opening.system.name} reads files of its own"
+    if opening.system.is_llama_cpp:
+        return open_llama_cpp(opening.system, opening.checkpoint, opening.folder, opening.context_tokens)
     with _silent() if kind == "airllm" else nullcontext():
         return open_peer(kind, opening.checkpoint, dtype, opening.folder)
 
@@ -169,10 +179,13 @@ def _open_ours(opening: Opening, dtype: torch.dtype) -> Any:
         count = len(opening.num_experts)
         context = PredictorContext(gates=(), num_experts=opening.num_experts, top_k=[1] * count)
         predictor = OraclePredictor(context, ORACLE_LOOKAHEAD, opening.decode_visits)
-    config = opening.system.config
+    config, experts, source = opening.system.config, opening.system.experts, opening.checkpoint
+    if experts in FROM_GGUF:
+        assert opening.folder is not None, f"{opening.system.name} reads a file of its own"
+        source, experts = opening.folder / GGUF, FROM_GGUF[experts][1]
     model: Any = from_pretrained(
-        opening.checkpoint,
-        experts=opening.system.experts,
+        source,
+        experts=experts,
         cache=opening.cache,
         predictor=predictor,
         dtype=dtype,

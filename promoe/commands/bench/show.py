@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from promoe.commands.bench.beside_llama_cpp import llama_cpp_lines
 from promoe.commands.bench.markdown import Column, markdown
 from promoe.commands.bench.quantised import quantised_lines
 from promoe.commands.bench.table import Report, Row, Table
@@ -151,6 +152,7 @@ def table_lines(table: Table) -> Iterator[str]:
     yield from (f"- {sentence}" for sentence in ratios(table))
     yield from (f"- {sentence}" for sentence in impossible(table))
     yield from quantised_lines(table)
+    yield from llama_cpp_lines(table)
 
 
 def _packed_words(table: Table) -> str:

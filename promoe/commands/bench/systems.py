@@ -13,12 +13,18 @@ from promoe.config import Ablation, PromoeConfig
 from promoe.errors import ConfigError
 from promoe.experts.kernels.formats import FORMATS
 
-Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm"]
+Kind = Literal["resident", "promoe", "page-cache", "disk-offload", "airllm", "llama-cpp", "llama-cpp-no-repack"]
 Slots = Literal["shared", "per layer", "one token", "one layer"]
 RESIDENT = "resident"
 # The form of experts whose output is the unmodified model's.
 EXACT = "auto"
 QUANTISED = tuple(name for name, slot_format in FORMATS.items() if not slot_format.exact)
+# The types of a GGUF file's matrices in which llama.cpp serves a model, and the forms of this library with as many bits.
+BESIDE_GGUF = {"q8_0": ("q8_0", "q8_0-int8", "int8"), "q4_0": ("q4_0", "int4")}
+# Bits per weight, scales included.
+BITS_OF_GGUF = {"q8_0": 8.5, "q4_0": 4.5}
+# Forms of experts that this library reads from a GGUF file: the type there, and `experts=` with which it is opened.
+FROM_GGUF = {"q8_0": ("q8_0", "auto"), "q8_0-int8": ("q8_0", "int8"), "q4_0": ("q4_0", "auto")}
 ORACLE = "oracle"
 # How many layers ahead the oracle looks: enough for the link never to wait for it.
 ORACLE_LOOKAHEAD = 4
@@ -38,7 +44,8 @@ class System:
         meaning: one line about it.
         config: settings of this library.
         predictor: the predictor of this library's prefetch; "oracle" knows the future.
-        experts: form of the experts, see `promoe.from_pretrained`: "auto" or one of `QUANTISED`.
+        experts: form of the experts: "auto", one of `QUANTISED` (see `promoe.from_pretrained`) or of `FROM_GGUF`; of
+            llama.cpp's weights: "auto", or one of `BESIDE_GGUF`.
         slots: what becomes of the memory for slots: "shared" by all layers; split evenly, slots "per layer"; or used only in
             part, so that nothing is kept: slots for the experts of "one token" in one layer, or for all experts of "one
             layer", which each visit then reads.
@@ -61,6 +68,18 @@ class System:
     def is_peer(self) -> bool:
         """Whether other software serves it."""
         return self.kind not in ("promoe", "resident")
+
+    @property
+    def is_llama_cpp(self) -> bool:
+        """Whether llama.cpp serves it. Its products round otherwise, so its tokens are counted, and not verified."""
+        return self.kind in ("llama-cpp", "llama-cpp-no-repack")
+
+    @property
+    def gguf_type(self) -> str | None:
+        """The type of the matrices in the GGUF file that it reads, or "auto" for that of the model; None: it reads none."""
+        if self.is_llama_cpp:
+            return self.experts
+        return FROM_GGUF[self.experts][0] if self.experts in FROM_GGUF else None
 
     @property
     def is_quantised(self) -> bool:
@@ -158,6 +177,16 @@ _ALL = (
     System("page-cache", "page-cache", "the unmodified model, its experts mapped from a file: the kernel caches"),
     System("disk-offload", "disk-offload", "accelerate's disk_offload of the experts, all else in RAM"),
     System("airllm", "airllm", "AirLLM: a layer at a time from disk (pip install 'promoe[bench]')"),
+    System(
+        "llama-cpp",
+        "llama-cpp",
+        "llama.cpp with its defaults: a mapped GGUF file, and copies of matrices that it multiplies faster in another layout",
+    ),
+    System(
+        "llama-cpp-no-repack",
+        "llama-cpp-no-repack",
+        "as llama-cpp, without copies (--no-repack): the kernel can drop all weights, and read them again",
+    ),
 )
 KNOWN = {system.name: system for system in _ALL}
 _OURS = [system.name for system in _ALL if system.is_ours]
@@ -188,7 +217,7 @@ def _with_references(systems: Sequence[System]) -> list[System]:
     found: list[System] = []
     there = {system.name for system in systems}
     for system in systems:
-        if system.is_quantised and system.reference not in there:
+        if system.is_quantised and not system.is_peer and system.reference not in there:
             there.add(system.reference)
             found.append(_in_form(KNOWN[RESIDENT], system.experts))
         found.append(system)
@@ -198,18 +227,47 @@ def _with_references(systems: Sequence[System]) -> list[System]:
 def _find(name: str) -> System:
     head, at, folder = name.partition("@")
     base, _, form = head.rpartition(":")
-    if base and form in QUANTISED:
+    if base and form in (*QUANTISED, *FROM_GGUF):
         return _in_form(_find_plain(f"{base}{at}{folder}"), form)
     return _find_plain(name)
 
 
 def _in_form(system: System, form: str) -> System:
+    if system.is_llama_cpp:
+        return _in_gguf_form(system, form)
     if system.is_peer:
         raise ConfigError(f"The system {system.name!r} serves experts as the checkpoint has them. Leave :{form} out.")
     meaning = f"`{system.name}` with experts in {form}"
     if system.kind == "resident":
         meaning = f"this library with all experts in slots, in {form}; memory not limited"
+    if form in FROM_GGUF:
+        meaning += ", from a GGUF file"
     return replace(system, name=f"{system.name}:{form}", meaning=meaning, experts=form)
+
+
+def _in_gguf_form(system: System, form: str) -> System:
+    if form not in BESIDE_GGUF:
+        raise ConfigError(
+            f"The system {system.name!r} serves GGUF files: in 16 bits, or in {', '.join(BESIDE_GGUF)}. Got {form!r} instead."
+        )
+    return replace(
+        system, name=f"{system.name}:{form}", meaning=f"`{system.name}` with its matrices in {form}", experts=form
+    )
+
+
+def require_gguf(system: System) -> None:
+    """Raise ConfigError unless what a system needs to read GGUF files is installed.
+
+    llama.cpp is compiled when it is installed, which takes minutes: where it is not there, its rows say so, and the others
+    go on.
+    """
+    needed = {"gguf": "gguf"} | ({"llama_cpp": "llama-cpp-python"} if system.is_llama_cpp else {})
+    missing = [package for module, package in needed.items() if find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"The system {system.name!r} needs {' and '.join(needed.values())}, and {' and '.join(missing)} "
+            "cannot be found: pip install 'promoe[bench-llama]'."
+        )
 
 
 def _find_plain(name: str) -> System:
@@ -227,5 +285,5 @@ def _find_plain(name: str) -> System:
         return replace(KNOWN[base], name=f"{base}, {label}" if at else label, meaning=meaning, predictor=folder)
     raise ConfigError(
         f"There is no system {name!r}. Name {', '.join(KNOWN)}, the folder of a trained predictor, or paper@FOLDER. A form of "
-        f"experts stands behind the name, as in gate:int4 or gate:int4@FOLDER: {', '.join(QUANTISED)}."
+        f"experts stands behind the name, as in gate:int4 or gate:int4@FOLDER: {', '.join((*QUANTISED, *FROM_GGUF))}."
     )

@@ -9,7 +9,7 @@ from typing import Any
 from promoe.commands.bench.messages import Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.systems import RESIDENT, System
-from promoe.commands.bench.tasks import Task
+from promoe.commands.bench.tasks import Reference, Task, num_same
 from promoe.commands.contention import Contention
 from promoe.commands.measure import Estimate, Generation, estimate, paired_estimates, paired_speedup, tpots_s, ttfts_s
 from promoe.stats.counts import PhaseStats
@@ -34,9 +34,10 @@ class Row:
         tpot_shared_s: the same if computing and reading slow each other as measured; None: they do not.
         peak_rss_bytes: the most memory of its process, libraries and mapped files included.
         peak_limited_bytes: the most that counted against the limit at once.
-        as_in_16_bits: tokens of the answers of a quantised system that are those of the unmodified model before an answer
-            first differs, summed over the measured prompts; None: the system is not quantised.
+        num_same: tokens of the answers of a quantised system, or of llama.cpp, that are the reference's before an answer
+            first differs, summed over the measured prompts; None: all have to be the same.
         num_tokens: tokens of these answers.
+        same_as: what gave the answers that they were compared with, in words.
         error: why it has no (more) answers.
     """
 
@@ -49,8 +50,9 @@ class Row:
     tpot_shared_s: float | None = None
     peak_rss_bytes: int | None = None
     peak_limited_bytes: int | None = None
-    as_in_16_bits: int | None = None
+    num_same: int | None = None
     num_tokens: int | None = None
+    same_as: str | None = None
     error: str | None = None
 
     @property
@@ -73,14 +75,22 @@ class Row:
         """What this library counted while it generated."""
         return None if self.stats is None else self.stats.decode
 
+    def count_same(self, answers: Sequence[Generation], reference: Reference) -> None:
+        """Count the tokens of answers that are the reference's before they first differ."""
+        pairs = zip(answers, reference.measured, strict=False)
+        self.num_same = sum(num_same(one.tokens, other.tokens) for one, other in pairs)
+        self.num_tokens = sum(len(answer.tokens) for answer in answers)
+        self.same_as = reference.given_by
+
     def to_json(self) -> dict[str, Any]:
         """Return plain values, with the times of every answer."""
         return {
             "system": self.system.name,
             "meaning": self.system.meaning,
-            "tokens_compared_with": self.system.reference,
-            "tokens_as_in_16_bits": self.as_in_16_bits,
-            "tokens_of_reference": self.num_tokens,
+            "tokens_compared_with": None if self.system.is_llama_cpp else self.system.reference,
+            "tokens_same": self.num_same,
+            "tokens_same_of": self.num_tokens,
+            "tokens_same_as": self.same_as,
             "error": self.error,
             "ttft_s": _known(self.ttft.value),
             "ttft_bound_s": self.ttft_bound_s,

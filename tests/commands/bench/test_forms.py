@@ -12,7 +12,7 @@ from tiny_checkpoint import write_checkpoint
 import promoe
 from promoe.commands.bench.forms import cache_of, prepare_forms
 from promoe.commands.bench.messages import Sizes
-from promoe.commands.bench.systems import find_systems
+from promoe.commands.bench.systems import System, find_systems
 from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.runtime.sizes import plan_pools
 from promoe.stores.layout import ExpertLayout
@@ -23,9 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("forms") / "checkpoint", hidden=64, intermediate=64)
 
 
+def of_nobody(system: System) -> Path:
+    raise AssertionError(system.name)
+
+
 def test_a_form_is_written_once_where_it_is_looked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     systems = find_systems(["lru", "lru:int8", "gate:int2"])
-    found = prepare_forms(systems, folder, torch.bfloat16)
+    found = prepare_forms(systems, folder, torch.bfloat16, of_nobody)
     assert set(found) == {"auto", "int8", "int2"}
     plain, int8, int2 = (found[form][0] for form in ("auto", "int8", "int2"))
     assert plain == 3 * 64 * 64 * 2
@@ -38,16 +42,29 @@ def test_a_form_is_written_once_where_it_is_looked_for(folder: Path, capsys: pyt
         methods[form] = json.loads(index.read_text())["method"]
         assert f"not there in {form}" in said
         written = index.stat().st_mtime_ns
-        assert prepare_forms(systems, folder, torch.bfloat16) == found
+        assert prepare_forms(systems, folder, torch.bfloat16, of_nobody) == found
         assert index.stat().st_mtime_ns == written
     assert methods == {"int8": "rtn", "int2": "rtn"}
     assert not capsys.readouterr().err.strip()
 
 
+def test_a_gguf_file_is_written_once_for_the_systems_that_read_it(folder: Path, tmp_path: Path) -> None:
+    systems = find_systems(["lru", "lru:q4_0", "gate:q8_0", "gate:q8_0-int8"])
+    found = prepare_forms(systems, folder, torch.bfloat16, lambda system: tmp_path / str(system.gguf_type))
+    assert set(found) == {"auto", "q8_0", "q8_0-int8", "q4_0"}
+    assert found["auto"][0] == found["q8_0"][0] > found["q8_0-int8"][0] > found["q4_0"][0], (
+        "8 bits, if asked for, and 4"
+    )
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.gguf")}
+    assert sorted(path.parent.name for path in files) == ["q4_0", "q8_0"]
+    prepare_forms(systems, folder, torch.bfloat16, lambda system: tmp_path / str(system.gguf_type))
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
 def test_a_model_that_cannot_be_quantised_is_refused_before_anything_runs(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint")  # experts of 16 neurons
     with pytest.raises(UnsupportedModelError, match="can be kept in int4"):
-        prepare_forms(find_systems(["gate:int4"]), checkpoint, torch.bfloat16)
+        prepare_forms(find_systems(["gate:int4"]), checkpoint, torch.bfloat16, of_nobody)
 
 
 def sizes(slot_bytes: int = 1024) -> Sizes:
@@ -58,7 +75,7 @@ def sizes(slot_bytes: int = 1024) -> Sizes:
 def test_quantised_systems_get_as_many_bytes_as_the_others(folder: Path) -> None:
     _, quantised = find_systems(["lru:int8"])
     budget_bytes = 6 * 3 * 64 * 64 * 2
-    slot_bytes = prepare_forms([quantised], folder, torch.bfloat16)["int8"]
+    slot_bytes = prepare_forms([quantised], folder, torch.bfloat16, of_nobody)["int8"]
     cache = cache_of(quantised, "25%", budget_bytes, slot_bytes, sizes())
     model = promoe.from_pretrained(folder, experts="int8", cache=cache, dtype=torch.bfloat16)
     try:

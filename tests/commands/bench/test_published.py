@@ -31,7 +31,7 @@ def opened(folder: Path, name: str, cache: str = "50%") -> Iterator[Served]:
     """A system with the cache that `promoe bench` gives it."""
     resident = Served(Opening(find_systems(["lru", "resident"])[1], folder, "bfloat16", cache))
     system = find_systems([name, "static"])[-2]
-    slot_bytes = prepare_forms([system], folder, torch.bfloat16)[system.experts]
+    slot_bytes = prepare_forms([system], folder, torch.bfloat16, lambda system: folder)[system.experts]
     size = cache_of(system, cache, resident.slots_bytes(cache), slot_bytes, resident.sizes())
     served = Served(Opening(system, folder, "bfloat16", size))
     try:

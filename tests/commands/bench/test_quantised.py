@@ -15,7 +15,7 @@ def with_quantised(cache: str = "25%", task: str = "generate") -> Table:
     found = table(cache, task)
     tokens = 5 if task == "generate" else 1
     more = [row("resident:int8", 0.08, 0.08, 0.08, tokens=tokens), row("gate:int8", 0.05, 0.066, 0.06, tokens=tokens)]
-    more += [replace(row("lru:int8", 0.1, 0.1, 0.1, tokens=tokens), as_in_16_bits=9, num_tokens=15)]
+    more += [replace(row("lru:int8", 0.1, 0.1, 0.1, tokens=tokens), num_same=9, num_tokens=15)]
     return replace(found, rows=[*found.rows, *more])
 
 
@@ -78,5 +78,5 @@ def test_json_has_the_ratios() -> None:
     assert rows["gate"]["over_16_bits"] is None
     assert rows["gate"]["over_resident"]["value"] == 2.0
     assert rows["gate"]["tokens_compared_with"] == "resident"
-    assert rows["lru:int8"]["tokens_as_in_16_bits"] == 9
+    assert rows["lru:int8"]["tokens_same"] == 9
     assert rows["airllm"]["over_resident"] is None

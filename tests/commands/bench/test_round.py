@@ -133,8 +133,8 @@ def test_a_quantised_system_is_bounded_by_its_own_bytes_and_by_computing_in_its_
     assert rows["lru"].tpot_shared_s is not None
     assert rows["resident:int8"].tpot_bound_s is None
     # (5, 6) and (5, 7): one token of two, in each of two prompts
-    assert (rows["lru:int8"].as_in_16_bits, rows["lru:int8"].num_tokens) == (2, 4)
-    assert rows["lru"].as_in_16_bits is None
+    assert (rows["lru:int8"].num_same, rows["lru:int8"].num_tokens) == (2, 4)
+    assert rows["lru"].num_same is None
 
 
 class Fake:
@@ -226,3 +226,42 @@ def test_a_system_that_breaks_is_left_out_from_then_on() -> None:
     a, b = found.rows
     assert (a.error, len(a.answers), b.error, len(b.answers)) == ("injected", 0, None, 2)
     assert ("a", 2) not in asked
+
+
+class Answers:
+    """A system that gives these answers, one per prompt."""
+
+    def __init__(self, *answers: tuple[int, ...]) -> None:
+        self._left = list(answers)
+        self.peak_limited_bytes = None
+
+    def answer(self, prompt: Prompt) -> Answer:
+        if not self._left:
+            raise WorkerError("It hung.")
+        tokens = self._left.pop(0)
+        return Answer(Generation(tokens, 1.0, (0.1,) * (len(tokens) - 1)))
+
+    def facts(self) -> Facts:
+        return Facts(None, None, None, 5)
+
+    def reset(self) -> None:
+        pass
+
+
+def test_tokens_of_llama_cpp_are_counted_and_not_verified() -> None:
+    systems = find_systems(["llama-cpp", "llama-cpp:q8_0", "llama-cpp:q4_0", "gate"])[:3]
+    task = Task("generate", [Prompt([1], 4, None, seconds=5.0)] * 3)
+    expected = [Answer(Generation((5, 6, 7, 8), 1.0, (0.1,) * 3)) for _ in task.prompts]
+    opened: Any = {
+        "llama-cpp": Answers((9,) * 4, (5, 6, 7, 8), (5, 6, 7, 9)),
+        "llama-cpp:q8_0": Answers((5, 6, 7, 8), (5, 6), (1, 6, 7)),  # cut short
+        "llama-cpp:q4_0": Answers((5, 6, 7, 8), (5, 7, 7, 8)),  # it fails before the last prompt
+    }
+    (table,) = Round(systems, [Reference(task, expected)], Sizes((2,), (8,), (1,), 0, 1), "25%").measure(
+        opened, lambda: 1e9
+    )
+    found = {row.system.name: row for row in table.rows}
+    assert [(row.num_same, row.num_tokens) for row in found.values()] == [(7, 8), (2, 5), (1, 4)]
+    assert [len(row.answers) for row in found.values()] == [2, 2, 1]
+    assert [row.error for row in found.values()] == [None, None, "It hung."]
+    assert found["llama-cpp"].to_json()["tokens_compared_with"] is None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from tiny_checkpoint import write_checkpoint
 
 from promoe import cli
 from promoe.commands import lower_bound as bound
-from promoe.commands.bench import run
+from promoe.commands.bench import process, run, systems
 from promoe.commands.bench.messages import Opening, Prompt, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
@@ -195,7 +198,7 @@ def test_quantised_systems_are_compared_with_their_own_reference(folder: Path, t
     assert int4.stats.cache_bytes <= lru.stats.cache_bytes
     assert int4.stats.expert_bytes[0] < lru.stats.expert_bytes[0] / 3
     assert int4.tpot_bound_s is not None
-    assert 0 <= (int4.as_in_16_bits or 0) <= int4.num_tokens == 4  # type: ignore[operator]
+    assert 0 <= (int4.num_same or 0) <= int4.num_tokens == 4  # type: ignore[operator]
     if found.not_limited is None:
         assert reference.peak_limited_bytes is None
         assert int4.peak_limited_bytes is not None
@@ -261,3 +264,57 @@ def test_a_process_that_ends(folder: Path) -> None:
         worker.close()
         worker.close()
     assert not worker._process.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems wait for a process in another way")
+def test_a_system_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "PATIENCE_S", 0.1)
+    worker = Worker.__new__(Worker)
+    worker.name, worker.limit_bytes, worker._group = "llama-cpp", None, None
+    worker._connection, other = multiprocessing.Pipe()
+    worker._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
+    worker._process.start()
+    try:
+        with pytest.raises(
+            WorkerError, match="'llama-cpp' gave no answer to a prompt of 3 tokens within 0 s, and was ended"
+        ):
+            worker.answer(Prompt([1, 2, 3], 4, None, seconds=0.1))
+        worker._process.join(20)
+        assert worker._process.exitcode == -9
+    finally:
+        worker.close()
+        other.close()
+
+
+def test_without_llama_cpp_its_rows_are_left_out_with_a_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = systems.find_spec
+    monkeypatch.setattr(systems, "find_spec", lambda name: None if name == "llama_cpp" else real(name))
+    bench = Bench(options(folder, systems=["gate", "llama-cpp", "llama-cpp:q8_0"]))
+    assert list(bench._failed) == ["llama-cpp", "llama-cpp:q8_0"]
+    assert "and llama-cpp-python cannot be found: pip install 'promoe[bench-llama]'" in bench._failed["llama-cpp"]
+    monkeypatch.setattr(systems, "find_spec", lambda name: None if name == "gguf" else real(name))
+    with pytest.raises(ConfigError, match="'resident:q8_0' needs gguf, and gguf cannot be found"):
+        Bench(options(folder, systems=["gate:q8_0"]))
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+@pytest.mark.slow
+def test_llama_cpp_answers_beside_the_others(folder: Path, tmp_path: Path) -> None:
+    """A Qwen2-MoE whose weights of experts are not divided by their sum, as llama.cpp computes them."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", chat=False, intermediate=32, norm_topk_prob=False)
+    names = ["next-use", "next-use:q8_0", "llama-cpp", "llama-cpp:q8_0", "llama-cpp-no-repack:q4_0"]
+    found = Bench(options(folder, model=str(checkpoint), systems=names, max_new_tokens=4, pairs=2)).run()
+    (table,) = found.tables
+    assert [(row.error, len(row.answers)) for row in table.rows] == [(None, 2)] * 6
+    assert [[len(answer.tokens) for answer in row.answers] for row in table.rows] == [[4, 4]] * 6
+    rows = {row.system.name: row for row in table.rows}
+    assert list(rows) == ["next-use", "resident:q8_0", *names[1:]]
+    assert rows["next-use:q8_0"].answers[1].tokens == rows["resident:q8_0"].answers[1].tokens
+    for name in names[2:]:
+        row = rows[name]
+        assert row.num_tokens == 8
+        assert "divides" not in row.system.meaning
+        assert (row.peak_limited_bytes is None) == (found.not_limited is not None)
+    plain, quantised = rows["llama-cpp"], rows["llama-cpp:q8_0"]
+    assert (plain.same_as, quantised.same_as) == ("the unmodified model", "“resident:q8_0”")
+    assert min(plain.num_same or 0, quantised.num_same or 0) >= 4, "most tokens are the same"

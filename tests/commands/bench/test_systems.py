@@ -76,6 +76,37 @@ def test_mistakes_in_forms() -> None:
         find_systems(["resident:int4"])
 
 
+def test_llama_cpp_has_forms_of_its_own_and_no_reference() -> None:
+    found = find_systems(["llama-cpp", "llama-cpp:q8_0", "llama-cpp-no-repack:q4_0", "gate"])
+    assert [(system.name, system.experts) for system in found] == [
+        ("llama-cpp", "auto"),
+        ("llama-cpp:q8_0", "q8_0"),
+        ("llama-cpp-no-repack:q4_0", "q4_0"),
+        ("gate", "auto"),
+    ]
+    assert [system.is_llama_cpp for system in found] == [True, True, True, False]
+    assert all(system.is_peer for system in found[:3])
+    with pytest.raises(ConfigError, match=r"'llama-cpp' serves GGUF files: in 16 bits, or in q8_0, q4_0\. Got 'int4'"):
+        find_systems(["llama-cpp:int4", "gate"])
+    with pytest.raises(ConfigError, match=r"Leave :q8_0 out"):
+        find_systems(["page-cache:q8_0", "gate"])
+
+
+def test_forms_from_a_gguf_file_bring_their_reference() -> None:
+    found = find_systems(["gate:q8_0", "gate:q8_0-int8", "llama-cpp", "llama-cpp:q8_0", "lru"])
+    assert [(system.name, system.gguf_type) for system in found] == [
+        ("resident:q8_0", "q8_0"),
+        ("gate:q8_0", "q8_0"),
+        ("resident:q8_0-int8", "q8_0"),
+        ("gate:q8_0-int8", "q8_0"),
+        ("llama-cpp", "auto"),
+        ("llama-cpp:q8_0", "q8_0"),
+        ("lru", None),
+    ]
+    assert found[1].meaning.endswith("with experts in q8_0, from a GGUF file")
+    assert found[3].in_16_bits == "gate"
+
+
 def test_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="There is no system 'lfu'"):
         find_systems(["lfu"])
