@@ -83,6 +83,7 @@ def test_a_key_or_tensor_that_the_model_has_no_place_for(family: str) -> None:
             r"\[True, True, True, True\], but one flag per layer",
         ),
         ("gemma4", {"attention.head_count_kv": [2, 2, 1, 2]}, "one number for each kind of attention was expected"),
+        ("glm4_moe", {"nextn_predict_layers": 9}, "nextn_predict_layers is 9, of 4 layers"),
         ("qwen3_moe", {"attention.head_count": 0}, "attention.head_count is 0"),
         ("qwen3_moe", {"rope.freq_base": -1.0}, "freq_base is -1.0, but a number above 1 was expected"),
         ("deepseek_v3", {"rope.scaling.yarn_beta_fast": -1.0}, "numbers of rope.scaling are not all above 0"),

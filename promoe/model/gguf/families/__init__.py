@@ -8,7 +8,7 @@ tensors or keys that nobody asked for, are refused.
 
 from __future__ import annotations
 
-from .base import Family, Metadata, Shapes
+from .base import Family
 from .deepseek import DEEPSEEK2
 from .dots import DOTS1
 from .ernie import ERNIE4_5_MOE
@@ -24,7 +24,7 @@ from .nemotron import NEMOTRON_H_MOE
 from .qwen import QWEN2_MOE, QWEN3_MOE
 from .qwen_linear import QWEN3_NEXT, QWEN35_MOE
 
-__all__ = ["FAMILIES", "Family", "Metadata", "Shapes"]
+__all__ = ["FAMILIES", "Family"]
 
 # By `general.architecture`.
 FAMILIES: dict[str, Family] = {

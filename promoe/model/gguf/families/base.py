@@ -1,31 +1,17 @@
-"""What all families need: the metadata of a file with checks, the common fields, and tables of names."""
+"""What a family is: an architecture of GGUF files and the model of Transformers that it becomes."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
-
-from promoe.errors import CheckpointError, shown
-from promoe.model.opening_checks import MAX_LAYERS
+from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
 from promoe.stores.safetensors_header import TensorRange
 
-Metadata: TypeAlias = Mapping[str, Any]
-"""The key-value pairs of a file."""
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""The shapes of a file's tensors by name, with the longest stride first, as in torch."""
-
-
-# Keys that say nothing of what is computed, or nothing that tensors do not say.
-_WITHOUT_EFFECT = ("vocab_size", "rope.scaling.finetuned", "tensor_data_layout", "expert_shared_count")
-
-
-_OUTER = ("token_embd.weight", "output_norm.weight", "output.weight")
+from .file import File, Metadata, Shapes
 
 
 @dataclass(frozen=True)
@@ -39,7 +25,6 @@ class Family:
     """Return Transformers' conversions from the file's tensors to the model's parameters, given the configuration."""
     computed: Mapping[str, Encoding] = field(default_factory=dict)
     """How tensors other than experts are decoded that the file has not as they are, by their names in a layer, or whole."""
-
     unused: frozenset[str] = frozenset()
     """Tensors of the file that no parameter comes from."""
 
@@ -62,217 +47,3 @@ class Family:
                 "weights themselves. Open a file of the model that keeps small tensors in F32, as llama.cpp does."
             )
         return EncodedTensor(tensor.name, tensor.shape, (tensor,), encoding)
-
-
-class File:
-    """The metadata of a file and the shapes of its tensors, with errors that name the key.
-
-    Args:
-        metadata: of the file.
-        shapes: of its tensors.
-    """
-
-    def __init__(self, metadata: Metadata, shapes: Shapes) -> None:
-        self.metadata, self.shapes = metadata, shapes
-        self.architecture = str(metadata["general.architecture"])
-        self._known = set(_WITHOUT_EFFECT)
-        layers, predicting = self.whole("block_count"), self.whole("nextn_predict_layers", 0)
-        if layers > MAX_LAYERS:
-            raise self.error(f"block_count is {layers}, but at most {MAX_LAYERS} layers were expected")
-        self.num_layers = layers - predicting
-        """Layers of the model. The file also counts those that predict a second token. They come last, and are not used."""
-
-    def has(self, key: str) -> bool:
-        """Whether the architecture's `key` is there."""
-        self._known.add(key)
-        return f"{self.architecture}.{key}" in self.metadata
-
-    def ignore(self, *keys: str) -> None:
-        """Note keys that do not matter, or that tensors say, too."""
-        self._known.update(keys)
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of the architecture; without a default the key must be there."""
-        value = self._one(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-            raise self.error(f"{key} is {shown(value)}, but a whole number below 2^31 was expected")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        """Return a whole number of the architecture that is not zero."""
-        if (value := self.whole(key, default)) == 0:
-            raise self.error(f"{key} is 0")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        """Return a number of the architecture; without a default the key must be there.
-
-        Files have fp32. Returns the shortest decimal that rounds to it, which is what the original configuration said.
-        """
-        value = self._one(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.error(f"{key} is {shown(value)}, but a number was expected")
-        shortest = np.float32(value)
-        return float(str(shortest)) if float(shortest) == value else float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a flag of the architecture."""
-        value = self._one(key, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{key} is {shown(value)}, but true or false was expected")
-        return value
-
-    def text(self, key: str, default: str) -> str:
-        """Return a text of the architecture."""
-        value = self._one(key, default)
-        if not isinstance(value, str):
-            raise self.error(f"{key} is {shown(value)}, but a text was expected")
-        return value
-
-    def wholes(self, key: str) -> list[int]:
-        """Return a list of whole numbers; empty: the key is not there, or is something else."""
-        self._known.add(key)
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        return value if isinstance(value, list) and all(type(one) is int for one in value) else []
-
-    def flags(self, key: str) -> list[bool]:
-        """Return a list of flags; empty: the key is not there, or is something else."""
-        self._known.add(key)
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        return value if isinstance(value, list) and all(type(one) is bool for one in value) else []
-
-    def token(self, name: str) -> int | None:
-        """Return the id of a special token of the tokenizer; None: it has no such token."""
-        value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) else None
-
-    def rows(self, name: str) -> int:
-        """Return the first size of a tensor."""
-        if not self.shapes.get(name):
-            raise self.error(f"it has no tensor {name!r}")
-        return self.shapes[name][0]
-
-    def any_block_has(self, leaf: str) -> bool:
-        """Whether some layer has the tensor `leaf`, such as "attn_q.bias"."""
-        return any(name.startswith("blk.") and name.endswith(f".{leaf}") for name in self.shapes)
-
-    def check(
-        self,
-        weights: Collection[str],
-        biases: Collection[str] = (),
-        others: Collection[str] = (),
-    ) -> None:
-        """Raise CheckpointError if the file has something that the model has no place for. Called when all is read.
-
-        Args:
-            weights: the tensors of a layer that have a weight, such as "attn_q".
-            biases: those that have a bias.
-            others: further tensors, with their whole names, in a layer or not.
-        """
-        known = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases} | set(others)
-        for name in self.shapes:
-            layer = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
-            if layer and int(layer[1]) >= self.num_layers:
-                continue  # of those that predict a second token
-            if (layer[2] if layer else name) not in (known if layer else {*_OUTER, *others}):
-                raise self.error(f"it has the tensor {name!r}, which the model that would be opened has no place for")
-        prefix = f"{self.architecture}."
-        for key, value in self.metadata.items():
-            if key.startswith(prefix) and key.removeprefix(prefix) not in self._known:
-                raise self.error(f"{key} is {shown(value)}, which the model that would be opened does not have")
-
-    def refuse_unless(self, key: str, allowed: Collection[Any], why: str) -> None:
-        """Raise CheckpointError if `key` is there with another value than those allowed."""
-        value = self._one(key, next(iter(allowed)))
-        if value not in allowed:
-            raise self.error(f"{key} is {shown(value)}, {why}")
-
-    def error(self, what: str) -> CheckpointError:
-        """Return an error about the file."""
-        return CheckpointError(
-            f"The GGUF file (architecture {self.architecture}) cannot be opened: {what}. It is damaged, or a variant of the "
-            "architecture that promoe does not read: open the model's safetensors checkpoint."
-        )
-
-    def _one(self, key: str, default: Any) -> Any:
-        """Return a value; a list with one entry per layer counts if all entries are equal."""
-        self._known.add(key)
-        value = self.metadata.get(f"{self.architecture}.{key}", default)
-        if value is None:
-            raise self.error(f"its metadata has no {self.architecture}.{key}")
-        if isinstance(value, (list, tuple)):
-            if not value or any(one != value[0] for one in value):
-                raise self.error(f"{key} differs from layer to layer ({shown(list(value))})")
-            return value[0]
-        return value
-
-
-def common_fields(file: File, key_value_heads: int | None = None) -> dict[str, Any]:
-    """Return the fields that the configurations of all families have.
-
-    Args:
-        file: the file.
-        key_value_heads: their number, if layers differ in it.
-    """
-    heads = file.positive("attention.head_count")
-    return {
-        "vocab_size": file.rows("token_embd.weight"),
-        "hidden_size": file.positive("embedding_length"),
-        "num_hidden_layers": file.num_layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads or file.positive("attention.head_count_kv", heads),
-        "max_position_embeddings": file.whole("context_length"),
-        "rms_norm_eps": file.real("attention.layer_norm_rms_epsilon"),
-        # llama.cpp writes the output projection only if it is not the embedding.
-        "tie_word_embeddings": "output.weight" not in file.shapes,
-        **{f"{name}_token_id": file.token(key) for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))},
-    }
-
-
-def head_dim(file: File) -> int:
-    """Return the size of one attention head."""
-    heads, hidden = file.positive("attention.head_count"), file.positive("embedding_length")
-    size = file.positive("attention.key_length", hidden // heads)
-    file.refuse_unless("attention.value_length", (size,), f"but keys have {size} elements per head")
-    return size
-
-
-def expert_size(file: File) -> int:
-    """Return the intermediate size of one expert. Without the key, experts share the size of a dense layer."""
-    used = max(file.whole("expert_used_count"), 1)
-    return file.whole("expert_feed_forward_length", file.whole("feed_forward_length", 0) // used)
-
-
-def rope(file: File, rotated: int | None = None) -> dict[str, Any]:
-    """Return the `rope_parameters` of a configuration.
-
-    Args:
-        file: the file.
-        rotated: how many elements of a head are rotated, if all files of the family rotate as many; None: any number.
-    """
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": file.real("rope.freq_base", 10000.0)}
-    if found["rope_theta"] <= 1.0:
-        raise file.error(f"rope.freq_base is {found['rope_theta']}, but a number above 1 was expected")
-    if rotated is not None:
-        file.refuse_unless("rope.dimension_count", (rotated,), f"but {rotated} was expected: the whole head")
-    factor = file.real("rope.scaling.factor", file.real("rope.scale_linear", 0.0)) or 1.0
-    kind = file.text("rope.scaling.type", "linear")
-    if kind == "yarn":
-        for key in ("rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"):
-            file.refuse_unless(key, (1.0,), "which Transformers and llama.cpp take for different things")
-        found |= {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": file.positive(
-                "rope.scaling.original_context_length", file.whole("context_length")
-            ),
-            "beta_fast": file.real("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": file.real("rope.scaling.yarn_beta_slow", 1.0),
-        }
-        if min(factor, found["beta_fast"], found["beta_slow"]) <= 0.0:
-            raise file.error("the numbers of rope.scaling are not all above 0")
-    elif kind == "linear" and factor != 1.0:
-        found |= {"rope_type": "linear", "factor": factor}
-    elif kind not in ("linear", "none"):
-        raise file.error(f"rope.scaling.type is {kind!r}, but none, linear or yarn was expected")
-    return found

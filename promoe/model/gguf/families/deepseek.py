@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Family, File, Metadata, Shapes, common_fields, rope
+from .base import Family
+from .fields import common_fields, rope
+from .file import File, Metadata, Shapes
 from .names import DENSE, EXPERTS, NORMS, SHARED, computed, renamed, renamings, stacked_experts
 from .operations import JoinKeysAndValues
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Family, File, Metadata, Shapes, common_fields, expert_size, head_dim, rope
+from .base import Family
+from .fields import common_fields, expert_size, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, DENSE, EXPERTS, HEAD_NORMS, NORMS, SHARED, renamed, renamings, stacked_experts
 
 _BLOCKS = {**NORMS, **ATTENTION, **HEAD_NORMS, **DENSE, **SHARED, "ffn_gate_inp": "mlp.gate"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
+from .base import Family
+from .fields import common_fields, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, DENSE, EXPERTS, NORMS, SHARED, computed, renamings, stacked_experts
 from .operations import AsRow
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from promoe.errors import shown
 
-from .base import Family, File, Metadata, Shapes, common_fields
+from .base import Family
+from .fields import common_fields
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, DENSE, HEAD_NORMS, renamed, renamings, stacked_experts
 
 _BLOCKS = {

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from promoe.errors import shown
 from promoe.stores.encodings.computed import NegatedExponential
 
-from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
+from .base import Family
+from .fields import attention_layers, common_fields, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, EXPERTS, NORMS, computed, halves, renamed, renamings, stacked_experts
 from .operations import AsChannels, Flat
 
@@ -52,11 +53,7 @@ def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
 
 def _hybrid_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
-    # One number per layer: none in those of Mamba-2.
-    key_heads = file.wholes("attention.head_count_kv")
-    counts = {one for one in key_heads if one}
-    if len(counts) != 1 or len(key_heads) != file.num_layers:
-        raise file.error(f"attention.head_count_kv is {shown(key_heads)}, but one number per layer was expected")
+    attention, key_heads = attention_layers(file)
     inner, heads, hidden = (
         file.whole("ssm.inner_size"),
         file.whole("ssm.time_step_rank"),
@@ -68,9 +65,9 @@ def _hybrid_config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
         )
     fields = {
         "model_type": "granitemoehybrid",
-        **_fields(file, *counts),
+        **_fields(file, key_heads),
         "shared_intermediate_size": file.whole("expert_shared_feed_forward_length"),
-        "layer_types": ["full_attention" if one else "linear_attention" for one in key_heads],
+        "layer_types": ["full_attention" if one else "linear_attention" for one in attention],
         "position_embedding_type": "rope" if file.flag(_FINETUNED, True) else "nope",
         "mamba_n_heads": heads,
         "mamba_n_groups": file.whole("ssm.group_count"),

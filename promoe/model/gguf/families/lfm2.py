@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from promoe.errors import shown
-
-from .base import Family, File, Metadata, Shapes, common_fields, rope
+from .base import Family
+from .fields import attention_layers, common_fields, rope
+from .file import File, Metadata, Shapes
 from .names import EXPERTS, computed, renamed, renamings, stacked_experts
 from .operations import AsChannels
 
@@ -31,23 +31,18 @@ _BLOCKS = {
 
 def _config(metadata: Metadata, shapes: Shapes) -> dict[str, Any]:
     file = File(metadata, shapes)
-    # One number per layer: none in those without attention.
-    key_heads = file.wholes("attention.head_count_kv")
-    counts = {one for one in key_heads if one}
-    if len(counts) != 1:
-        raise file.error(f"attention.head_count_kv is {shown(key_heads)}, but one number per layer was expected")
+    attention, key_heads = attention_layers(file)
     if file.whole("expert_gating_func") != 2:
         raise file.error("expert_gating_func is not 2 (sigmoid)")
-    (count,) = counts
     size = file.positive("embedding_length") // file.positive("attention.head_count")
     for key in ("attention.key_length", "attention.value_length"):
         file.refuse_unless(key, (size,), "but LFM2 divides the hidden size among its heads")
-    common = common_fields(file, key_value_heads=count)
+    common = common_fields(file, key_heads)
     common["norm_eps"] = common.pop("rms_norm_eps")
     fields = {
         "model_type": "lfm2_moe",
         **common,
-        "layer_types": ["full_attention" if one else "conv" for one in key_heads],
+        "layer_types": ["full_attention" if one else "conv" for one in attention],
         "rope_parameters": rope(file, rotated=size),
         "conv_L_cache": file.whole("shortconv.l_cache"),
         "conv_bias": False,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
+from .base import Family
+from .fields import common_fields, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, EXPERTS, HEAD_NORMS, NORMS, halves, renamings, stacked_experts
 
 _MIXTRAL = {**NORMS, "attn_v": ATTENTION["attn_v"], "attn_output": ATTENTION["attn_output"], "ffn_gate_inp": "mlp.gate"}

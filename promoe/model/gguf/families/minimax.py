@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Family, File, Metadata, Shapes, common_fields, head_dim, rope
+from .base import Family
+from .fields import common_fields, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, EXPERTS, HEAD_NORMS, NORMS, renamed, renamings, stacked_experts
 
 _BLOCKS = {**NORMS, **ATTENTION, **HEAD_NORMS, "ffn_gate_inp": "mlp.gate"}

@@ -7,7 +7,9 @@ from typing import Any
 from promoe.errors import shown
 from promoe.stores.encodings.computed import NegatedExponential
 
-from .base import Family, File, Metadata, Shapes, common_fields, head_dim
+from .base import Family
+from .fields import common_fields, head_dim
+from .file import File, Metadata, Shapes
 from .names import computed, halves, renamed, renamings
 from .operations import AsChannels, Flat
 

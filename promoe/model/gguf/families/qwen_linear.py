@@ -6,7 +6,9 @@ from typing import Any
 
 from promoe.stores.encodings.computed import NegatedExponential, PlusOne
 
-from .base import Family, File, Metadata, Shapes, common_fields, expert_size, head_dim, rope
+from .base import Family
+from .fields import common_fields, expert_size, head_dim, rope
+from .file import File, Metadata, Shapes
 from .names import ATTENTION, EXPERTS, HEAD_NORMS, computed, renamed, renamings, stacked_experts
 from .operations import AsChannels, AsRow, GroupHeads, JoinByKeyHead
 from .qwen import SHARED_EXPERT, SHARED_GATE
