@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoConfig
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
@@ -172,10 +172,12 @@ def _open(
 def _options_for_gguf(gguf: GgufCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of Transformers' `from_pretrained` for a model whose files are open here."""
     known = {name: value for name, value in options.items() if name not in (*OF_THE_HUB, OPTION)}
-    if isinstance(known.get("config"), PreTrainedConfig):
-        return {**known, "state_dict": {}}
-    config, rest = gguf.config({name: value for name, value in known.items() if name != "config"})
-    return {**rest, "config": config, "state_dict": {}}
+    config = known.pop("config", None)
+    if isinstance(config, (str, os.PathLike)):
+        config = AutoConfig.from_pretrained(config, trust_remote_code=False)
+    if config is None:
+        config, known = gguf.config(known)
+    return {**known, "config": config, "state_dict": {}}
 
 
 class _Opening:
@@ -219,7 +221,8 @@ class _Opening:
                 opening.model_class = base
                 if config is None:
                     config = _quantized_config(base, pretrained_model_name_or_path, kwargs)
-                opening.quantization = take_quantization(pretrained_model_name_or_path, config)
+                name = pretrained_model_name_or_path if opening.gguf is None else opening.gguf.path
+                opening.quantization = take_quantization(name, config)
                 return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
             # All arguments are passed on to the original method, whether Transformers passes them by position or by

@@ -26,12 +26,12 @@ def is_gguf(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] | Non
     """
     options = options or {}
     name = os.fspath(path_or_id)
-    if options.get(OPTION) is not None or name.endswith(SUFFIX):
+    if options.get(OPTION) is not None:
         return True
     if os.path.isdir(name):
         folder = Path(name, options.get("subfolder") or "")
-        return any(folder.glob(f"*{SUFFIX}")) and not any(folder.glob("*.safetensors"))
-    return os.path.isfile(name) and _begins_as_one(name)
+        return bool(_files_in(folder)) and not any(folder.glob("*.safetensors"))
+    return name.endswith(SUFFIX) or (os.path.isfile(name) and _begins_as_one(name))
 
 
 def find_gguf(path_or_id: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> list[Path]:
@@ -79,6 +79,10 @@ def _begins_as_one(path: str) -> bool:
         return False
 
 
+def _files_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.is_file())
+
+
 def _in_folder(path: Path) -> list[Path]:
     if not path.is_file():
         raise CheckpointError(f"There is no file '{path.name[:200]}' in the folder '{str(path.parent)[:500]}'.")
@@ -87,7 +91,7 @@ def _in_folder(path: Path) -> list[Path]:
 
 def _only_one(folder: Path) -> list[Path]:
     """Return the parts of the one model in a folder."""
-    paths = sorted(path for path in folder.glob(f"*{SUFFIX}") if _OTHER_PART not in path.name.lower())
+    paths = [path for path in _files_in(folder) if _OTHER_PART not in path.name.lower()]
     models = {stem_of(path.name): path for path in reversed(paths)}
     if len(models) == 1:
         return locate_parts(paths[0])

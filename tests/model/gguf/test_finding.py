@@ -61,7 +61,8 @@ def test_safetensors_come_first(tmp_path: Path) -> None:
 
 def test_other_names_are_none(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    for name in (tmp_path, tmp_path / "config.json", tmp_path / "none", "org/name", ""):
+    (tmp_path / "folder.gguf").mkdir()
+    for name in (tmp_path, tmp_path / "config.json", tmp_path / "none", tmp_path / "folder.gguf", "org/name", ""):
         assert not is_gguf(name)
 
 

@@ -130,6 +130,12 @@ def test_fields_of_the_configuration_and_of_the_model(tmp_path: Path) -> None:
     opened = open_without_experts(path, config=own, auto_class=Qwen3MoeForCausalLM)
     opened.store.close()
     assert opened.model.config.rms_norm_eps == 0.5
+    own.save_pretrained(tmp_path / "own")
+    opened = open_without_experts(path, config=tmp_path / "own")
+    opened.store.close()
+    assert opened.model.config.rms_norm_eps == 0.5
+    with pytest.raises(CheckpointError, match=r"\.gguf says num_hidden_layers = 5000, more than 4096"):
+        open_without_experts(path, num_hidden_layers=5000)
     with pytest.raises(ConfigError, match="has this argument: check its spelling"):
         open_without_experts(path, no_such_argument=3)
     with pytest.raises(ConfigError, match="Got AutoModelForSeq2SeqLM, which has no such model"):
