@@ -57,7 +57,9 @@ def decoded(tensors: dict[str, TensorRange], config: Any, seed: int) -> list[tor
     taken = take_quantization("folder", SimpleNamespace(quantization_config=config))
     if taken is None:
         return []
-    SCHEMES[taken["quant_method"]].bits(taken)
+    method = SCHEMES[taken["quant_method"]]
+    method.bits(taken)
+    method.integers(taken)
     generator = torch.Generator().manual_seed(seed)
     weights = []
     for weight in find_weights(tensors, taken).values():
