@@ -63,8 +63,8 @@ llama-cpp-python is installed, they compare logits with llama.cpp, too.
 |---|---|---|
 """
 GGUF_NOTES = {
-    "deepseek2": "also R1, Kimi-K2 and others of this form; files without expert groups (before October 2025) choose among "
-    "all experts, as in llama.cpp",
+    "deepseek2": "also R1, Kimi-K2, GLM-4.7-Flash and others of this form; files without expert groups (before October "
+    "2025) choose among all experts, as in llama.cpp",
     "gemma4": "with experts, for text",
     "glm4moe": "the layer that predicts a second token is not used",
     "gpt-oss": "the borders of yarn are not rounded, as published; llama.cpp rounds them",
