@@ -273,6 +273,8 @@ class _Opening:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
             tensors = find_weights(files.tensors, self.quantization) if self.gguf is None else self.gguf.weights()
             plan = plan_experts(banks, tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
+            if self.gguf is not None:
+                self.gguf.check_used(plan.unused_tensors, model.config)
         except BaseException:
             files.close()
             raise

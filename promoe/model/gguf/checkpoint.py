@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,22 @@ class GgufCheckpoint:
             CheckpointError: a tensor is in blocks that cannot be decoded.
         """
         return self.family.weights(self.metadata, find_blocks(self.files.tensors))
+
+    def check_used(self, unused: Collection[str], config: Any) -> None:
+        """Raise CheckpointError if tensors of the model's layers become none of its parameters.
+
+        Args:
+            unused: tensors that become no parameter.
+            config: of the model. Layers that it leaves out do not count.
+        """
+        for name in sorted(unused):
+            layer = re.match(r"blk\.(\d+)\.", name)
+            if layer and int(layer[1]) < config.num_hidden_layers:
+                raise CheckpointError(
+                    f"{self.path} has the tensor {name!r}, which {type(config).__name__} has no parameter for: the model would "
+                    "compute something else without it. The file is of a variant of the architecture that promoe does not "
+                    "read: open the model's safetensors checkpoint."
+                )
 
     def describe(self, model: Any) -> None:
         """Set what a loaded model should know of the file: its path, where generation ends, and how prompts are padded."""

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from gguf_checkpoints import CONVERTERS, read_gguf, write_gguf
 from gguf_tables import metadata_of
 
 from promoe.errors import CheckpointError
 from promoe.model.gguf.families import FAMILIES
+from promoe.model.opening import open_headers
 
 Contents = tuple[dict[str, Any], dict[str, tuple[int, ...]]]
 
@@ -163,3 +165,15 @@ def test_any_metadata_is_read_or_refused(family: str) -> None:
             messages.append(str(error))
     assert messages
     assert max(map(len, messages)) < 1000
+
+
+def test_a_known_tensor_that_the_configuration_has_no_parameter_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Biases are known, but only for queries, keys, values and outputs together."""
+    bias = {"blk.1.attn_k.bias": torch.ones(32)}
+    monkeypatch.setattr(CONVERTERS["qwen3_moe"], "unused", lambda config, tensors: bias, raising=False)
+    path = write_gguf(tmp_path, "qwen3_moe")
+    with pytest.raises(CheckpointError, match=r"'blk\.1\.attn_k\.bias', which Qwen3MoeConfig has no parameter for"):
+        open_headers(path)
+    open_headers(path, num_hidden_layers=1).store.close()
