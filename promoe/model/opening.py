@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
@@ -32,7 +31,7 @@ from promoe.experts.moe_layers import MoELayer, find_moe_layers
 from promoe.experts.requirements import is_peft_module
 from promoe.model.file_tensors import Counted, EncodedInFile, Progress, Reader, TensorInFile
 from promoe.model.gguf.checkpoint import GgufCheckpoint
-from promoe.model.gguf.finding import OPTION, find_gguf, is_gguf
+from promoe.model.gguf.finding import find_gguf, is_gguf
 from promoe.model.hub import OF_THE_HUB
 from promoe.model.meta_model import as_loaded, bank_specs, dtype_of, find_layers
 from promoe.model.model_class import class_to_open, model_class_of
@@ -151,11 +150,13 @@ def _open(
     dtype = "auto" if dtype is None else dtype
     try:
         if opening.gguf is not None:
-            options = _options_for_gguf(opening.gguf, options)
+            options = opening.gguf.options(options)
             dtype = opening.gguf.dtype if dtype == "auto" else dtype
         auto_class = auto_class or class_to_open(base, options)
         if opening.gguf is not None:  # without a name, Auto classes open nothing
             auto_class = model_class_of(auto_class, options["config"])
+            options["config"] = copy.deepcopy(options["config"])
+            options["config"].architectures = [auto_class.__name__]
         auto = opening.auto_class(auto_class)
         with _ONE_AT_A_TIME, suppress(_HeadersReadError):
             model = auto.from_pretrained(name, dtype=dtype, **options)
@@ -167,17 +168,6 @@ def _open(
         if is_callers_own or isinstance(error, (PromoeError, MemoryError)) or not isinstance(error, Exception):
             raise
         raise opening_error(error, path_or_id, kwargs, auto_class, opening.model_class, opening.is_loaded) from error
-
-
-def _options_for_gguf(gguf: GgufCheckpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Transformers' `from_pretrained` for a model whose files are open here."""
-    known = {name: value for name, value in options.items() if name not in (*OF_THE_HUB, OPTION)}
-    config = known.pop("config", None)
-    if isinstance(config, (str, os.PathLike)):
-        config = AutoConfig.from_pretrained(config, trust_remote_code=False)
-    if config is None:
-        config, known = gguf.config(known)
-    return {**known, "config": config, "state_dict": {}}
 
 
 class _Opening:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 
 from promoe.errors import CheckpointError, UnsupportedModelError, shown
 from promoe.model.gguf.families import FAMILIES, Family
+from promoe.model.gguf.finding import OPTION
+from promoe.model.hub import OF_THE_HUB
 from promoe.model.opening_checks import MAX_LAYERS
 from promoe.stores.encodings.base import StoredTensor
 from promoe.stores.encodings.gguf import find_blocks
@@ -59,15 +62,24 @@ class GgufCheckpoint:
             return torch.bfloat16
         return torch.float16 if "F16" in names else torch.float32
 
-    def config(self, overrides: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the configuration, with `overrides` of its fields, and the overrides that are no fields of it."""
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of Transformers' `from_pretrained` for a model whose files are open here.
+
+        Args:
+            given: arguments of the caller, among them values for fields of the configuration.
+        """
         from transformers import AutoConfig
 
-        shapes = {name: tensor.shape for name, tensor in self.files.tensors.items()}
-        fields = self.family.config(self.metadata, shapes)
-        kind = type(AutoConfig.for_model(fields["model_type"]))
-        config, rest = kind.from_dict(fields, return_unused_kwargs=True, **overrides)
-        return config, rest
+        options = {name: value for name, value in given.items() if name not in (*OF_THE_HUB, OPTION)}
+        config = options.pop("config", None)
+        if isinstance(config, (str, os.PathLike)):
+            config = AutoConfig.from_pretrained(config, trust_remote_code=False)
+        if config is None:
+            shapes = {name: tensor.shape for name, tensor in self.files.tensors.items()}
+            fields = self.family.config(self.metadata, shapes)
+            kind = type(AutoConfig.for_model(fields["model_type"]))
+            config, options = kind.from_dict(fields, return_unused_kwargs=True, **options)
+        return {**options, "config": config, "state_dict": {}}
 
     def load_config(self, load_config: Any, model: Any) -> Any:
         """Return Transformers' record of how a model is loaded, with this checkpoint's path and conversions."""
@@ -104,7 +116,6 @@ class GgufCheckpoint:
     def describe(self, model: Any) -> None:
         """Set what a loaded model should know of the file: its path, where generation ends, and how prompts are padded."""
         model.config.name_or_path = str(self.path)
-        model.config.architectures = [type(model).__name__]
         model._weight_conversions = None  # they lead to GGUF names; without them, it is saved under Transformers' own
         ends = [self._token(name) for name in ("eos", "eot", "eom")]
         known = list(dict.fromkeys(one for one in ends if one is not None))

@@ -130,6 +130,7 @@ def test_fields_of_the_configuration_and_of_the_model(tmp_path: Path) -> None:
     opened = open_without_experts(path, config=own, auto_class=Qwen3MoeForCausalLM)
     opened.store.close()
     assert opened.model.config.rms_norm_eps == 0.5
+    assert own.architectures is None  # the caller's object is left alone
     own.save_pretrained(tmp_path / "own")
     opened = open_without_experts(path, config=tmp_path / "own")
     opened.store.close()
