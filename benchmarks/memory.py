@@ -1,12 +1,16 @@
 """What opening and running a model whose experts stay on disk takes in memory and time.
 
-    python benchmarks/memory.py [--repeats 32 128] [--cache 25%] [--equal-cache 256MiB] [--prompt-tokens 512 1900] [--json FILE]
+    python benchmarks/memory.py [--repeats 32 128] [--cache 25%] [--equal-cache 256MiB] [--forms] [--prompt-tokens 512 1900]
+        [--json FILE]
 
 Prints a row per model: seconds until it is open, the memory that it then has, and its peak while it generates 16
 tokens, beside the bound: all other weights, the slots and 128 MB. Each row is a fresh process that opens the demo model
 with experts made so many times as wide (--repeats). Memory is RssAnon + RssShmem, less that of the same process after
 its imports. The page cache (RssFile) is not counted: it is the system's to take back. Ends with status 1 if a peak
 exceeds its bound.
+
+With --forms, the narrowest model is also opened from checkpoints in fewer bits: their bound is the same, of the weights as
+they are in memory.
 
 With --prompt-tokens it also prints what prompts of so many tokens take beside the weights of the widest model, and the
 median time of one: unmodified and patched, and both again with small caches of oneDNN's programs, of which there is one
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -33,14 +38,19 @@ from typing import Any
 import torch
 import transformers
 from common import DTYPE, make_parser, print_table, save, widened_demo
+from safetensors.torch import load_file, save_file
 
 import promoe
+from promoe.commands.bench.gguf_writer import write_gguf
 from promoe.commands.bench.stock import load_stock
 
 MEGABYTE = 1e6
 ALLOWANCE_BYTES = 128_000_000
 PROMPTS = 5
 UNMODIFIED = "unmodified"
+# Of `packed_weights` in the tests, and of GGUF.
+SAFETENSORS_FORMS = ("FP8 by channel", "W4A16 in groups", "AWQ gemm", "GPTQ 4 bits")
+GGUF_FORMS = ("q8_0", "q4_0")
 # Programs that oneDNN and torch keep, by what the table calls it.
 PROGRAMS = {"1024": {}, "64": {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}}
 
@@ -83,8 +93,9 @@ def imported_bytes() -> int:
 
 
 def other_weight_bytes(model: Any) -> int:
-    """Return the bytes of all weights that do not belong to experts."""
-    return sum(tensor.nbytes for name, tensor in model.named_parameters() if ".experts." not in name)
+    """Return the bytes of all weights that do not belong to experts, as they are in memory."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return sum(tensor.nbytes for name, tensor in named if ".experts." not in name)
 
 
 def measure(folder: str, cache: str) -> dict[str, float]:
@@ -139,18 +150,64 @@ def in_fresh_process(*arguments: object, environment: Mapping[str, str] | None =
     return found
 
 
-def opening(folders: Mapping[int, Path], caches: Sequence[str]) -> list[dict[str, Any]]:
+def opening(folders: Mapping[str, Path], caches: Sequence[str]) -> list[dict[str, Any]]:
     """Print the first table."""
-    table = [("width", "cache", "experts, MB", "ready, s", "opened, MB", "peak, MB", "bound, MB")]
+    table = [("model", "cache", "experts, MB", "ready, s", "opened, MB", "peak, MB", "bound, MB")]
     rows = []
-    for repeat, folder in folders.items():
+    for name, folder in folders.items():
         for cache in caches:
             one = in_fresh_process(folder, cache)
-            rows.append({"repeat": repeat, "cache": cache, **one})
+            rows.append({"model": name, "cache": cache, **one})
             mb = (f"{one[f'{name}_bytes'] / MEGABYTE:.1f}" for name in ("opened", "peak", "bound"))
-            table.append((str(repeat), cache, f"{one['expert_bytes'] / MEGABYTE:.0f}", f"{one['ready_s']:.2f}", *mb))
+            table.append((name, cache, f"{one['expert_bytes'] / MEGABYTE:.0f}", f"{one['ready_s']:.2f}", *mb))
     print_table(table)
     return rows
+
+
+def in_fewer_bits(checkpoint: Path) -> dict[str, Path]:
+    """Return copies of a checkpoint in fewer bits, by form. Those of safetensors files have random weights.
+
+    Memory does not depend on values, and the tests have random weights in every form.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from packed_weights import FORMS  # type: ignore[import-not-found, unused-ignore]
+
+    found = {}
+    for name in SAFETENSORS_FORMS:
+        folder = checkpoint.with_name(f"{checkpoint.name}-{name.replace(' ', '-')}")
+        if not (folder / "config.json").is_file():
+            write_packed(checkpoint, folder, FORMS[name])
+        found[name] = folder
+    for kind in GGUF_FORMS:
+        path = checkpoint.with_name(f"{checkpoint.name}-{kind}.gguf")
+        if not path.is_file():
+            write_gguf(checkpoint, path, kind, DTYPE)
+        found[f"GGUF {kind}"] = path
+    return found
+
+
+def write_packed(checkpoint: Path, folder: Path, form: Any) -> None:
+    """Write a checkpoint with random linear weights in a form of the tests."""
+    folder.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    for shard in checkpoint.glob("*.safetensors"):
+        tensors = {}
+        for name, tensor in load_file(shard).items():
+            if name.endswith("_proj.weight") and all(size % 32 == 0 for size in tensor.shape):
+                module = name.removesuffix("weight")
+                parts = form.make(*tensor.shape, generator)
+                tensors |= {module + part: values for part, values in parts.items()}
+            else:
+                tensors[name] = tensor
+        save_file(tensors, folder / shard.name, metadata={"format": "pt"})
+    for path in checkpoint.glob("*.json"):
+        if path.name == "model.safetensors.index.json":
+            names = {name: shard.name for shard in folder.glob("*.safetensors") for name in load_file(shard)}
+            (folder / path.name).write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        elif path.name != "config.json":
+            shutil.copy(path, folder)
+    config = json.loads((checkpoint / "config.json").read_text())  # last: with it, the copy is complete
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
 
 
 def prompts(folder: Path, cache: str, lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -173,6 +230,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, nargs="+", default=[32, 128], help="how many times as wide experts are")
     parser.add_argument("--cache", default="25%")
     parser.add_argument("--equal-cache", help="also run every width with this cache in bytes, for example 512MiB")
+    parser.add_argument("--forms", action="store_true", help="also open checkpoints in fewer bits")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[], help="also read prompts of so many tokens")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -182,7 +240,10 @@ def main() -> int:
         return 0
     folders = {repeat: widened_demo(repeat) for repeat in options.repeats}
     caches = [options.cache, *filter(None, [options.equal_cache])]
-    rows = opening(folders, caches)
+    models = {f"{repeat} times as wide": folder for repeat, folder in folders.items()}
+    if options.forms:
+        models |= in_fewer_bits(folders[options.repeats[0]])
+    rows = opening(models, caches)
     over = [row for row in rows if row["peak_bytes"] > row["bound_bytes"]]
     print(f"{len(rows) - len(over)} of {len(rows)} within the bound")
     if options.prompt_tokens:
