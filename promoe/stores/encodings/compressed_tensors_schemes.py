@@ -16,6 +16,8 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
+# `*`, `+` and `{` in a pattern for modules' names: the time to match one grows with the name's length to this power.
+MOST_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,8 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
     weights = group["weights"]
     size, targets = weights.get("group_size"), tuple(map(str, group["targets"]))
     for target in targets:
-        re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        if target.startswith("re:"):
+            _check_pattern(target.removeprefix("re:"))
     return Scheme(
         targets,
         int(weights.get("num_bits", 8)),
@@ -124,6 +127,13 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
         bool(weights.get("symmetric", True)),
         tuple(weights.get("block_structure") or ()),
     )
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raise ValueError unless a pattern of the file is one that is soon matched with any name."""
+    re.compile(pattern)
+    if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS:
+        raise ValueError(f"the pattern {shown(pattern)} repeats too much: matching it could take for ever")
 
 
 def unreadable(found: str) -> CheckpointError:

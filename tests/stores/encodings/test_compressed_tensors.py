@@ -203,6 +203,14 @@ class TestRefused:
             ),
             ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "do not say how weights are quantised"),
             (
+                {"config_groups": {"group_0": {"targets": ["re:(a+)+b"], "weights": {"num_bits": 4}}}},
+                r"the pattern '\(a\+\)\+b' repeats too much",
+            ),
+            (
+                {"config_groups": {"group_0": {"targets": ["re:.*.*.*.*.*b"], "weights": {"num_bits": 4}}}},
+                "repeats too much",
+            ),
+            (
                 {"config_groups": {"group_0": {"targets": ["re:("], "weights": {"num_bits": 4}}}},
                 "do not say how weights are quantised",
             ),
