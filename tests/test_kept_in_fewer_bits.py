@@ -27,7 +27,8 @@ from promoe.errors import ConfigError, PatchStateError
 from promoe.experts.kernels.formats import form_in_words
 from promoe.model.quantized_linear import QuantizedLinear
 from promoe.runtime import checking
-from promoe.stores.base import layout_counts
+from promoe.scheduler import ExpertKey
+from promoe.stores.base import layout_counts, read_expert
 
 FAMILY = "qwen3_moe"
 SIZES = {"hidden": 64, "intermediate": 64}
@@ -57,14 +58,19 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 @contextmanager
-def opened(kind: str, **arguments: Any) -> Iterator[Any]:
-    settings = {"cache": "100%", "predictor": None, "link": delayed(7), "config": config(), **arguments}
-    model = promoe.from_pretrained(checkpoint(kind), **settings)
+def served_until_left(model: Any) -> Iterator[Any]:
     try:
         yield model
     finally:
         if hasattr(model, "promoe"):
             close(model)
+
+
+@contextmanager
+def opened(kind: str, **arguments: Any) -> Iterator[Any]:
+    settings = {"cache": "100%", "predictor": None, "link": delayed(7), "config": config(), **arguments}
+    with served_until_left(promoe.from_pretrained(checkpoint(kind), **settings)) as model:
+        yield model
 
 
 @functools.cache
@@ -117,6 +123,26 @@ def test_weights_are_the_checkpoints_up_to_bf16(kind: str) -> None:
             expected = stock.get_submodule(name).weight
             assert linear.weight.shape == expected.shape
             assert (linear.weight.float() - expected).abs().max() <= 2**-6 * expected.abs().max(), name
+
+
+def test_rows_in_two_encodings_of_which_one_has_zeros(tmp_path: Path) -> None:
+    """The gate and the up projection of an expert are rows of one matrix."""
+    path = write_gguf(tmp_path, FAMILY, weight_type="Q4_0", types={"ffn_up_exps": "Q4_1"}, **SIZES)
+    answers = []
+    for cache in ("30%", "100%"):
+        with served_until_left(promoe.from_pretrained(path, cache=cache, predictor="gate", config=config())) as model:
+            store = model.promoe.runtime.engine.store
+            assert form_in_words(layout_counts(store)) == "int4, 5 bits per weight"
+            slot = memoryview(bytearray(store.layouts[0].slot_bytes))
+            read_expert(store, ExpertKey(0, 1), slot)
+            answers.append(greedy(model, PROMPTS["one"]))
+    answers[0].assert_equals(answers[1])
+    spec = store.layouts[0]["gate_up_proj"]
+    assert spec.format is not None
+    found = spec.format.view(torch.frombuffer(slot, dtype=torch.uint8)[: spec.nbytes]).dense().float()
+    stock: Any = dequantised_model(path, FAMILY, torch.float32, **SIZES)
+    expected = stock.model.layers[0].mlp.experts.gate_up_proj[1]
+    assert (found - expected).abs().max() <= 2**-6 * expected.abs().max()
 
 
 def test_decoded_when_asked_in_another_dtype_and_where_nothing_can_stay() -> None:

@@ -47,12 +47,14 @@ class Relay:
         unpacked = [rows.decoding.encoding.unpack(some) for rows, some in self._by_rows(parts)]
         codes = _joined([codes for codes, _, _ in unpacked])
         scales = _joined([scales for _, scales, _ in unpacked])
-        zeros = [zeros for _, _, zeros in unpacked if zeros is not None]
         if isinstance(self.format, Int8):
             self.format.write(out, codes, scales.squeeze(1))
             return
         times = self.format.linear_shape[1] // self.format.group // scales.shape[1]
-        self.format.write(out, codes, _repeated(scales, times), _repeated(_joined(zeros), times) if zeros else None)
+        has_zeros = any(zeros is not None for _, _, zeros in unpacked)
+        # Some rows may be in an encoding that has zeros, and others in one that has none.
+        zeros = _joined([torch.zeros_like(scales) if zeros is None else zeros for _, scales, zeros in unpacked])
+        self.format.write(out, codes, _repeated(scales, times), _repeated(zeros, times) if has_zeros else None)
 
     def _by_rows(self, parts: Sequence[torch.Tensor]) -> Iterator[tuple[DecodedRows, Sequence[torch.Tensor]]]:
         start = 0
