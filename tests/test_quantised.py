@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_l
 from transformers import CompressedTensorsConfig
 
 import promoe
+from promoe.model.opening import open_headers
 from promoe.transfer.links import FileLink
 
 COMPARABLE = Version(transformers.__version__) >= Version("5.23")
@@ -134,3 +136,37 @@ def test_another_dtype_is_what_the_experts_are_dequantised_to(tmp_path: Path) ->
         greedy(model, PROMPTS["short"]).assert_equals(expected)
     finally:
         close(model)
+
+
+def test_arguments_that_are_fields_of_the_configuration(tmp_path: Path) -> None:
+    """With a model class, Transformers does not read the configuration itself if the checkpoint is quantised."""
+    quantised, plain = write_packed(tmp_path, FORMS["AWQ gemm"], top_k=3)
+    fields: dict[str, Any] = {"num_experts_per_tok": 1, "attn_implementation": "eager"}
+    expected = greedy(load_stock(plain, **fields), PROMPTS["one"])
+    model = promoe.from_pretrained(
+        quantised, experts="checkpoint", auto_class=transformers.Qwen3MoeForCausalLM, config=config(), **fields
+    )
+    try:
+        assert model.config._attn_implementation == "eager"
+        greedy(model, PROMPTS["one"]).assert_equals(expected)
+    finally:
+        close(model)
+
+
+def test_a_configuration_can_be_used_twice(tmp_path: Path) -> None:
+    quantised, _ = write_packed(tmp_path, FORMS["AWQ gemm"])
+    given = transformers.AutoConfig.from_pretrained(quantised)
+    for _ in range(2):
+        open_headers(quantised, config=given).store.close()
+    assert given.quantization_config
+
+
+def test_an_adapter_with_a_model_class(tmp_path: Path) -> None:
+    """The adapter's folder has no config.json."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed (pip install promoe[dev])")
+    quantised, plain = write_packed(tmp_path, FORMS["AWQ gemm"])
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    peft.get_peft_model(load_stock(plain), lora).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(quantised)}))
+    open_headers(path.parent, auto_class=transformers.Qwen3MoeForCausalLM).store.close()

@@ -10,6 +10,9 @@ from typing import Any
 from promoe.errors import ConfigError
 from promoe.model.hub import OF_THE_HUB
 
+# Arguments of Transformers' `from_pretrained` that configurations have fields for, but which do more than set these.
+_NO_FIELDS = ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
+
 
 def class_to_open(path_or_id: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Any:
     """Return the model class that the checkpoint's configuration names in `architectures`.
@@ -58,6 +61,19 @@ def model_class_of(auto_class: Any, config: Any) -> Any:
             "model. Leave it out, or pass transformers.AutoModelForCausalLM."
         )
     return classes[0]
+
+
+def read_config(model_class: Any, path_or_id: Any, options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a checkpoint's configuration, changed by those `options` that are fields of it, and the other options.
+
+    Args:
+        model_class: of the model.
+        path_or_id: folder of a checkpoint, or a hub id.
+        options: as for `from_pretrained`.
+    """
+    fields = {name: value for name, value in options.items() if name not in _NO_FIELDS}
+    config = model_class.config_class.from_pretrained(path_or_id, **fields)
+    return config, {name: value for name, value in options.items() if name not in fields or not hasattr(config, name)}
 
 
 def _class_named(config: Any) -> Any:

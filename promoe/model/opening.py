@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from promoe.errors import CheckpointError, PromoeError, UnsupportedModelError
 from promoe.experts.adapters.base import set_tensor
@@ -34,7 +35,7 @@ from promoe.model.gguf.checkpoint import GgufCheckpoint
 from promoe.model.gguf.finding import find_gguf, is_gguf
 from promoe.model.hub import OF_THE_HUB
 from promoe.model.meta_model import as_loaded, bank_specs, dtype_of, find_layers
-from promoe.model.model_class import class_to_open, model_class_of
+from promoe.model.model_class import class_to_open, model_class_of, read_config
 from promoe.model.opening_checks import (
     check_adapter,
     check_arguments,
@@ -144,7 +145,7 @@ def _open(
         opening.gguf = GgufCheckpoint.open(find_gguf(path_or_id, kwargs))
         name = base = None
     else:
-        base = check_checkpoint(path_or_id, kwargs)
+        base = opening.base = check_checkpoint(path_or_id, kwargs)
         if base != os.fspath(path_or_id):
             opening.keep = "none"  # adapters change ordinary linear layers only
     dtype = "auto" if dtype is None else dtype
@@ -177,6 +178,7 @@ class _Opening:
         self.progress = Counted(progress)
         self.chunk_bytes = chunk_bytes
         self.keep = keep
+        self.base: str | None = None  # where the weights are; None: it is a GGUF file
         self.headers_only = headers_only
         self.model: Any = None  # the model on the meta device, if only headers are read
         self.store: FileStore | None = None
@@ -209,10 +211,15 @@ class _Opening:
                 cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any
             ) -> Any:
                 opening.model_class = base
-                if config is None:
-                    config = _quantized_config(base, pretrained_model_name_or_path, kwargs)
                 name = pretrained_model_name_or_path if opening.gguf is None else opening.gguf.path
-                opening.quantization = take_quantization(name, config)
+                if isinstance(config, PreTrainedConfig):
+                    config = copy.deepcopy(config)  # it may be the caller's own
+                    opening.quantization = take_quantization(name, config)
+                else:
+                    read, rest = read_config(base, config or opening.base or name, kwargs)
+                    opening.quantization = take_quantization(name, read)
+                    if opening.quantization is not None:  # otherwise Transformers is to read it itself
+                        config, kwargs = read, rest
                 return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
 
             # All arguments are passed on to the original method, whether Transformers passes them by position or by
@@ -332,13 +339,6 @@ def _open_safetensors(paths: Sequence[str]) -> TensorFiles:
             "model.save_pretrained(...) first."
         )
     return TensorFiles.open(paths)
-
-
-def _quantized_config(model_class: Any, path_or_id: Any, options: Mapping[str, Any]) -> Any:
-    """Return the checkpoint's configuration if it is quantised; None: Transformers is to read it itself."""
-    found = {name: options[name] for name in OF_THE_HUB if name in options}
-    config = model_class.config_class.from_pretrained(path_or_id, **found)
-    return config if getattr(config, "quantization_config", None) else None
 
 
 class _SubclassedMapping:
