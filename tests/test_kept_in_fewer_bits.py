@@ -17,18 +17,21 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from gguf import GGUFReader
 from gguf_checkpoints import dequantised_model, write_gguf
 from served import PREDICTORS, PROMPTS, check_integrity, close, config, delayed, greedy
 from tiny_models import token_ids
 from torch import nn
 
 import promoe
-from promoe.errors import ConfigError, PatchStateError
+from promoe.errors import CheckpointError, ConfigError, PatchStateError
 from promoe.experts.kernels.formats import form_in_words
-from promoe.model.quantized_linear import QuantizedLinear
+from promoe.model.quantized_linear import QuantizedLinear, linears_to_keep
 from promoe.runtime import checking
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import layout_counts, read_expert
+from promoe.stores.encodings.base import EncodedTensor
+from promoe.stores.encodings.gguf_blocks import block_encoding
 
 FAMILY = "qwen3_moe"
 SIZES = {"hidden": 64, "intermediate": 64}
@@ -197,3 +200,53 @@ def test_on_a_device_experts_stay_in_fewer_bits_and_are_expanded(monkeypatch: py
             assert form_in_words(layout_counts(model.promoe.runtime.engine.store)) == "int4, 5 bits per weight"
             answers.append(greedy(model, PROMPTS["one"]))
     answers[0].assert_equals(answers[1])
+
+
+def test_a_model_can_be_converted_moved_and_differentiated_afterwards() -> None:
+    """Its linear layers then expand their weights: the kernels know bf16 and no gradients."""
+    ids = token_ids(1, 140)
+    with opened("Q4_0") as model:
+        promoe.unpatch(model)
+        expected = model.half()(ids).logits  # outside of no_grad
+        expected.sum().backward()
+        gradient = model.model.embed_tokens.weight.grad
+        assert gradient is not None
+        assert torch.isfinite(gradient).all()
+        assert gradient.abs().sum() > 0
+        layer = next(iter(linears(model).values()))
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=False, dtype=torch.bfloat16)
+        plain.weight.data = layer.weight
+        for dtype in (torch.float32, torch.bfloat16):
+            hidden = torch.randn(200, layer.in_features, dtype=dtype, generator=torch.Generator().manual_seed(0))
+            hidden.requires_grad_()
+            assert torch.equal(layer(hidden), plain.to(dtype)(hidden))
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+            assert layer(hidden.float()).dtype == torch.bfloat16
+        layer.memory = torch.zeros_like(layer.memory)  # as moving a model does
+        assert not layer.weight.any()
+
+
+def test_numbers_that_have_no_code_are_named(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path, FAMILY, weight_type="Q8_0", **SIZES)
+    tensor = next(one for one in GGUFReader(path, "r+").tensors if one.name == "blk.1.attn_q.weight")
+    tensor.data[0, :2] = (0, 0x7E)  # the first scale is NaN
+    tensor.data.flush()
+    with pytest.raises(CheckpointError, match=r"blk\.1\.attn_q\.weight: A matrix .* NaN .*\"auto\" or \"checkpoint\""):
+        promoe.from_pretrained(path, experts="int8")
+
+
+def test_linear_layers_that_are_tied_or_computed_in_fp32_are_decoded() -> None:
+    """A tied weight is the parameter of another module, too."""
+    encoding = block_encoding(2)
+    assert encoding is not None
+    kept = []
+    for tied in ({}, {"1.weight": "0.weight"}):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+        model.all_tied_weights_keys = tied  # type: ignore[assignment]
+        tensors = {name: EncodedTensor(name, (64, 64), (), encoding) for name in model.state_dict() if "weight" in name}
+        found = linears_to_keep(
+            model, tensors, "integers", lambda name: torch.float32 if name == "2.weight" else torch.bfloat16
+        )
+        kept.append([linear.name for linear in found])
+    assert kept == [["0", "1"], []]

@@ -12,6 +12,7 @@ name, and the conversions from their names of tensors to its own.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 import threading
@@ -33,7 +34,6 @@ from promoe.experts.requirements import is_peft_module
 from promoe.model.file_tensors import Counted, EncodedInFile, Progress, Reader, TensorInFile
 from promoe.model.gguf.checkpoint import GgufCheckpoint
 from promoe.model.gguf.finding import find_gguf, is_gguf
-from promoe.model.hub import OF_THE_HUB
 from promoe.model.meta_model import as_loaded, bank_specs, dtype_of, find_layers
 from promoe.model.model_class import class_to_open, model_class_of, read_config
 from promoe.model.opening_checks import (
@@ -279,7 +279,9 @@ class _Opening:
         # Transformers keeps the conversions that were used, to be able to save in the checkpoint's own layout.
         for conversion, planned in zip(load_config.weight_mapping or [], conversions, strict=True):
             conversion._was_used = conversion.was_used() or planned.was_used()
-        self.linears = linears_to_keep(model, plan.as_they_are, self.keep)
+        self.linears = linears_to_keep(
+            model, plan.as_they_are, self.keep, functools.partial(dtype_of, load_config=load_config)
+        )
         hidden = plan.expert_tensors | {linear.weight.name for linear in self.linears}
         rest = [tensor for name, tensor in tensors.items() if name not in hidden]
         read = [tensor for tensor in rest if tensor.name not in plan.unused_tensors]

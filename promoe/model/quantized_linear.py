@@ -6,14 +6,15 @@ experts (`relaying`): their codes are moved, and torch's kernels multiply by the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from promoe.errors import PatchStateError
+from promoe.errors import CheckpointError, PatchStateError
 from promoe.experts.kernels.quantized import Quantized, QuantizedMatrix
 from promoe.experts.kernels.relaying import Relay, relay_of
 from promoe.model.file_tensors import Reader
@@ -27,13 +28,15 @@ from promoe.stores.layout import ExpertLayout
 Keep: TypeAlias = Literal["none", "integers", "int8"]
 
 _NO_SAVING = (
-    "This model's weights cannot be saved: its linear layers have them in fewer bits, as its checkpoint has them. Nothing was "
-    'written. Open the checkpoint with experts="checkpoint", or copy its files instead.'
+    "This model's weights cannot be saved: its linear layers have them in fewer bits, as its checkpoint has them. Of its "
+    'weights, nothing was written. Open the checkpoint with experts="checkpoint", or copy its files instead.'
 )
 
 
 class QuantizedLinear(nn.Module):
     """A linear layer with its weight in a slot format.
+
+    The kernels know bf16 on a CPU, and no gradients. Otherwise the weight is expanded for each call.
 
     Args:
         linear: the layer that it takes the place of.
@@ -48,15 +51,16 @@ class QuantizedLinear(nn.Module):
         self.memory: torch.Tensor
         self.register_buffer("memory", memory, persistent=False)
         self._format = matrix_format
-        self._matrix: QuantizedMatrix | None = None
+        self._viewed: tuple[torch.Tensor, QuantizedMatrix] | None = None
         self.register_state_dict_pre_hook(_refuse_saving)  # type: ignore[no-untyped-call]
 
     @property
     def matrix(self) -> QuantizedMatrix:
         """The weight."""
-        if self._matrix is None:
-            self._matrix = self._format.view(self.memory)
-        return self._matrix
+        memory = self.memory
+        if self._viewed is None or self._viewed[0] is not memory:  # the model was moved
+            self._viewed = memory, self._format.view(memory)
+        return self._viewed[1]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -65,6 +69,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `hidden[..., in]` times the weight, plus the bias, `[..., out]`."""
+        if hidden.dtype != torch.bfloat16 or hidden.device.type != "cpu" or hidden.requires_grad:
+            return functional.linear(hidden, self.weight.to(hidden.dtype), self.bias)
         out = self.matrix.multiply(hidden.reshape(-1, self.in_features)).view(*hidden.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
 
@@ -104,31 +110,41 @@ class KeptLinear:
         device = "meta" if reader is None else "cpu"
         memory = torch.empty(self.relay.format.nbytes, dtype=torch.uint8, device=device)
         if reader is not None:
-            with torch.inference_mode():
-                self.relay([reader.read(part) for part in self.weight.parts], memory)
+            parts = [reader.read(part) for part in self.weight.parts]
+            try:
+                with torch.inference_mode():
+                    self.relay(parts, memory)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.weight.name}: {error}") from error
         made = QuantizedLinear(linear, self.relay.format, memory).train(linear.training)
         model.set_submodule(self.name, made)
 
 
-def linears_to_keep(model: nn.Module, tensors: Mapping[str, StoredTensor], keep: Keep) -> list[KeptLinear]:
+def linears_to_keep(
+    model: nn.Module, tensors: Mapping[str, StoredTensor], keep: Keep, dtype_of: Callable[[str], torch.dtype]
+) -> list[KeptLinear]:
     """Return the linear layers of a model on the meta device that keep their weights in fewer bits.
 
     Args:
         model: the model.
         tensors: of the checkpoint, by the parameter that each becomes as it is.
         keep: which ones.
+        dtype_of: returns the dtype in which a parameter would be loaded.
     """
-    return [] if keep == "none" else list(_linears_to_keep(model, tensors, keep))
+    return [] if keep == "none" else list(_linears_to_keep(model, tensors, keep, dtype_of))
 
 
-def _linears_to_keep(model: nn.Module, tensors: Mapping[str, StoredTensor], keep: Keep) -> Iterator[KeptLinear]:
-    tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
+def _linears_to_keep(
+    model: nn.Module, tensors: Mapping[str, StoredTensor], keep: Keep, dtype_of: Callable[[str], torch.dtype]
+) -> Iterator[KeptLinear]:
+    ties: Any = getattr(model, "all_tied_weights_keys", None) or {}
+    tied = {*ties.keys(), *ties.values()}
     for name, module in model.named_modules():
         parameter = f"{name}.weight"
         weight = tensors.get(parameter)
         if type(module) is not nn.Linear or not isinstance(weight, EncodedTensor) or parameter in tied:
             continue
-        spec = ExpertLayout.of({"weight": (module.weight.shape, module.weight.dtype)})["weight"]
+        spec = ExpertLayout.of({"weight": (module.weight.shape, dtype_of(parameter))})["weight"]
         if weight.shape == spec.shape:
             rows = DecodedRows(Decoding(weight.encoding, weight.shape), len(weight.parts))
             if (relay := relay_of(spec, False, [rows], keep == "int8")) is not None:

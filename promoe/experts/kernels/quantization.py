@@ -131,7 +131,7 @@ def _finite(matrix: torch.Tensor) -> torch.Tensor:
     weights = matrix.detach().to(torch.float32)
     if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(weights)).tolist()):
         raise CheckpointError(
-            f"A matrix {list(matrix.shape)} of an expert has NaN or infinity, which has no code in fewer bits. Run this "
-            "model with its experts as they are."
+            f"A matrix {list(matrix.shape)} of this model has NaN or infinity, which has no code in fewer bits. Open the model "
+            'with experts="auto" or "checkpoint", which leave it as it is.'
         )
     return weights

@@ -113,7 +113,7 @@ def test_hqq_is_the_packages_result(bits: int) -> None:
 def test_what_has_no_code_is_refused(bad: float) -> None:
     weights = matrix()
     weights[2, 3] = bad
-    with pytest.raises(CheckpointError, match=r"A matrix \[6, 64\] of an expert has NaN or infinity"):
+    with pytest.raises(CheckpointError, match=r"A matrix \[6, 64\] of this model has NaN or infinity"):
         quantize_rows(weights)
     with pytest.raises(CheckpointError, match="NaN or infinity"):
         quantize_groups(weights, 4, 64, rtn)
