@@ -6,8 +6,9 @@ experts (`relaying`): their codes are moved, and torch's kernels multiply by the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from promoe.errors import CheckpointError, PatchStateError
-from promoe.experts.kernels.quantized import Quantized, QuantizedMatrix
+from promoe.experts.kernels.quantized import OUTPUTS, Quantized, QuantizedMatrix
 from promoe.experts.kernels.relaying import Relay, relay_of
-from promoe.model.file_tensors import Reader
+from promoe.model.file_tensors import READ_BYTES, Reader
 from promoe.stores.encodings.base import EncodedTensor, StoredTensor
 from promoe.stores.expert_conversion import Decoding
 from promoe.stores.layer_plan import DecodedRows
@@ -110,14 +111,36 @@ class KeptLinear:
         device = "meta" if reader is None else "cpu"
         memory = torch.empty(self.relay.format.nbytes, dtype=torch.uint8, device=device)
         if reader is not None:
-            parts = [reader.read(part) for part in self.weight.parts]
             try:
                 with torch.inference_mode():
-                    self.relay(parts, memory)
+                    self._read(reader, memory)
             except CheckpointError as error:
                 raise CheckpointError(f"{self.weight.name}: {error}") from error
         made = QuantizedLinear(linear, self.relay.format, memory).train(linear.training)
         model.set_submodule(self.name, made)
+
+    def _read(self, reader: Reader, memory: torch.Tensor) -> None:
+        """Read the weight into `memory`, some outputs at a time if rows of the parts are outputs."""
+        if not self.weight.encoding.by_rows:
+            self.relay([reader.read(part) for part in self.weight.parts], memory)
+            return
+        whole, (outputs, inputs) = self.relay.format, self.weight.shape
+        step = max(1, READ_BYTES * outputs // self.weight.nbytes // OUTPUTS) * OUTPUTS
+        start = 0
+        for form, target in whole.split(whole.parts(memory), step):
+            size = form.linear_shape[0]
+            rows = DecodedRows(Decoding(self.weight.encoding, (size, inputs)), len(self.weight.parts))
+            made = torch.empty(form.nbytes, dtype=torch.uint8, device="cpu")
+            parts = [reader.read(part.rows(start, start + size)) for part in self.weight.parts]
+            replace(self.relay, format=form, rows=(rows,))(parts, made)
+            for values, found in zip(target, form.parts(made), strict=True):
+                values.copy_(found)
+            start += size
+
+
+def keep_for(experts: str | os.PathLike[str]) -> Keep:
+    """Return which weights stay in fewer bits on a CPU if experts are asked for in this form (see `from_pretrained`)."""
+    return "none" if experts == "checkpoint" else "int8" if experts == "int8" else "integers"
 
 
 def linears_to_keep(

@@ -12,7 +12,7 @@ from promoe.errors import CheckpointError, ConfigError, shown
 from promoe.experts.kernels.formats import FORMATS
 from promoe.model.file_tensors import Progress
 from promoe.model.opening import open_without_experts
-from promoe.model.quantized_linear import Keep
+from promoe.model.quantized_linear import keep_for
 from promoe.model.slot_folders import ExpertsChoice
 from promoe.runtime.checking import Arguments, LinkChoice, PredictorChoice, check
 from promoe.runtime.finding import FoundInFiles
@@ -106,7 +106,7 @@ def from_pretrained(
         progress=progress,
         chunk_bytes=checked.config.longest_chunk(),
         auto_class=auto_class,
-        keep=_kept(experts, checked.device),
+        keep=keep_for(experts) if checked.device is None else "none",  # on a device, stock kernels multiply,
         **from_pretrained_kwargs,
     )
     close = opened.store.close
@@ -121,13 +121,6 @@ def from_pretrained(
             raise CheckpointError(f"Cannot open {path_or_id}: {error}. {remedy(error)}") from error
         raise
     return opened.model
-
-
-def _kept(experts: ExpertsChoice, device: Device | None) -> Keep:
-    """Return which linear layers are to keep their weights in fewer bits. On a device, stock kernels multiply by all."""
-    if device is not None or experts == "checkpoint":
-        return "none"
-    return "int8" if experts == "int8" else "integers"
 
 
 def _on(device: Device | None, experts: ExpertsChoice) -> ExpertsChoice:

@@ -56,7 +56,7 @@ def run_plan(options: Options, out: TextIO | None = None) -> Result:
     transformers.logging.disable_progress_bar()
     trace = None if options.trace is None else open_trace(options.trace)
     device = open_device(options.device)
-    read = read_model(options.model, options.dtype, options.experts)
+    read = read_model(options.model, options.dtype, options.experts, device is not None)
     with ExitStack() as stack:
         if read.store is not None:
             stack.enter_context(closing(read.store))
@@ -181,7 +181,7 @@ class _Plan:
 
     def _read_anew(self, experts: str) -> ReadModel:
         """Return the model without its files. A stand-in takes a model's blocks, so each needs a new model."""
-        read = read_model(self.options.model, self.options.dtype, experts)
+        read = read_model(self.options.model, self.options.dtype, experts, self._device is not None)
         if read.store is not None:
             read.store.close()
         return read

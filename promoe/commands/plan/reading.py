@@ -26,6 +26,7 @@ from promoe.model.model_class import class_to_open
 from promoe.model.opening import open_headers
 from promoe.model.opening_checks import take_quantization
 from promoe.model.placement import other_bytes
+from promoe.model.quantized_linear import keep_for
 from promoe.model.quantizing import quantizable
 from promoe.model.relaying import kept_layout
 from promoe.model.slot_folders import default_folder, kept_in, open_experts
@@ -58,13 +59,14 @@ class ReadModel:
     folder: Path
 
 
-def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto") -> ReadModel:
+def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto", on_device: bool = False) -> ReadModel:
     """Read the headers where the files are here (a folder, or a hub id that was downloaded), else config.json.
 
     Args:
         path_or_id: folder of a checkpoint, a hub id, or GGUF files.
         dtype: the dtype that the model is to have; None: the checkpoint's.
         experts: the form of the experts, as for `promoe.from_pretrained`. A quantised one does not have to be written yet.
+        on_device: whether the slots will be on a device.
 
     Raises:
         PromoeError: there is neither, or it is not of a model that promoe can serve.
@@ -85,7 +87,7 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto")
         found = [_assumed_experts(layer, kept_layout(layer, kept), in_files.bits) for layer in layers]
         found_in = f"config.json alone; {assumed}"
     else:
-        opened = open_headers(place, dtype=dtype)
+        opened = open_headers(place, dtype=dtype, keep="none" if on_device else keep_for(experts))
         model, layers, count = opened.model, opened.layers, len(opened.store.files)
         if experts in QUANTIZED and not (default_folder(opened.store, experts) / INDEX).is_file():
             store = kept_in(layers, opened.store, experts) or opened.store
