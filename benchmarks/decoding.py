@@ -116,7 +116,7 @@ def integer_formats() -> list[Format]:
     return [
         made(
             "W4A16 (compressed-tensors)",
-            IntegerRows(4, GROUP, is_packed=True, has_zeros=False, in_order=True, integers=integers),
+            IntegerRows(4, GROUP, is_packed=True, has_zeros=False, in_order=True, name="W4A16", integers=integers),
             lambda: [words(OUT_SIZE, IN_SIZE), scales(OUT_SIZE, groups)],
         ),
         made(
@@ -126,7 +126,7 @@ def integer_formats() -> list[Format]:
         ),
         made(
             "GPTQ",
-            Gptq(4, GROUP, plus_one=True, integers=integers),
+            Gptq(4, GROUP, plus_one=True, name="GPTQ", integers=integers),
             lambda: [words(OUT_SIZE, IN_SIZE).view(-1, OUT_SIZE), words(groups, OUT_SIZE), scales(groups, OUT_SIZE)],
         ),
     ]
