@@ -28,7 +28,7 @@ from promoe.commands.bench.options import Options
 from promoe.commands.measure import generate
 from promoe.units import format_ms
 
-SYSTEMS = ("resident", "gate", "gate:int8", "gate:int4", "llama-cpp", "llama-cpp:q8_0", "llama-cpp:q4_0")
+SYSTEMS = ("resident", "gate:q8_0-int8", "gate:q4_0", "llama-cpp:q8_0", "llama-cpp:q4_0")
 PROFILED_TOKENS = 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 

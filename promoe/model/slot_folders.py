@@ -198,17 +198,17 @@ def open_experts(
 def kept_in(layers: Sequence[MoELayer], store: FileStore, name: str) -> FileStore | None:
     """Return a store of the experts of a checkpoint in fewer bits that are in a slot format; None: they are not.
 
-    In "int8" are also those that have 4 bits in the checkpoint, and stay so.
+    In "int8" are also those that have 4 bits in the checkpoint, and stay so; matrices of shapes that have no product in
+    fewer bits are in 16.
     """
-    kept = relaid_store(layers, store, to_int8=name == "int8")
-    found = [layout.formats for layout in kept.layouts]
-    if kept is store or (name != "int8" and any(one.name != name for formats in found for one in formats.values())):
-        return None
-    return (
-        kept
-        if all(len(formats) == len(matrices(layer)) for formats, layer in zip(found, layers, strict=True))
-        else None
-    )
+    to_int8 = name == "int8"
+    kept = relaid_store(layers, store, to_int8=to_int8)
+    if kept is store or to_int8:
+        return None if kept is store else kept
+    for layer, layout in zip(layers, kept.layouts, strict=True):
+        if {one.name for one in layout.formats.values()} != {name} or len(layout.formats) != len(matrices(layer)):
+            return None
+    return kept
 
 
 def _open_packed(layers: Sequence[MoELayer], store: FileStore, chunk_bytes: int) -> FileStore | None:

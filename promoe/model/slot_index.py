@@ -16,6 +16,7 @@ from promoe.files import loads
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import HotLayouts
 from promoe.stores.file_store import FileStore
+from promoe.stores.layer_plan import encodings_of
 from promoe.stores.layout import ExpertLayout
 from promoe.stores.slot_files import header_of, in_kinds
 from promoe.stores.slot_format import MatrixFormat
@@ -25,6 +26,8 @@ INDEX, FORMAT = "experts.json", 3
 # For each entry of the index: what is different if the entry is.
 DIFFERENCES = {
     "checkpoint": "other files, or the checkpoint was written since",
+    # Only where the checkpoint has experts in fewer bits.
+    "encodings": "a checkpoint whose config.json says otherwise how it is quantised",
     "layers": "another model, or another dtype",
     "matrices": "another model, or another dtype",
     "method": "another method",
@@ -161,6 +164,8 @@ def index_of(layers: Sequence[MoELayer], forms: Forms, store: FileStore, method:
         ],
         "matrices": [_matrices_entry(layout) for layout in forms.layouts],
     }
+    if any(encodings := [sorted(map(repr, encodings_of(plan))) for plan in store.layers]):
+        index["encodings"] = encodings
     if (hot := forms.hot) is not None:
         index["hot"] = {
             "experts": [in_kinds(layer.layer_idx, layer.num_experts, hot.experts)[1] for layer in layers],

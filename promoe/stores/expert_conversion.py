@@ -30,6 +30,11 @@ class Decoding:
     encoding: Encoding
     shape: tuple[int, ...]
 
+    @property
+    def encodings(self) -> set[Encoding]:
+        """The encoding, as the only one."""
+        return {self.encoding}
+
     def __call__(self, sources: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Decode `sources`, the parts of the weight, into `out`, its elements."""
         self.encoding.decode(sources, out.view(self.shape))
@@ -84,6 +89,11 @@ class ExpertConversion:
         self._sources = list(sources)
         self._operations = list(operations)
         self._model = _ModelStandIn(bank)
+
+    @property
+    def encodings(self) -> set[Encoding]:
+        """The encodings that the sources are decoded from."""
+        return {source.decoding.encoding for source in self._sources if source.decoding is not None}
 
     def __call__(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Compute the elements `out` of the expert's tensor, given all parts of its sources in order."""

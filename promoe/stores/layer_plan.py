@@ -14,7 +14,8 @@ import torch
 
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, ChunkPart, Store, split_at_pages
-from promoe.stores.expert_conversion import Decoding
+from promoe.stores.encodings.base import Encoding
+from promoe.stores.expert_conversion import Decoding, ExpertConversion
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, TensorSpec, round_up
 
 # Makes the elements of a piece (`out`, flat) from the tensors of its parts.
@@ -162,6 +163,14 @@ def decoded_rows(plan: LayerPlan, spec: TensorSpec) -> list[DecodedRows] | None:
         if isinstance(piece, ComputedPiece) and isinstance(piece.conversion, Decoding)
     ]
     return found if found and len(found) == len(plan.pieces_of(spec)) else None
+
+
+def encodings_of(plan: LayerPlan) -> set[Encoding]:
+    """Return the encodings that the experts of a layer are decoded from."""
+    conversions = [piece.conversion for piece in plan.pieces if isinstance(piece, ComputedPiece)]
+    return {
+        encoding for one in conversions if isinstance(one, Decoding | ExpertConversion) for encoding in one.encodings
+    }
 
 
 def relaid(plan: LayerPlan, layout: ExpertLayout, computed: Mapping[str, Compute]) -> LayerPlan:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_checkpoints import write_fp8
+from packed_weights import FORMS
+from quantised_checkpoints import write_fp8, write_packed
 from safetensors.torch import load_file, save_file
 from tiny_checkpoint import write_checkpoint
 from tiny_models import build
@@ -170,6 +171,20 @@ def test_another_checkpoint_is_noticed(folder: Path, tmp_path: Path) -> None:
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"other files, or the checkpoint was written since.*promoe quantize"):
         promoe.from_pretrained(other, experts=tmp_path / "out")
+
+
+def test_codes_that_are_read_in_another_way_are_noticed(tmp_path: Path) -> None:
+    # The files are the same: only config.json says what their codes mean.
+    folder, _ = write_packed(tmp_path / "model", FORMS["GPTQ 4 bits"], intermediate=64)
+    quantise(folder, tmp_path / "out", bits=8)
+    promoe.from_pretrained(folder, experts=tmp_path / "out").promoe.close()
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    assert config["quantization_config"]["checkpoint_format"] == "gptq"
+    config["quantization_config"]["checkpoint_format"] = "gptq_v2"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"config\.json says otherwise how it is quantised"):
+        promoe.from_pretrained(folder, experts=tmp_path / "out")
 
 
 def test_another_processor_is_noticed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

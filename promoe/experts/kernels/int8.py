@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from promoe.experts.kernels.crossover import dense_from
-from promoe.experts.kernels.quantization import quantize_rows
+from promoe.experts.kernels.quantization import Rows, quantize_rows
 from promoe.experts.kernels.quantized import INPUTS, OUTPUTS, Quantized
 from promoe.stores.layout import TensorSpec
 from promoe.stores.thread_memory import ThreadMemory
@@ -42,9 +42,8 @@ class Int8(Quantized):
 
     def quantize(self, matrix: torch.Tensor, method: str) -> torch.Tensor:
         """See `Quantized.quantize`. There is one method, whatever `method` says: round to nearest."""
-        found = quantize_rows(self.as_linear(matrix))
         memory = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
-        self.write(memory, found.codes, found.scales)
+        quantize_rows(self.as_linear(matrix), Rows(*self.parts(memory)))
         return memory
 
     def write(self, memory: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from promoe.errors import CheckpointError
+from promoe.stores.thread_memory import ThreadMemory
 
 # HQQ's settings, as in its authors' package (hqq 0.2.8): the norm, the weight of the penalty, and the most steps.
 HQQ_NORM, HQQ_BETA, HQQ_STEPS = 0.7, 10.0, 20
@@ -32,7 +33,10 @@ class Rows(NamedTuple):
 
 
 # Rows are quantised so many elements at a time: memory for more would come from the system anew each time.
-ELEMENTS_AT_ONCE = 512 * 1024
+ELEMENTS_AT_ONCE = 256 * 1024
+_WEIGHTS = ThreadMemory()
+# A smaller scale has fewer bits: what has it for a scale is zero.
+SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
 
 
 class Groups(NamedTuple):
@@ -55,22 +59,35 @@ def middle_code(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-def quantize_rows(matrix: torch.Tensor) -> Rows:
+def quantize_rows(matrix: torch.Tensor, into: Rows | None = None) -> Rows:
     """Quantise `matrix[out, in]` to 8 bits.
+
+    Args:
+        matrix: of any float dtype.
+        into: what to write the codes and scales into; None: new tensors.
 
     Raises:
         CheckpointError: it has NaN or infinity.
     """
-    rows_at_once = max(1, ELEMENTS_AT_ONCE // matrix.shape[1])
-    found = [_quantized(_finite(some)) for some in matrix.split(rows_at_once)]
-    return Rows(*(torch.cat(parts) for parts in zip(*found, strict=True)))
-
-
-def _quantized(weights: torch.Tensor) -> Rows:
-    scales = (weights.abs().amax(dim=1) / 127).to(torch.bfloat16)
-    divisors = scales.float().masked_fill(scales == 0, 1.0)
-    codes = (weights / divisors.unsqueeze(1)).round_().clamp_(-127, 127)
-    return Rows(codes.to(torch.int8), scales)
+    outputs, inputs = matrix.shape
+    rows = into or Rows(
+        torch.empty((outputs, inputs), dtype=torch.int8, device="cpu"),
+        torch.empty(outputs, dtype=torch.bfloat16, device="cpu"),
+    )
+    step = max(1, ELEMENTS_AT_ONCE // inputs)
+    for start in range(0, outputs, step):
+        some = slice(start, start + step)
+        weights = matrix.detach()[some]
+        weights = _WEIGHTS.of((len(weights), inputs), torch.float32).copy_(weights)
+        low, high = torch.aminmax(weights, dim=1)
+        largest = torch.maximum(high, low.neg_())
+        if not bool(torch.isfinite(largest).all()):
+            raise _not_finite(matrix)
+        scales = rows.scales[some].copy_(largest.div_(127))
+        # No code is beyond 127: a scale in bf16 is less than 1/254 below the exact one, unless it is subnormal.
+        scales.masked_fill_(scales < SMALLEST_SCALE, 0)
+        rows.codes[some].copy_(weights.div_(scales.float().masked_fill_(scales == 0, torch.inf).unsqueeze(1)).round_())
+    return rows
 
 
 def quantize_groups(matrix: torch.Tensor, bits: int, group: int, method: Method) -> Groups:
@@ -130,8 +147,12 @@ METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq}
 def _finite(matrix: torch.Tensor) -> torch.Tensor:
     weights = matrix.detach().to(torch.float32)
     if not all(math.isfinite(end) for end in torch.stack(torch.aminmax(weights)).tolist()):
-        raise CheckpointError(
-            f"A matrix {list(matrix.shape)} of this model has NaN or infinity, which has no code in fewer bits. Open the model "
-            'with experts="auto" or "checkpoint", which leave it as it is.'
-        )
+        raise _not_finite(matrix)
     return weights
+
+
+def _not_finite(matrix: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"A matrix {list(matrix.shape)} of this model has NaN or infinity, which has no code in fewer bits. Open the model "
+        'with experts="auto" or "checkpoint", which leave it as it is.'
+    )

@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,15 +15,17 @@ import torch
 
 from promoe.experts.kernels.int4 import BLOCKS, GROUPS, Int4, kernel_block
 from promoe.experts.kernels.int8 import Int8
-from promoe.experts.kernels.quantized import Quantized, has_kernel
+from promoe.experts.kernels.quantized import EXPANDED_BYTES, Quantized, has_kernel
 from promoe.stores.encodings.base import Integers
 from promoe.stores.layer_plan import DecodedRows
 from promoe.stores.layout import TensorSpec
+from promoe.stores.thread_memory import ThreadMemory
 from promoe.transfer.processor import multiplies_bfloat16
 
 # With this many rows, a matrix is expanded for a product where the processor multiplies bf16. It is not measured, as it is
 # for the files of `promoe quantize`: the output must not differ from one start to the next.
 DENSE_FROM = 128
+_DECODED = ThreadMemory()
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,9 @@ class Relay:
             start += rows.num_parts
 
     def _decoded(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        matrix = torch.empty(self.format.shape, dtype=self.format.dtype, device="cpu")
+        shape, dtype = self.format.shape, self.format.dtype
+        small = math.prod(shape) * dtype.itemsize <= EXPANDED_BYTES
+        matrix = _DECODED.of(shape, dtype) if small else torch.empty(shape, dtype=dtype, device="cpu")
         start = 0
         for rows, some in self._by_rows(parts):
             end = start + rows.decoding.shape[0]
