@@ -25,6 +25,7 @@ import promoe
 from promoe.commands.bench.command import run_bench
 from promoe.commands.bench.example import find_example
 from promoe.commands.bench.options import Options
+from promoe.commands.bench.peers import prepare_gguf
 from promoe.commands.measure import generate
 from promoe.units import format_ms
 
@@ -66,7 +67,7 @@ def random_model(layers: int, folder: Path) -> Path:
 
 
 def print_profile(checkpoint: Path) -> None:
-    """Print the operations of a token, with all experts in slots in int8, and the time between operations."""
+    """Print the operations of a token and the time between them, of the Q8_0 file with all experts in slots in int8."""
     config = promoe.PromoeConfig(bypass=False)
     model = promoe.from_pretrained(checkpoint, cache="100%", experts="int8", dtype=DTYPE, config=config)
     ids = heldout_prompts(1)[0]
@@ -103,7 +104,7 @@ def main(arguments: Sequence[str]) -> None:
             json=str(asked.json),
         )
     )
-    print_profile(checkpoint)
+    print_profile(prepare_gguf("q8_0", DTYPE, checkpoint, OUT / "beside-llama-cpp" / "profiled"))
 
 
 if __name__ == "__main__":

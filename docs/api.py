@@ -72,6 +72,12 @@ SECTIONS = {
         Entry("promoe.find_moe_layers"),
         Entry("promoe.MoELayer", "implementation", made=False),
     ],
+    "Many prompts at once": [
+        Entry("promoe.generate_batch"),
+        Entry("promoe.BatchPrompt", ""),
+        Entry("promoe.BatchAnswer", "", made=False),
+        Entry("promoe.Sampling", ""),
+    ],
     "The handle, `model.promoe`": [Entry("promoe.runtime.handle.Handle", HANDLE, made=False)],
     "Settings": [
         Entry("promoe.PromoeConfig", ""),

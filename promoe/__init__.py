@@ -26,8 +26,10 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from promoe.experts.moe_layers import MoELayer, find_moe_layers
+    from promoe.runtime.batches import BatchAnswer, BatchPrompt, generate_batch
     from promoe.runtime.loading import from_pretrained
     from promoe.runtime.patching import patch, unpatch
+    from promoe.runtime.sampling import Sampling
     from promoe.stats.totals import Stats
     from promoe.transfer.links import EmulatedLink
 
@@ -35,6 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Ablation",
+    "BatchAnswer",
+    "BatchPrompt",
     "CheckpointError",
     "ConfigError",
     "EmulatedLink",
@@ -46,22 +50,28 @@ __all__ = [
     "PatchStateError",
     "PromoeConfig",
     "PromoeError",
+    "Sampling",
     "Stats",
     "UnsupportedModelError",
     "find_moe_layers",
     "from_pretrained",
+    "generate_batch",
     "patch",
     "unpatch",
 ]
 
 _HOMES = {
     "Ablation": "config",
+    "BatchAnswer": "runtime.batches",
+    "BatchPrompt": "runtime.batches",
     "EmulatedLink": "transfer.links",
     "MoELayer": "experts.moe_layers",
     "PromoeConfig": "config",
+    "Sampling": "runtime.sampling",
     "Stats": "stats.totals",
     "find_moe_layers": "experts.moe_layers",
     "from_pretrained": "runtime.loading",
+    "generate_batch": "runtime.batches",
     "patch": "runtime.patching",
     "unpatch": "runtime.patching",
 }

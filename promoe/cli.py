@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import promoe
 from promoe.command_line import Command, run_command
+from promoe.commands.batch import options as batch
 from promoe.commands.bench import options as bench
 from promoe.commands.demo import options as demo
 from promoe.commands.doctor import options as doctor
@@ -28,6 +29,7 @@ COMMANDS = {
     "quality": Command(quality.Options, "promoe.commands.quality.command:run_quality"),
     "demo": Command(demo.Options, "promoe.commands.demo.command:run_demo"),
     "run": Command(run.Options, "promoe.commands.run.command:answer"),
+    "batch": Command(batch.Options, "promoe.commands.batch.command:run_batch"),
     "report": Command(report.Options, "promoe.commands.report.command:report"),
     "serve": Command(serve.Options, "promoe.commands.serve.command:run_serve"),
     "bench": Command(bench.Options, "promoe.commands.bench.command:run_bench"),

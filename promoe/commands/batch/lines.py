@@ -1,0 +1,191 @@
+"""Reads lines of a batch file: each is checked by itself, and refused in words that say what to change."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from promoe.errors import PromoeError, shown
+from promoe.files import loads
+from promoe.runtime.sampling import Sampling
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+MAX_LINE_BYTES = 32 * 2**20
+MAX_CHOICES = 128
+MAX_ID_CHARACTERS = 512
+# Fields of a line beside its body, and of a body that say nothing about the answer's text.
+_ENVELOPE = ("custom_id", "method", "url", "body")
+_IGNORED = frozenset(["metadata", "model", "service_tier", "store", "stream_options", "user"])
+# Fields that would change the answer, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, Collection[Any]] = {
+    "stream": (False,),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "echo": (False,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "response_format": ({"type": "text"},),
+}
+_OWN = {CHAT: "messages", COMPLETION: "prompt"}
+_NUMBERS = ("max_completion_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed", "n")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a line asks for.
+
+    Attributes:
+        custom_id: the line's name, which its answer has, too.
+        url: CHAT or COMPLETION.
+        content: a list of messages (CHAT), or a text or token ids (COMPLETION).
+        max_tokens: longest answer; None: not said.
+        choices: how many answers.
+        stops: texts that end an answer, and are not in it.
+        sampling: of the first choice; the others have other seeds.
+    """
+
+    custom_id: str
+    url: str
+    content: Any
+    max_tokens: int | None
+    choices: int
+    stops: tuple[str, ...]
+    sampling: Sampling
+
+
+class LineError(PromoeError):
+    """Raised for a line that is not answered; `custom_id` is the line's name."""
+
+    def __init__(self, custom_id: str, message: str) -> None:
+        super().__init__(message)
+        self.custom_id = custom_id
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file that are not empty, and their numbers from 1 on. A longer line than allowed is cut."""
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file), 1):
+            if line.strip():
+                yield number, line
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+        yield line
+
+
+def read_request(number: int, line: bytes, seed: int) -> Request:
+    """Return what a line asks for.
+
+    Args:
+        number: the line's, from 1 on.
+        line: one JSON object.
+        seed: of the whole file.
+
+    Raises:
+        LineError: it cannot be read, or asks for what there is not.
+    """
+    unnamed = f"line-{number}"
+    if len(line) > MAX_LINE_BYTES:
+        raise LineError(unnamed, f"The line has more than {MAX_LINE_BYTES >> 20} MiB. Split it.")
+    try:
+        value = loads(line, constants=False)
+    except ValueError as error:
+        raise LineError(unnamed, f"The line cannot be read as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise LineError(unnamed, f"The line must be a JSON object. Got {shown(value)} instead.")
+    custom_id = value.get("custom_id", unnamed)
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARACTERS:
+        raise LineError(
+            unnamed, f"'custom_id' must be a text of 1 to {MAX_ID_CHARACTERS} characters. Got {shown(custom_id)}."
+        )
+    try:
+        return _request(custom_id, value, seed)
+    except ValueError as error:
+        raise LineError(custom_id, str(error)) from None
+
+
+def _request(custom_id: str, value: dict[str, Any], seed: int) -> Request:
+    url, body = _body(value)
+    body = {name: field for name, field in body.items() if field is not None and name not in _IGNORED}
+    content = body.pop(_OWN[url], None)
+    _check_content(url, content)
+    for name in sorted(body.keys() & _UNSUPPORTED.keys()):
+        found = body.pop(name)
+        if not any(found == neutral and type(found) is type(neutral) for neutral in _UNSUPPORTED[name]):
+            raise ValueError(f"'{name}' is not supported. Got {shown(found)}. Leave it out.")
+    stops = _stops(body.pop("stop", ()))
+    if unknown := sorted(body.keys() - set(_NUMBERS)):
+        raise ValueError(f"There is no field {shown(unknown[0])} for {url}. Leave it out.")
+    own_seed = _number(body, "seed", -(2**63), 2**63 - 1, None, whole=True)
+    sampling = Sampling(
+        temperature=_number(body, "temperature", 0, 2, 0.0),
+        top_p=_number(body, "top_p", 0, 1, 1.0),
+        top_k=max(0, _number(body, "top_k", -1, 2**31, 0, whole=True)),
+        seed=zlib.crc32(custom_id.encode(), seed & 0xFFFFFFFF) if own_seed is None else own_seed,
+    )
+    longest = [_number(body, name, 1, 2**31, None, whole=True) for name in _NUMBERS[:2]]
+    choices = _number(body, "n", 1, MAX_CHOICES, 1, whole=True)
+    return Request(custom_id, url, content, longest[0] or longest[1], choices, stops, sampling)
+
+
+def _body(value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if "body" not in value:
+        body = {name: field for name, field in value.items() if name not in _ENVELOPE}
+        return (CHAT if "messages" in body else COMPLETION), body
+    if unknown := sorted(value.keys() - set(_ENVELOPE)):
+        raise ValueError(f"There is no field {shown(unknown[0])} beside 'body'. Leave it out.")
+    if value.get("method", "POST") != "POST":
+        raise ValueError(f"'method' must be 'POST'. Got {shown(value['method'])} instead.")
+    url, body = value.get("url", CHAT), value["body"]
+    if url not in (CHAT, COMPLETION):
+        raise ValueError(f"'url' must be {CHAT} or {COMPLETION}. Got {shown(url)} instead.")
+    if not isinstance(body, dict):
+        raise ValueError(f"'body' must be an object. Got {shown(body)} instead.")
+    return url, body
+
+
+def _check_content(url: str, content: Any) -> None:
+    if url == CHAT:
+        good = isinstance(content, list) and bool(content) and all(map(_is_message, content))
+        what = "'messages' must be a list of objects whose 'role' and 'content' are texts"
+    else:
+        ids = isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
+        good = bool(content) and (isinstance(content, str) or ids)
+        what = "'prompt' must be a text or a list of token ids, and not empty"
+    if not good:
+        raise ValueError(f"{what}. Got {shown(content)} instead.")
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+    )
+
+
+def _stops(stops: Any) -> tuple[str, ...]:
+    found = [stops] if isinstance(stops, str) else stops
+    if not isinstance(found, (list, tuple)) or len(found) > 4 or not all(isinstance(one, str) and one for one in found):
+        raise ValueError(f"'stop' must be a text, or up to 4 of them. Got {shown(stops)} instead.")
+    return tuple(found)
+
+
+def _number(body: dict[str, Any], name: str, least: float, most: float, default: Any, whole: bool = False) -> Any:
+    if name not in body:
+        return default
+    value = body[name]
+    is_number = (
+        isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    )
+    if not is_number or not least <= value <= most:
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"'{name}' must be {kind} from {least} to {most}. Got {shown(value)} instead.")
+    return value

@@ -1,0 +1,170 @@
+"""Runs Transformers' continuous batching: sequences share a paged KV cache and each step, without padding.
+
+It runs in a thread of its own. An error there ends it, and is raised here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+
+from promoe.errors import PromoeError, UnsupportedModelError
+from promoe.runtime.sampling import Sampling, with_noise
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Tokens of a page of the KV cache.
+PAGE_TOKENS = 32
+# Kinds of layers whose cache has pages.
+PAGED_LAYERS = {"full_attention", "sliding_attention"}
+# Seconds after which the thread is looked at, if no answer comes.
+LOOK_EVERY_S = 1.0
+
+
+def is_paged(model: PreTrainedModel) -> bool:
+    """Return whether continuous batching can serve a model: a decoder in which every layer has attention."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return (
+        not model.config.is_encoder_decoder
+        and kinds <= PAGED_LAYERS
+        and not getattr(model, "_is_stateful", False)
+        and bool(getattr(model, "_supports_attention_backend", False))
+    )
+
+
+class PagedRunner:
+    """Continuous batching of one model, while the context is open.
+
+    Args:
+        model: `is_paged`.
+        at_once: the most sequences of a step.
+        step_tokens: the most tokens of a step.
+        kv_tokens: of the KV cache, rounded up to whole pages.
+    """
+
+    def __init__(self, model: PreTrainedModel, at_once: int, step_tokens: int, kv_tokens: int) -> None:
+        pages = -(-kv_tokens // PAGE_TOKENS)
+        self.kv_tokens = pages * PAGE_TOKENS
+        generation = copy.deepcopy(model.generation_config)
+        generation.update(do_sample=False, num_return_sequences=1)
+        for name in ("temperature", "top_p", "top_k"):
+            setattr(generation, name, None)
+        self._ends = generation.eos_token_id
+        self._generation: GenerationConfig = generation
+        self._model: Any = model
+        self._settings = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=pages,
+            max_batch_tokens=max(step_tokens, at_once),
+            max_requests_per_batch=at_once,
+            use_async_batching=False,
+            auto_switch_to_flash=False,
+        )
+
+    def __enter__(self) -> PagedRunner:
+        """Start the thread.
+
+        Raises:
+            UnsupportedModelError: Transformers cannot serve the model in this way.
+        """
+        try:
+            self._manager = self._model.init_continuous_batching(self._generation, self._settings)
+        except (ValueError, AttributeError) as error:
+            raise UnsupportedModelError(
+                f"Transformers' continuous batching cannot serve this {type(self._model).__name__}: {error}. Open it with "
+                'attn_implementation="sdpa".'
+            ) from error
+        processors = self._manager.logit_processor
+        processors.logits_processor.append(_Noise())
+        processors.tensors_required += 1
+        processors.supported_keys.update(_Noise.supported_kwargs)
+        processors.do_processing = True
+        self._manager.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Stop the thread; what is not answered is dropped."""
+        self._manager.stop(block=True, hard_stop=True)
+        self._manager.destroy()
+
+    def add(self, number: int, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> None:
+        """Queue a sequence."""
+        self._manager.add_request(
+            list(ids),
+            request_id=str(number),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=self._ends,
+            sampling=sampling,
+            prompt_tokens=len(ids),
+        )
+
+    def next(self) -> tuple[int, list[int], bool]:
+        """Wait for the next answer: its number, its tokens without the one that ended it, and whether there is one.
+
+        Raises:
+            PromoeError: the thread has failed.
+        """
+        while True:
+            output = self._manager.get_result(timeout=LOOK_EVERY_S)
+            fatal = self._manager.background_thread_status.fatal_error
+            if fatal is not None or (output is None and not self._manager.is_running()):
+                raise self._failed(fatal)
+            if output is None or not output.is_finished():
+                continue
+            if output.error is not None:
+                raise self._failed(output.error)
+            tokens, ends = list(output.generated_tokens), self._ends
+            ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
+            return int(output.request_id), tokens[:-1] if ended else tokens, ended
+
+    def _failed(self, error: object) -> BaseException:
+        if isinstance(error, PromoeError):
+            return error
+        failure = PromoeError(
+            f"Continuous batching has failed: {error or 'its thread has ended'}. Answers that were written stay; type the same "
+            "command again for the others."
+        )
+        failure.__cause__ = error if isinstance(error, BaseException) else None
+        return failure
+
+
+class _Noise(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Draws the tokens of each sequence of a step."""
+
+    supported_kwargs: ClassVar = {"sampling": Sampling, "prompt_tokens": int}
+    ignored_kwargs: ClassVar = ()
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[Sampling, int]] = []
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        """Do nothing: what is needed is kept here."""
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """Note how the tokens of a step are drawn, before it."""
+        self._drawn = [_drawn(request.state) for request in requests_with_new_token]
+        return torch.zeros(len(self._drawn), dtype=torch.int32, device="cpu")
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        """Return scores `[rows, vocabulary]` whose largest ones are the tokens; rows after the sequences' are padding."""
+        for row, (sampling, position) in enumerate(self._drawn):
+            if not sampling.greedy:
+                scores[row] = with_noise(scores[row], sampling, position)
+        return scores
+
+
+def _drawn(state: Any) -> tuple[Sampling, int]:
+    """Return how a sequence's next token is drawn, and how many tokens of its answer there are.
+
+    A sequence that had to leave the KV cache comes back with what there is of its answer as a part of its prompt.
+    """
+    known = state.logit_processor_kwargs
+    return known["sampling"], len(state.initial_tokens) + len(state.generated_tokens) - known["prompt_tokens"]
