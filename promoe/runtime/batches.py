@@ -14,9 +14,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from promoe.errors import ConfigError
+from promoe.errors import ConfigError, UnsupportedModelError
 from promoe.runtime.paged import PagedRunner, is_paged
 from promoe.runtime.sampling import Sampling, with_noise
 
@@ -83,11 +83,17 @@ def generate_batch(
 
     Raises:
         ConfigError: a number is less than 1.
+        UnsupportedModelError: the model writes no text.
         PromoeError: an expert could not be fetched, or the model failed. Answers that were not yielded are lost.
     """
     for name, value in {"at_once": at_once, "step_tokens": step_tokens, "kv_tokens": kv_tokens}.items():
         if value < 1:
             raise ConfigError(f"The '{name}' parameter of generate_batch must be at least 1. Got {value} instead.")
+    if not isinstance(model, GenerationMixin) or not model.can_generate():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} writes no text: it has no language head. Open the model with AutoModelForCausalLM, or with "
+            "promoe.from_pretrained without a model class."
+        )
     asked = (prompt if isinstance(prompt, BatchPrompt) else BatchPrompt(prompt) for prompt in prompts)
     if is_paged(model):
         yield from _paged(PagedRunner(model, at_once, step_tokens, kv_tokens), asked, at_once)

@@ -24,17 +24,26 @@ if TYPE_CHECKING:
 PAGE_TOKENS = 32
 # Kinds of layers whose cache has pages.
 PAGED_LAYERS = {"full_attention", "sliding_attention"}
+# Families whose attention keeps something else than a key and a value per head.
+NOT_PAGED = {"jetmoe", "mimo_v2_flash"}
 # Seconds after which the thread is looked at, if no answer comes.
 LOOK_EVERY_S = 1.0
 
 
 def is_paged(model: PreTrainedModel) -> bool:
-    """Return whether continuous batching can serve a model: a decoder in which every layer has attention."""
+    """Return whether continuous batching can serve a model: a decoder in which every layer has attention over whole heads.
+
+    It has no pages for states of linear attention, nor for the latents of multi-head latent attention.
+    """
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    head_sizes = {getattr(config, name, None) for name in ("head_dim", "v_head_dim")} - {None}
     return (
         not model.config.is_encoder_decoder
+        and config.model_type not in NOT_PAGED
         and kinds <= PAGED_LAYERS
+        and len(head_sizes) < 2
+        and getattr(config, "kv_lora_rank", None) is None
         and not getattr(model, "_is_stateful", False)
         and bool(getattr(model, "_supports_attention_backend", False))
     )
@@ -57,6 +66,8 @@ class PagedRunner:
         generation.update(do_sample=False, num_return_sequences=1)
         for name in ("temperature", "top_p", "top_k"):
             setattr(generation, name, None)
+        if generation.eos_token_id is None:
+            generation.eos_token_id = -1  # which is no token
         self._ends = generation.eos_token_id
         self._generation: GenerationConfig = generation
         self._model: Any = model

@@ -54,11 +54,14 @@ def requests(count: int) -> list[Any]:
     ]
 
 
-def test_every_line_is_answered_or_refused(
-    checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_line_is_answered_or_refused(checkpoint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = {"messages": [{"role": "user", "content": "Hello"}], "n": 3, "temperature": 1.0, "max_tokens": 4}
-    bad = ["no json", {"prompt": "x", "n": LONG}, {"prompt": "x", "max_tokens": LONG}, {"custom_id": "r1", "prompt": "x"}]
+    bad = [
+        "no json",
+        {"prompt": "x", "n": LONG},
+        {"prompt": "x", "max_tokens": LONG},
+        {"custom_id": "r1", "prompt": "x"},
+    ]
     bad.append({"custom_id": "unknown", "prompt": [LONG]})
     source = write_lines(
         tmp_path / "in.jsonl",
@@ -67,7 +70,15 @@ def test_every_line_is_answered_or_refused(
     out = tmp_path / "out.jsonl"
     assert cli.main(arguments(checkpoint, source, out)) == 0
     found = answers(out)
-    assert set(found) == {*(f"r{idx}" for idx in range(8)), "line-10", "line-11", "line-12", "line-13", "unknown", "chat"}
+    assert set(found) == {
+        *(f"r{idx}" for idx in range(8)),
+        "line-10",
+        "line-11",
+        "line-12",
+        "line-13",
+        "unknown",
+        "chat",
+    }
     errors = {name: line["error"]["message"] for name, line in found.items() if line["error"]}
     assert "cannot be read as JSON" in errors["line-10"]
     assert "'n' must be" in errors["line-11"]
