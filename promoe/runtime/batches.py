@@ -91,8 +91,8 @@ def generate_batch(
             raise ConfigError(f"The '{name}' parameter of generate_batch must be at least 1. Got {value} instead.")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise UnsupportedModelError(
-            f"{type(model).__name__} writes no text: it has no language head. Open the model with AutoModelForCausalLM, or with "
-            "promoe.from_pretrained without a model class."
+            f"{type(model).__name__} writes no text: it has no language head. Open the model with AutoModelForCausalLM, "
+            "or with promoe.from_pretrained without a model class."
         )
     asked = (prompt if isinstance(prompt, BatchPrompt) else BatchPrompt(prompt) for prompt in prompts)
     if is_paged(model):
