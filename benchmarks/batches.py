@@ -1,0 +1,116 @@
+"""Many prompts at once from a quarter of the experts: generated tokens per second of prompts and answers together.
+
+    python benchmarks/batches.py [--cache 25%] [--prompts 64] [--max-new-tokens 32] [--experts auto] [--json FILE]
+
+The same model and slots answer the same held-out ShareGPT prompts one by one, in padded batches of several sizes, and by
+`promoe.generate_batch` with several numbers of sequences at once. One by one answers a quarter of them. Each answer has the
+same length. Uses the widened demo model. Takes ten minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import DTYPE, heldout_prompts, make_parser, widened_demo
+from transformers import PreTrainedModel
+
+import promoe
+from promoe.units import aligned, format_number, format_percent
+
+PADDED, AT_ONCE = (8, 32), (8, 16, 32, 64)
+KV_TOKENS = 32768
+LONGEST = 256  # tokens of a prompt; longer ones are cut
+
+
+def alone(model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> None:
+    """Answer prompts one by one."""
+    for ids in prompts:
+        padded(model, [ids], new_tokens)
+
+
+def padded(model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> None:
+    """Answer prompts in one batch, padded on the left."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
+    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    lengths = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    with torch.inference_mode():
+        model.generate(input_ids=ids, attention_mask=mask, do_sample=False, pad_token_id=0, **lengths)
+
+
+def padded_batches(size: int) -> Callable[..., None]:
+    """Return what answers prompts in batches of this size."""
+
+    def run(model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        for start in range(0, len(prompts), size):
+            padded(model, prompts[start : start + size], new_tokens)
+
+    return run
+
+
+def at_once(size: int) -> Callable[..., None]:
+    """Return what answers prompts with so many sequences at once."""
+
+    def run(model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> None:
+        asked = [promoe.BatchPrompt(ids, new_tokens) for ids in prompts]
+        answers = list(promoe.generate_batch(model, asked, at_once=size, step_tokens=512, kv_tokens=KV_TOKENS))
+        assert all(len(answer.tokens) == new_tokens for answer in answers), answers
+
+    return run
+
+
+def measured(
+    run: Callable[..., None], model: PreTrainedModel, prompts: Sequence[list[int]], new: int
+) -> dict[str, Any]:
+    """Return what one way to answer took."""
+    model.promoe.reset_stats()
+    start_s = time.perf_counter()
+    run(model, prompts, new)
+    took_s, total = time.perf_counter() - start_s, model.promoe.stats().total
+    count = len(prompts) * new
+    return {
+        "tokens_per_s": count / took_s,
+        "mb_per_token": total.bytes_total / count / 1e6,
+        "waiting": total.stall_s / took_s,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = make_parser(__doc__, __file__)
+    parser.add_argument("--cache", default="25%", help="slots (default: 25%%)")
+    parser.add_argument("--experts", default="auto", help="form of the experts (default: auto)")
+    parser.add_argument("--prompts", type=int, default=64, help="how many (default: 64)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="of each answer (default: 32)")
+    options = parser.parse_args(arguments)
+    prompts = [ids[0, :LONGEST].tolist() for ids in heldout_prompts(options.prompts)]
+    ways: dict[str, tuple[Callable[..., None], int]] = {"one by one": (alone, max(1, len(prompts) // 4))}
+    ways |= {f"padded, {size}": (padded_batches(size), len(prompts)) for size in PADDED}
+    ways |= {f"generate_batch, {size}": (at_once(size), len(prompts)) for size in AT_ONCE}
+    model = promoe.from_pretrained(widened_demo(), cache=options.cache, experts=options.experts, dtype=DTYPE)
+    model.generation_config.eos_token_id = None  # so that all answers have the same length
+    rows = {}
+    try:
+        padded(model, prompts[:1], 4)
+        for name, (run, count) in ways.items():
+            rows[name] = measured(run, model, prompts[:count], options.max_new_tokens)
+            print(name, rows[name], file=sys.stderr, flush=True)
+    finally:
+        model.promoe.close()
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"arguments": list(arguments), "rows": rows}, indent=1))
+    first = rows["one by one"]["tokens_per_s"]
+    table = [["", "tokens/s", "x one by one", "MB/token", "waiting"]]
+    for name, row in rows.items():
+        speed = row["tokens_per_s"]
+        rate = [format_number(speed), format_number(speed / first), format_number(row["mb_per_token"])]
+        table.append([name, *rate, format_percent(row["waiting"])])
+    print("\n".join(aligned(table)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
