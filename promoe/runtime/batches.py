@@ -7,23 +7,21 @@ are given padded batches of prompts of similar length instead. Knows nothing of 
 
 from __future__ import annotations
 
-import logging
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
-from promoe.errors import ConfigError, UnsupportedModelError
+from promoe.errors import ConfigError, UnsupportedModelError, shown
 from promoe.runtime.paged import PagedRunner, is_paged
 from promoe.runtime.sampling import Sampling, with_noise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 # Prompts that are sorted by length together, in padded batches.
 SORTED_BATCHES = 8
@@ -63,7 +61,7 @@ class BatchAnswer:
 
 def generate_batch(
     model: PreTrainedModel,
-    prompts: Iterable[BatchPrompt | Sequence[int]],
+    prompts: Iterable[BatchPrompt | Sequence[int] | torch.Tensor],
     *,
     at_once: int = 64,
     step_tokens: int = 512,
@@ -74,6 +72,9 @@ def generate_batch(
     Prompts are taken as there is room, so there may be any number of them in bounded memory. The same prompts in the same
     order are computed in the same steps by a patched model and by the unmodified one, whose answers are the same.
 
+    Of the model's `generation_config`, only the tokens that end an answer are used. Do not call the model before the last
+    answer has come, or the generator was closed: a thread computes with it.
+
     Args:
         model: patched or not, in evaluation mode.
         prompts: token ids, or `BatchPrompt`.
@@ -82,28 +83,44 @@ def generate_batch(
         kv_tokens: tokens of the KV cache, which all sequences share. A prompt and its answer must fit.
 
     Raises:
-        ConfigError: a number is less than 1.
+        ConfigError: a number is less than 1, a prompt is not token ids, or the model is in training mode.
+        PatchStateError: the model is answering another batch.
         UnsupportedModelError: the model writes no text.
         PromoeError: an expert could not be fetched, or the model failed. Answers that were not yielded are lost.
     """
     for name, value in {"at_once": at_once, "step_tokens": step_tokens, "kv_tokens": kv_tokens}.items():
         if value < 1:
             raise ConfigError(f"The '{name}' parameter of generate_batch must be at least 1. Got {value} instead.")
+    if model.training:
+        raise ConfigError("The model is in training mode. Call model.eval() first.")
     if not isinstance(model, GenerationMixin) or not model.can_generate():
         raise UnsupportedModelError(
             f"{type(model).__name__} writes no text: it has no language head. Open the model with AutoModelForCausalLM, "
             "or with promoe.from_pretrained without a model class."
         )
-    asked = (prompt if isinstance(prompt, BatchPrompt) else BatchPrompt(prompt) for prompt in prompts)
+    asked = map(_checked, prompts)
+    num_ids = model.get_input_embeddings().num_embeddings
     if is_paged(model):
-        yield from _paged(PagedRunner(model, at_once, step_tokens, kv_tokens), asked, at_once)
+        yield from _paged(PagedRunner(model, at_once, step_tokens, kv_tokens), asked, at_once, num_ids)
     else:
-        yield from _padded(model, asked, at_once)
+        yield from _padded(model, asked, at_once, num_ids)
 
 
-def _refusal(prompt: BatchPrompt, kv_tokens: float) -> str | None:
+def _checked(prompt: BatchPrompt | Sequence[int] | torch.Tensor) -> BatchPrompt:
+    """Return a prompt whose ids are a list of Python's integers."""
+    asked = prompt if isinstance(prompt, BatchPrompt) else BatchPrompt(prompt)
+    ids: Any = asked.ids
+    try:
+        return replace(asked, ids=[operator.index(token) for token in getattr(ids, "tolist", lambda: ids)()])
+    except TypeError as error:
+        raise ConfigError(f"A prompt of generate_batch must be token ids. Got {shown(ids)} instead.") from error
+
+
+def _refusal(prompt: BatchPrompt, kv_tokens: float, num_ids: int) -> str | None:
     if not prompt.ids or prompt.max_new_tokens < 1:
         return "The prompt has no tokens." if not prompt.ids else "The answer may have no tokens."
+    if wrong := [token for token in prompt.ids if not 0 <= token < num_ids]:
+        return f"The prompt has the token id {wrong[0]}; the model has ids from 0 to {num_ids - 1}."
     needed = len(prompt.ids) + prompt.max_new_tokens
     return (
         f"The prompt has {len(prompt.ids)} tokens and its answer up to {prompt.max_new_tokens}, but the KV cache has room "
@@ -113,14 +130,14 @@ def _refusal(prompt: BatchPrompt, kv_tokens: float) -> str | None:
     )
 
 
-def _paged(runner: PagedRunner, prompts: Iterator[BatchPrompt], at_once: int) -> Iterator[BatchAnswer]:
+def _paged(runner: PagedRunner, prompts: Iterator[BatchPrompt], at_once: int, num_ids: int) -> Iterator[BatchAnswer]:
     waiting: set[int] = set()
     numbered = enumerate(prompts)
     with runner:
         while True:
             # As many again wait, so that a sequence that ends is replaced in the next step.
             for number, prompt in islice(numbered, max(0, 2 * at_once - len(waiting))):
-                if (refusal := _refusal(prompt, runner.kv_tokens)) is not None:
+                if (refusal := _refusal(prompt, runner.kv_tokens, num_ids)) is not None:
                     yield BatchAnswer(number, [], error=refusal)
                     continue
                 runner.add(number, prompt.ids, prompt.max_new_tokens, prompt.sampling)
@@ -132,13 +149,15 @@ def _paged(runner: PagedRunner, prompts: Iterator[BatchPrompt], at_once: int) ->
             yield BatchAnswer(number, tokens, ended)
 
 
-def _padded(model: PreTrainedModel, prompts: Iterator[BatchPrompt], at_once: int) -> Iterator[BatchAnswer]:
+def _padded(
+    model: PreTrainedModel, prompts: Iterator[BatchPrompt], at_once: int, num_ids: int
+) -> Iterator[BatchAnswer]:
     numbered = enumerate(prompts)
     while some := list(islice(numbered, at_once * SORTED_BATCHES)):
         for number, prompt in some:
-            if (refusal := _refusal(prompt, torch.inf)) is not None:
+            if (refusal := _refusal(prompt, torch.inf, num_ids)) is not None:
                 yield BatchAnswer(number, [], error=refusal)
-        good = [(number, prompt) for number, prompt in some if _refusal(prompt, torch.inf) is None]
+        good = [(number, prompt) for number, prompt in some if _refusal(prompt, torch.inf, num_ids) is None]
         # Longest first, as MoE-Lightning's Algorithm 2: neighbours need little padding.
         good.sort(key=lambda one: (-len(one[1].ids), one[0]))
         for start in range(0, len(good), at_once):
@@ -161,6 +180,9 @@ def _padded_batch(model: PreTrainedModel, batch: Sequence[tuple[int, BatchPrompt
             attention_mask=mask.to(model.device),
             max_new_tokens=max(prompt.max_new_tokens for prompt in prompts),
             do_sample=False,
+            num_beams=1,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             pad_token_id=pad,
             logits_processor=LogitsProcessorList([noise]),
         )

@@ -5,16 +5,16 @@ It runs in a thread of its own. An error there ends it, and is raised here.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
-from promoe.errors import PromoeError, UnsupportedModelError
+from promoe.errors import PatchStateError, PromoeError, UnsupportedModelError
 from promoe.runtime.sampling import Sampling, with_noise
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ PAGED_LAYERS = {"full_attention", "sliding_attention"}
 NOT_PAGED = {"jetmoe", "mimo_v2_flash"}
 # Seconds after which the thread is looked at, if no answer comes.
 LOOK_EVERY_S = 1.0
+# Models that are answering a batch.
+_RUNNING: WeakSet[Any] = WeakSet()
 
 
 def is_paged(model: PreTrainedModel) -> bool:
@@ -62,14 +64,12 @@ class PagedRunner:
     def __init__(self, model: PreTrainedModel, at_once: int, step_tokens: int, kv_tokens: int) -> None:
         pages = -(-kv_tokens // PAGE_TOKENS)
         self.kv_tokens = pages * PAGE_TOKENS
-        generation = copy.deepcopy(model.generation_config)
-        generation.update(do_sample=False, num_return_sequences=1)
-        for name in ("temperature", "top_p", "top_k"):
-            setattr(generation, name, None)
-        if generation.eos_token_id is None:
-            generation.eos_token_id = -1  # which is no token
-        self._ends = generation.eos_token_id
-        self._generation: GenerationConfig = generation
+        # Nothing else of the model's own settings: some would be left out there, and others fail.
+        ends = model.generation_config.eos_token_id
+        self._ends = -1 if ends is None else ends  # -1 is no token
+        self._generation = GenerationConfig(
+            eos_token_id=self._ends, pad_token_id=model.generation_config.pad_token_id, do_sample=False
+        )
         self._model: Any = model
         self._settings = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
@@ -84,8 +84,11 @@ class PagedRunner:
         """Start the thread.
 
         Raises:
+            PatchStateError: another batch of the model is running.
             UnsupportedModelError: Transformers cannot serve the model in this way.
         """
+        if self._model in _RUNNING:
+            raise PatchStateError("This model is answering another batch. Wait for its end, or close its generator.")
         try:
             self._manager = self._model.init_continuous_batching(self._generation, self._settings)
         except (ValueError, AttributeError) as error:
@@ -99,12 +102,16 @@ class PagedRunner:
         processors.supported_keys.update(_Noise.supported_kwargs)
         processors.do_processing = True
         self._manager.start()
+        _RUNNING.add(self._model)
         return self
 
     def __exit__(self, *error: object) -> None:
         """Stop the thread; what is not answered is dropped."""
-        self._manager.stop(block=True, hard_stop=True)
-        self._manager.destroy()
+        try:
+            self._manager.stop(block=True, hard_stop=True)
+        finally:
+            _RUNNING.discard(self._model)
+            self._manager.destroy()
 
     def add(self, number: int, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> None:
         """Queue a sequence."""

@@ -49,6 +49,7 @@ NOT_RUN = {
     "promoe simulate": "its trace is the reader's; tests/commands/simulate runs it",
     "promoe plan": "measures the machine for half a minute; tests/commands/plan runs it",
     "promoe doctor": "measures the disk for seconds; tests/commands/doctor runs it",
+    "promoe batch": "needs a file of prompts; tests/commands/batch runs it on a tiny model",
     "promoe serve": "ends when it is interrupted; tests/commands/serve runs it on a tiny model",
     "make": "sets up an environment of its own, over the network",
     "pip install": "needs the network",

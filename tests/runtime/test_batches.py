@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from zoo.families import build as build_zoo
 
 import promoe
-from promoe.errors import ConfigError, PromoeError, UnsupportedModelError
+from promoe.errors import ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.runtime import batches
 from promoe.runtime.batches import BatchAnswer, BatchPrompt, cut, generate_batch
 from promoe.runtime.sampling import Sampling
@@ -116,6 +116,31 @@ def test_what_does_not_fit_is_refused_and_the_rest_answered() -> None:
     assert "room for 256 tokens" in str(found[2].error)
     assert found[3].error is None
     assert found[3].tokens
+
+
+def test_ids_may_be_tensors_and_unknown_ones_are_refused() -> None:
+    model = build("qwen3_moe")
+    found = {
+        answer.number: answer
+        for answer in generate_batch(model, [torch.tensor([5, 6]), [5, 6], [-1], [VOCAB_SIZE]], **SIZES)
+    }
+    assert found[0].tokens == found[1].tokens
+    assert "token id -1" in str(found[2].error)
+    assert f"token id {VOCAB_SIZE}" in str(found[3].error)
+    with pytest.raises(ConfigError, match="must be token ids"):
+        list(generate_batch(model, [[0.5]], **SIZES))
+    with pytest.raises(ConfigError, match=r"Call model.eval\(\) first"):
+        list(generate_batch(model.train(), [[5]], **SIZES))
+
+
+def test_one_batch_at_a_time() -> None:
+    model = build("qwen3_moe")
+    first = generate_batch(model, [[5]] * 20, **SIZES)
+    next(first)
+    with pytest.raises(PatchStateError, match="answering another batch"):
+        next(generate_batch(model, [[5]], **SIZES))
+    assert len(list(first)) == 19
+    assert next(generate_batch(model, [[5]], **SIZES)).tokens
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -60,10 +60,12 @@ def run_batch(options: Options) -> Totals:
         PromoeError: the model cannot be opened or has failed, or a file cannot be read or written. Answers that were
             completed before are in the file.
     """
-    source = Path(options.input)
+    source, out = Path(options.input), Path(options.out)
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ConfigError(f"--out {out} is the file of prompts. Choose another file for the answers.")
     num_lines = _count(source)
     transformers.logging.disable_progress_bar()
-    with ResultFile(Path(options.out)) as results:
+    with ResultFile(out) as results:
         tokenizer = load_tokenizer(options.model)
         with opening_bar(Path(options.model).name) as progress:
             model = from_pretrained(options.model, progress=progress, **options.for_opening())
@@ -93,7 +95,7 @@ def _answer_all(
 ) -> Totals:
     totals = Totals()
     with tqdm(total=num_lines, unit="answer", desc="answering", disable=None) as bar:
-        batch = _Batch(options, model, tokenizer, results, totals, bar)
+        batch = _Batch(options, tokenizer, results, totals, bar)
         sizes = {"at_once": options.at_once, "step_tokens": options.step_tokens, "kv_tokens": options.kv_tokens}
         for answer in generate_batch(model, batch.prompts(), **sizes):
             batch.take(answer)
@@ -106,7 +108,6 @@ class _Batch:
     def __init__(
         self,
         options: Options,
-        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         results: ResultFile,
         totals: Totals,
@@ -119,21 +120,25 @@ class _Batch:
             totals,
             bar,
         )
-        self._vocabulary = model.get_input_embeddings().num_embeddings
         self._pending: dict[int, tuple[Pending, int]] = {}
+        self._before = frozenset(results.done)
         self._seen: set[str] = set()
 
     def prompts(self) -> Iterator[BatchPrompt]:
         """Yield a prompt for every choice of every line that is not answered yet; lines that cannot be are answered here."""
         number = 0
         for line_number, line in read_lines(Path(self._options.input)):
+            claimed = False
             try:
-                request = self._request(line_number, line)
-                if request is None:
+                request = read_request(line_number, line, self._options.seed)
+                self._claim(request.custom_id, line_number)
+                claimed = True
+                if request.custom_id in self._before:
+                    self._keep()
                     continue
                 pending = Pending(request, self._encoded(request))
             except LineError as error:
-                self._refuse(error)
+                self._refuse(error if claimed else self._claimed(error, line_number))
                 continue
             longest = self._options.max_tokens if request.max_tokens is None else request.max_tokens
             for choice in range(request.choices):
@@ -142,27 +147,31 @@ class _Batch:
                 sampling = replace(request.sampling, seed=request.sampling.seed + choice)
                 yield BatchPrompt(pending.ids, longest, sampling)
 
-    def _request(self, number: int, line: bytes) -> Request | None:
-        """Return what a line asks for; None: it is answered already."""
-        request = read_request(number, line, self._options.seed)
-        if request.custom_id in self._seen:
+    def _claim(self, name: str, number: int) -> None:
+        if name in self._seen:
             raise LineError(
-                f"line-{number}",
-                f"Another line has the 'custom_id' {request.custom_id!r}, too. Give each line its own.",
+                f"line-{number}", f"Another line has the 'custom_id' {name!r}, too. Give each line its own."
             )
-        self._seen.add(request.custom_id)
-        if request.custom_id not in self._results.done:
-            return request
+        self._seen.add(name)
+
+    def _claimed(self, error: LineError, number: int) -> LineError:
+        """Return the error under a name that no other line has."""
+        try:
+            self._claim(error.custom_id, number)
+        except LineError as twice:
+            return twice
+        return error
+
+    def _keep(self) -> None:
         self._totals.kept += 1
         self._bar.update()
-        return None
 
     def _refuse(self, error: LineError) -> None:
-        if error.custom_id in self._results.done:
-            self._totals.kept += 1
-        else:
-            self._results.add(error_line(error.custom_id, str(error)))
-            self._totals.errors += 1
+        if error.custom_id in self._before:
+            self._keep()
+            return
+        self._results.add(error_line(error.custom_id, str(error)))
+        self._totals.errors += 1
         self._bar.update()
 
     def _encoded(self, request: Request) -> list[int]:
@@ -180,11 +189,6 @@ class _Batch:
                 request.custom_id,
                 f"The tokenizer or its chat template cannot encode this: {type(error).__name__}: {error}.",
             ) from error
-        if ids and max(ids) >= self._vocabulary:
-            raise LineError(
-                request.custom_id,
-                f"The prompt has the token id {max(ids)}; the model has ids up to {self._vocabulary - 1}.",
-            )
         return list(ids)
 
     def take(self, answer: BatchAnswer) -> None:

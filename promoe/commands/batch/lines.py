@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import codecs
+import re
 import zlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from promoe.errors import PromoeError, shown
-from promoe.files import loads
+from promoe.files import loads, open_plain
 from promoe.runtime.sampling import Sampling
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -32,6 +33,8 @@ _UNSUPPORTED: dict[str, Collection[Any]] = {
     "response_format": ({"type": "text"},),
 }
 _OWN = {CHAT: "messages", COMPLETION: "prompt"}
+# The names of lines without a custom_id.
+_UNNAMED = re.compile(r"line-\d+")
 _NUMBERS = ("max_completion_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed", "n")
 
 
@@ -68,8 +71,9 @@ class LineError(PromoeError):
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not empty, and their numbers from 1 on. A longer line than allowed is cut."""
-    with path.open("rb") as file:
+    with open(open_plain(path), "rb") as file:
         for number, line in enumerate(_lines(file), 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if line.strip():
                 yield number, line
 
@@ -107,6 +111,8 @@ def read_request(number: int, line: bytes, seed: int) -> Request:
         raise LineError(
             unnamed, f"'custom_id' must be a text of 1 to {MAX_ID_CHARACTERS} characters. Got {shown(custom_id)}."
         )
+    if _UNNAMED.fullmatch(custom_id) and custom_id != unnamed:
+        raise LineError(unnamed, f"The 'custom_id' {custom_id!r} is the name of another line. Choose another one.")
     try:
         return _request(custom_id, value, seed)
     except ValueError as error:
@@ -182,9 +188,7 @@ def _number(body: dict[str, Any], name: str, least: float, most: float, default:
     if name not in body:
         return default
     value = body[name]
-    is_number = (
-        isinstance(value, int if whole else (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    )
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         kind = "a whole number" if whole else "a number"
         raise ValueError(f"'{name}' must be {kind} from {least} to {most}. Got {shown(value)} instead.")

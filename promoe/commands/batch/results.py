@@ -51,7 +51,8 @@ class ResultFile:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    custom_id = loads(line)["custom_id"] if line.endswith(b"\n") else None
+                    whole = line.startswith(BEGINNING) and line.endswith(b"\n")
+                    custom_id = loads(line)["custom_id"] if whole else None
                 except (ValueError, KeyError, TypeError):
                     custom_id = None
                 if not isinstance(custom_id, str):
@@ -65,7 +66,8 @@ class ResultFile:
     def _check_torn(self, line: bytes, following: bytes, number: int) -> None:
         """Raise ConfigError unless this is the last line, and was being written when the process or the machine stopped."""
         begun = line[: len(BEGINNING)].rstrip(b"\0")
-        if following or not BEGINNING.startswith(begun):
+        nothing = number == 1 and not begun
+        if following or nothing or not BEGINNING.startswith(begun):
             raise ConfigError(
                 f"Line {number} of {self.path} is no answer of a batch. Choose another file with --out; nothing was changed."
             )

@@ -84,7 +84,7 @@ def test_every_line_is_answered_or_refused(checkpoint: str, tmp_path: Path, caps
     assert "'n' must be" in errors["line-11"]
     assert "room for 512 tokens" in errors["line-12"]
     assert "'custom_id' 'r1'" in errors["line-13"]
-    assert "token id" in errors["unknown"]
+    assert f"token id {LONG}" in errors["unknown"]
     assert len(errors) == 5
     for idx in range(8):
         body = found[f"r{idx}"]["response"]["body"]
@@ -97,6 +97,30 @@ def test_every_line_is_answered_or_refused(checkpoint: str, tmp_path: Path, caps
     printed = capsys.readouterr().err
     assert "9 answers and 5 errors written" in printed
     assert "hit rate" in printed
+
+
+def test_every_line_has_one_answer_whatever_names_lines_share(checkpoint: str, tmp_path: Path) -> None:
+    huge = {"custom_id": "huge", "prompt": "x", "max_tokens": 10**400}
+    a_line, bad = {"custom_id": "a", "prompt": "x"}, {"custom_id": "b", "prompt": "x", "n": 0}
+    lines = [
+        huge,
+        a_line,
+        {**a_line, "n": 0},
+        bad,
+        {"custom_id": "b", "prompt": "x"},
+        {"custom_id": "line-7", "prompt": "x"},
+        "bad",
+    ]
+    source, out = (
+        write_lines(tmp_path / "in.jsonl", ["\ufeff" + json.dumps(lines[0]), *lines[1:]]),
+        tmp_path / "out.jsonl",
+    )
+    for _ in range(2):
+        assert cli.main(arguments(checkpoint, source, out)) == 0
+        found = answers(out)
+        assert set(found) == {"huge", "a", "line-3", "b", "line-5", "line-6", "line-7"}
+        assert [name for name, line in found.items() if not line["error"]] == ["a"]
+    assert cli.main(arguments(checkpoint, source, source)) == 2
 
 
 def test_the_same_command_answers_what_is_missing(checkpoint: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_torn_line_is_removed_wherever_it_was_torn(path: Path) -> None:
         assert path.read_bytes() == (content if end == len(content) else content[:first])
 
 
-@pytest.mark.parametrize("other", [b"precious", b"precious\n", b'{"id": 5}\n'])
+@pytest.mark.parametrize("other", [b"precious", b"precious\n", b'{"id": 5}\n', b"\0" * 50, b'{"custom_id": "q"}\n'])
 @pytest.mark.parametrize("answers", [True, False])
 def test_another_file_is_not_written_into(path: Path, other: bytes, answers: bool) -> None:
     content = other + path.read_bytes() if answers else other
