@@ -108,10 +108,11 @@ def generate_batch(
 
 def _checked(prompt: BatchPrompt | Sequence[int] | torch.Tensor) -> BatchPrompt:
     """Return a prompt whose ids are a list of Python's integers."""
-    asked = prompt if isinstance(prompt, BatchPrompt) else BatchPrompt(prompt)
-    ids: Any = asked.ids
+    asked = prompt if isinstance(prompt, BatchPrompt) else None
+    ids: Any = prompt if asked is None else asked.ids
     try:
-        return replace(asked, ids=[operator.index(token) for token in getattr(ids, "tolist", lambda: ids)()])
+        whole = [operator.index(token) for token in getattr(ids, "tolist", lambda: ids)()]
+        return BatchPrompt(whole) if asked is None else replace(asked, ids=whole)
     except TypeError as error:
         raise ConfigError(f"A prompt of generate_batch must be token ids. Got {shown(ids)} instead.") from error
 
