@@ -321,9 +321,14 @@ class TestAdapters:
     def assert_like_stock(folder: Path, plain: Path, adapted: bool = True) -> None:
         ids = token_ids(1, 6, seed=0)
         with torch.no_grad():
-            wanted, without = (
-                AutoModelForCausalLM.from_pretrained(path).eval()(ids).logits for path in (folder, plain)
-            )
+            logits = []
+            for path in (folder, plain):
+                stock = AutoModelForCausalLM.from_pretrained(path).eval()
+                for parameter in stock.parameters():
+                    # Mapped files begin anywhere, and some fp32 products depend on that (docs/limits.md).
+                    parameter.data = parameter.data.clone()
+                logits.append(stock(ids).logits)
+            wanted, without = logits
             assert torch.equal(wanted, without) != adapted
             model = promoe.from_pretrained(folder, cache="50%", config=config())
             assert torch.equal(model(ids).logits, wanted)
