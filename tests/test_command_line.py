@@ -33,11 +33,13 @@ def parser_of(program: str) -> ArgumentParser:
     return make_parser(program, module.DESCRIPTION, promoe.__version__, module.COMMANDS)
 
 
+def commands_of(parser: ArgumentParser) -> dict[str, ArgumentParser]:
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
+
+
 def subparser(program: str, command: str) -> ArgumentParser:
-    actions = parser_of(program)._actions
-    (commands,) = (action for action in actions if isinstance(action, argparse._SubParsersAction))
-    found: ArgumentParser = commands.choices[command]
-    return found
+    return commands_of(parser_of(program))[command]
 
 
 def options(parser: ArgumentParser) -> Iterator[argparse.Action]:
@@ -84,18 +86,22 @@ def test_help_shows_every_option_with_its_default(program: str, command: str) ->
     assert "Args:" not in text
 
 
-@pytest.mark.parametrize("columns", range(40, 121, 5))
 @pytest.mark.parametrize(("program", "command"), COMMANDS)
-def test_help_has_an_example_that_can_be_typed(
-    program: str, command: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(columns))
+def test_examples_in_help_can_be_typed(program: str, command: str) -> None:
     found = examples(subparser(program, command).description or "")
     assert found
     for example in found:
         words = shlex.split(example)
         parser_of(words[0]).parse_args(words[1:])
-    assert " ".join(found[0].split()) in " ".join(subparser(program, command).format_help().split())
+
+
+@pytest.mark.parametrize("columns", range(40, 121, 5))
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_shows_whole_examples_at_any_width(program: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for command, of_command in commands_of(parser_of(program)).items():
+        example = examples(of_command.description or "")[0]
+        assert " ".join(example.split()) in " ".join(of_command.format_help().split()), command
 
 
 @dataclass(frozen=True)

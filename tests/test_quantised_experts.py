@@ -240,32 +240,40 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(families.SIZES, name, 64)
 
 
+def by_turns() -> Iterator[Any]:
+    """Each family with one format; with the others in the slow tests."""
+    forms = ("int8", "int4")
+    for number, name in enumerate(families.names()):
+        for form in forms:
+            marks = () if form == forms[number % len(forms)] else (pytest.mark.slow,)
+            yield pytest.param(name, form, marks=marks)
+
+
 @pytest.mark.usefixtures("wide")
-@pytest.mark.parametrize("name", families.names())
-def test_every_family(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "form"), [*by_turns()])
+def test_every_family(name: str, form: str, tmp_path: Path) -> None:
     if not families.family_of(name).runs_in_bf16:
         pytest.skip("the unmodified model does not run in bf16")
     model = families.build(name, torch.bfloat16)
     if name.split()[0] in PLAIN:
-        assert not any(formats_of(find_moe_layers(model), FORMS["int4"]).values())
+        assert not any(formats_of(find_moe_layers(model), FORMS[form]).values())
         return
     model.save_pretrained(tmp_path)
-    quantised(tmp_path, "int8", "int4")
+    quantised(tmp_path, form)
     tokens = families.inputs(name, model)
     arguments = {"auto_class": type(model)} if families.family_of(name).whole else {}
-    for form in ("int8", "int4"):
-        full = opened(tmp_path, form, "100%", **arguments)
-        few = opened(tmp_path, form, "40%", predictor="gate", **arguments)
-        try:
-            expected = outputs(full, tokens)
-            assert_equal(outputs(few, tokens), expected)
-            assert few.promoe.stats().bytes_demand > 0
-            check_integrity(few)
-            for error in errors_of_layers(full, twin(tmp_path, form, type(model))):
-                assert error < TWIN_TOLERANCE
-        finally:
-            close(full)
-            close(few)
+    full = opened(tmp_path, form, "100%", **arguments)
+    few = opened(tmp_path, form, "40%", predictor="gate", **arguments)
+    try:
+        expected = outputs(full, tokens)
+        assert_equal(outputs(few, tokens), expected)
+        assert few.promoe.stats().bytes_demand > 0
+        check_integrity(few)
+        for error in errors_of_layers(full, twin(tmp_path, form, type(model))):
+            assert error < TWIN_TOLERANCE
+    finally:
+        close(full)
+        close(few)
 
 
 @torch.inference_mode()

@@ -66,9 +66,10 @@ def layout_of(slot_format: str) -> ExpertLayout:
         return store.layouts[0]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("family", "implementation"), [*(("qwen2_moe", one) for one in IMPLEMENTATIONS), ("gpt_oss", "grouped_mm")]
+)
 @pytest.mark.parametrize("slot_format", FORMAT_NAMES)
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
 def test_the_bits_are_those_of_the_model_with_expanded_experts(
     family: str, slot_format: str, implementation: str
 ) -> None:

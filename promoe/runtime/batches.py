@@ -17,8 +17,9 @@ import torch
 from transformers import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from promoe.errors import ConfigError, UnsupportedModelError, shown
+from promoe.runtime.noise import with_noise
 from promoe.runtime.paged import PagedRunner, is_paged
-from promoe.runtime.sampling import Sampling, with_noise
+from promoe.runtime.sampling import Sampling, cut, end_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,9 +169,9 @@ def _padded(
 def _padded_batch(model: PreTrainedModel, batch: Sequence[tuple[int, BatchPrompt]]) -> Iterator[BatchAnswer]:
     prompts = [prompt for _, prompt in batch]
     longest = max(len(prompt.ids) for prompt in prompts)
-    config = model.generation_config
-    ends = _end_ids(config)
-    pad = config.pad_token_id if config.pad_token_id is not None else ends[0] if ends else 0
+    ends, pad = end_ids(model), model.generation_config.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
     ids = torch.tensor([[pad] * (longest - len(prompt.ids)) + list(prompt.ids) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts])
     own_start = model.config.is_encoder_decoder
@@ -190,17 +191,6 @@ def _padded_batch(model: PreTrainedModel, batch: Sequence[tuple[int, BatchPrompt
     answers = output[:, noise.start :].tolist()
     for (number, prompt), tokens in zip(batch, answers, strict=True):
         yield BatchAnswer(number, *cut(tokens[: prompt.max_new_tokens], ends))
-
-
-def cut(tokens: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the tokens before the first one that ends an answer, and whether there is such a token."""
-    first = next((place for place, token in enumerate(tokens) if token in ends), None)
-    return (tokens, False) if first is None else (tokens[:first], True)
-
-
-def _end_ids(config: Any) -> list[int]:
-    ends = config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
 
 
 class _Noise(LogitsProcessor):  # type: ignore[misc]

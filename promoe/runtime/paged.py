@@ -15,7 +15,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 from promoe.errors import PatchStateError, PromoeError, UnsupportedModelError
-from promoe.runtime.sampling import Sampling, with_noise
+from promoe.runtime.noise import with_noise
+from promoe.runtime.sampling import Sampling, cut, end_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +66,7 @@ class PagedRunner:
         pages = -(-kv_tokens // PAGE_TOKENS)
         self.kv_tokens = pages * PAGE_TOKENS
         # Nothing else of the model's own settings: some would be left out there, and others fail.
-        ends = model.generation_config.eos_token_id
-        self._ends = -1 if ends is None else ends  # -1 is no token
+        self._ends = end_ids(model) or [-1]  # -1 is no token
         self._generation = GenerationConfig(
             eos_token_id=self._ends, pad_token_id=model.generation_config.pad_token_id, do_sample=False
         )
@@ -139,16 +139,14 @@ class PagedRunner:
                 continue
             if output.error is not None:
                 raise self._failed(output.error)
-            tokens, ends = list(output.generated_tokens), self._ends
-            ended = bool(tokens) and tokens[-1] in (ends if isinstance(ends, list) else [ends])
-            return int(output.request_id), tokens[:-1] if ended else tokens, ended
+            return int(output.request_id), *cut(list(output.generated_tokens), self._ends)
 
     def _failed(self, error: object) -> BaseException:
         if isinstance(error, PromoeError):
             return error
         failure = PromoeError(
-            f"Continuous batching has failed: {error or 'its thread has ended'}. Answers that were written stay; type the same "
-            "command again for the others."
+            f"Continuous batching has failed: {error or 'its thread has ended'}. The answers before "
+            "this error are good. Ask for the others again; `promoe batch` does so when it is started again."
         )
         failure.__cause__ = error if isinstance(error, BaseException) else None
         return failure

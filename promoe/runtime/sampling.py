@@ -1,14 +1,13 @@
-"""Draws the tokens of each sequence of a batch with a seed of its own, whatever else is in the batch.
-
-The most likely token after Gumbel noise was added to the logits is a sample of their softmax (Gumbel 1954). The noise of a
-token follows from the seed of its sequence and its position in the answer, so answers do not depend on the schedule.
-"""
+"""How the tokens of one sequence of a batch are drawn, and where its answer ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Below this temperature the most likely token is certain, and dividing logits by it soon gives more than floats can hold.
 LEAST_TEMPERATURE = 1e-5
@@ -36,37 +35,13 @@ class Sampling:
         return self.temperature < LEAST_TEMPERATURE
 
 
-def with_noise(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
-    """Return logits `[vocabulary]` whose largest one is the token that is drawn.
-
-    Args:
-        logits: fp32.
-        sampling: how tokens are drawn.
-        position: tokens of the answer that came before.
-    """
-    if sampling.greedy:
-        return logits
-    left = _filtered(logits / sampling.temperature, sampling)
-    generator = torch.Generator().manual_seed(_mixed(sampling.seed, position))
-    noise = torch.empty(len(logits)).exponential_(generator=generator).log_()
-    return left - noise.to(left.device)
+def cut(tokens: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
+    """Return the tokens before the first one that ends an answer, and whether there is such a token."""
+    first = next((place for place, token in enumerate(tokens) if token in ends), None)
+    return (tokens, False) if first is None else (tokens[:first], True)
 
 
-def _filtered(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    if 0 < sampling.top_k < len(logits):
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(0).cumsum(0) - ordered.softmax(0)
-        left_out = before >= sampling.top_p
-        left_out[0] = False
-        logits = logits.masked_fill(torch.zeros_like(left_out).scatter(0, order, left_out), -torch.inf)
-    return logits
-
-
-def _mixed(seed: int, position: int) -> int:
-    """Return another seed for each pair: neighbours must not share a stream of random numbers."""
-    mixed = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    mixed = (mixed ^ mixed >> 31) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return (mixed ^ mixed >> 29) & 0x7FFFFFFFFFFFFFFF
+def end_ids(model: PreTrainedModel) -> list[int]:
+    """Return the tokens that end a model's answers."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]

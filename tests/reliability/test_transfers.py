@@ -183,9 +183,13 @@ def test_garbage_of_a_failed_read_is_never_used() -> None:
     """Every slot holds NaN except for experts that arrived whole. An answer without NaN has read only those."""
     with faulty("RAM, workers", lambda number, chunk: Fault("torn") if number % 7 == 3 else None) as (model, link):
         pool = model.promoe.runtime.engine.pools[0]
-        for _ in range(10):
-            with pytest.raises(ExpertLoadError):
-                greedy(model, PROMPTS["one"])
+        told = 0
+        for _ in range(10):  # which chunks fall to a prefetch, whose failure is not told, differs from run to run
+            try:
+                assert_right(model, "one")
+            except ExpertLoadError:
+                told += 1
+        assert told
         assert any(POISON_BYTE in pool.slot(idx) for idx in range(pool.num_slots))
         link.mend()
         assert_right(model)

@@ -17,8 +17,8 @@ from zoo.families import build as build_zoo
 import promoe
 from promoe.errors import ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.runtime import batches
-from promoe.runtime.batches import BatchAnswer, BatchPrompt, cut, generate_batch
-from promoe.runtime.sampling import Sampling
+from promoe.runtime.batches import BatchAnswer, BatchPrompt, generate_batch
+from promoe.runtime.sampling import Sampling, cut
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral")
 SIZES: dict[str, Any] = {"at_once": 4, "step_tokens": 16, "kv_tokens": 256}

@@ -8,9 +8,7 @@ from typing import Literal
 
 from promoe.commands.model_options import ModelOptions
 from promoe.errors import ConfigError, check_at_least, shown
-
-# Below this temperature the most likely token is certain, and dividing logits by it soon gives more than floats can hold.
-LEAST_TEMPERATURE = 1e-5
+from promoe.runtime.sampling import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True)

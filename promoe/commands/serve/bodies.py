@@ -10,10 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from promoe.commands.run.options import LEAST_TEMPERATURE
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.errors import shown
 from promoe.files import loads
+from promoe.runtime.sampling import LEAST_TEMPERATURE
 
 # Transformers compares each with every token of the vocabulary before it generates.
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32

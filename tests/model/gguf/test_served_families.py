@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,16 @@ from served import PROMPTS, LinkOver, close, config, greedy, plain_link
 import promoe
 
 
-@pytest.mark.parametrize("kind", ["BF16", "Q8_0", "Q4_K"])
-@pytest.mark.parametrize("family", CONVERTERS)
+def by_turns() -> Iterator[Any]:
+    """Each family with one type of weights; with the others in the slow tests."""
+    kinds = ("BF16", "Q8_0", "Q4_K")
+    for number, family in enumerate(CONVERTERS):
+        for kind in kinds:
+            marks = () if kind == kinds[number % len(kinds)] else (pytest.mark.slow,)
+            yield pytest.param(family, kind, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "kind"), [*by_turns()])
 def test_logits_and_tokens_are_those_of_the_decoded_model(tmp_path: Path, family: str, kind: str) -> None:
     path = write_gguf(tmp_path, family, weight_type=kind)
     expected = greedy(dequantised_model(path, family, torch.bfloat16), PROMPTS["one"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from promoe.runtime.sampling import Sampling, with_noise
+from promoe.runtime.noise import with_noise
+from promoe.runtime.sampling import Sampling
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -8.0])
 
