@@ -2,9 +2,9 @@
 
     python benchmarks/batches.py [--cache 25%] [--prompts 64] [--max-new-tokens 32] [--experts auto] [--json FILE]
 
-Prints a row for each way to answer. The same model and slots answer the same held-out ShareGPT prompts one by one, in padded batches of several sizes, and by
-`promoe.generate_batch` with several numbers of sequences at once. One by one answers a quarter of them. Each answer has the
-same length. Uses the widened demo model. Takes ten minutes on two cores.
+Prints a row for each way to answer. The same model and slots answer the same held-out ShareGPT prompts one by one, in padded
+batches of several sizes, and by `promoe.generate_batch` with several numbers of sequences at once. One by one answers a
+quarter of them. Each answer has the same length. Uses the widened demo model. Takes ten minutes on two cores.
 """
 
 from __future__ import annotations
