@@ -20,6 +20,7 @@ DEVICE_CHUNK_BYTES = 32 * 2**20  # from RAM to a device
 MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30
 ReadMode = Literal["auto", "page_cache", "direct"]
 Verify = Literal["first", "always"]
+Kernels = Literal["exact", "fast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class PromoeConfig:
         verify: compare arriving experts with what is stored: None (never), "first" (an expert that arrives for the
             first time is read twice), or "always" (later arrivals are also compared with a checksum of the first one).
             See docs/reliability.md.
+        kernels: "exact" (the output is identical to the unmodified model's) or "fast": where a processor multiplies sooner
+            in fp32 than in the model's 16 bits, experts with many tokens are widened first, which changes the last bits.
+            `report()` says how far products are from the exact ones. For models opened from files, on a CPU.
         strict: raise where an invariant is broken that production only counts, and fill a slot in RAM with NaN when its
             expert is evicted.
         ablation: parts to switch off for measurements, see `Ablation`.
@@ -103,6 +107,7 @@ class PromoeConfig:
     spool_folder: str | os.PathLike[str] | None = None
     stall_timeout_s: float = 60.0
     verify: Verify | None = None
+    kernels: Kernels = "exact"
     strict: bool = False
     ablation: Ablation = Ablation()
 
@@ -119,6 +124,7 @@ class PromoeConfig:
         self._require(
             self.verify is None or self.verify in get_args(Verify), "verify", f"None or one of {get_args(Verify)}"
         )
+        self._require(self.kernels in get_args(Kernels), "kernels", f"one of {get_args(Kernels)}")
         self._require(self.lookahead >= 1, "lookahead", "at least 1 layer")
         self._require(0.0 < self.min_probability <= 1.0, "min_probability", "in (0, 1]")
         self._require(0.0 <= self.waste_share <= 1.0, "waste_share", "from 0 to 1")

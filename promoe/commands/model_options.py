@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,22 @@ class ModelOptions:
     predictor: str = "gate"
     """what predicts the experts to prefetch: "gate", "previous", "popularity", "random", the folder or hub id of a trained
     predictor, or "none" for no prefetch"""
+    kernels: Literal["exact", "fast"] = "exact"
+    """"fast" multiplies in fp32 where a processor is slow in 16 bits (mostly for many tokens at once); the last bits of the
+    output change, and the report says how far"""
     device: str = "cpu"
     """"cuda" puts the slots and everything but the experts on the GPU"""
 
     def for_opening(self) -> dict[str, Any]:
         """Return the arguments of `promoe.from_pretrained` that these options stand for."""
+        from promoe.config import PromoeConfig  # only now: a parser of options needs no torch
+
         return {
             "experts": self.experts,
             "cache": cache_size(self.cache),
             "predictor": _unless_none(self.predictor),
             "device": self.device,
+            "config": PromoeConfig(kernels=self.kernels),
         }
 
 

@@ -25,6 +25,7 @@ from promoe.experts.activation import WholeActivation
 from promoe.experts.combine import EagerSum, PlacedRows, WeightedSum
 from promoe.experts.kernels.choosing import Kernels
 from promoe.experts.kernels.expanding import most_expanded, split
+from promoe.experts.kernels.fast import FastProducts
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.pairs import FEW_PAIRS, Pairs
 from promoe.experts.scratch import PartSpace
@@ -57,6 +58,7 @@ class LayerCall:
         weights: `[T, K]`, routing weights of any float dtype.
         ids: `index.tolist()`, if the caller has it already.
         on_host: `index` in host memory, if the layer computes on a device; so it need not be copied from there.
+        fast: makes products with other bits than the unmodified layer's; None: the bits are the same.
 
     Raises:
         UnsupportedModelError: a gradient is required, or the experts implementation is not supported.
@@ -70,6 +72,7 @@ class LayerCall:
         weights: torch.Tensor,
         ids: Sequence[Sequence[int]] | None = None,
         on_host: torch.Tensor | None = None,
+        fast: FastProducts | None = None,
     ) -> None:
         check_no_grad(hidden, weights)
         self._layer = layer
@@ -80,7 +83,7 @@ class LayerCall:
         self._on_host = on_host
         self._implementation = layer.implementation
         self._num_pairs = index.numel()
-        self._kernels = Kernels(layer, self._implementation, hidden, self._num_pairs, on_host is not None)
+        self._kernels = Kernels(layer, self._implementation, hidden, self._num_pairs, on_host is not None, fast)
         # Made now rather than when the call runs, because then products should start at once.
         self._pairs = self._all_pairs() if self._kernels.by_rows else None
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from promoe import predictors
 from promoe.config import PromoeConfig
+from promoe.experts.kernels.fast import FastProducts
 from promoe.experts.kernels.matrices import SECOND
 from promoe.experts.kernels.slot_windows import is_hopper
 from promoe.experts.moe_layers import MoELayer
@@ -206,6 +207,7 @@ def assemble(model: nn.Module, parts: Parts, link_choice: LinkChoice, restore: C
             config.ablation.stream,
             parts.device,
             live=bool(parts.store.tensors),
+            fast=FastProducts() if config.kernels == "fast" else None,
         )
         handle = SlotHandle(model, parts.config, runtime, parts.store, pools, parts.predictor_name, restore)
         passes.on_begin = if_alive(handle, lambda handle: handle.pass_begins())

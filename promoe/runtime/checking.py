@@ -61,6 +61,12 @@ def check(arguments: Arguments, on_disk: bool) -> Checked:
             f"verify={config.verify!r} compares experts that the CPU copies, but here the device copies them from RAM by "
             "itself. Leave it out, or open the model with promoe.from_pretrained."
         )
+    if config.kernels == "fast" and (device is not None or (not on_disk and arguments.link == "auto")):
+        raise ConfigError(
+            'kernels="fast" is for experts that a CPU computes from slots. '
+            + ("Here a device computes them." if device is not None else "Here they stay in the model's own tensors.")
+            + " Leave it out, or open the model with promoe.from_pretrained on the CPU."
+        )
     return Checked(arguments, device, config)
 
 

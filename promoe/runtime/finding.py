@@ -105,7 +105,8 @@ class FoundForDisk(Found):
 
     def need_no_slots(self, checked: Checked, all_fit: bool) -> bool:
         """Return whether the experts stay in RAM, because the cache has room for all of them."""
-        return all_fit and checked.config.bypass and checked.device is None and not formats_in(self.layouts)
+        plain = checked.config.kernels == "exact" and not formats_in(self.layouts)
+        return all_fit and checked.config.bypass and checked.device is None and plain
 
     @contextmanager
     def serving(self, config: PromoeConfig, on_device: bool) -> Iterator[Served]:
@@ -148,7 +149,8 @@ class FoundInFiles(Found):
 
         Experts in a slot format are always served from slots: the model has no place for them.
         """
-        return all_fit and checked.config.bypass and checked.device is None and self._store is self._plain
+        plain = checked.config.kernels == "exact" and self._store is self._plain
+        return all_fit and checked.config.bypass and checked.device is None and plain
 
     def keep_all(self) -> None:
         """Load all experts into the model."""

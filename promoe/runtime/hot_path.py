@@ -20,6 +20,7 @@ from torch import nn
 from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.errors import PromoeError
 from promoe.experts.adapters.base import changed_since
+from promoe.experts.kernels.fast import FastProducts
 from promoe.experts.layer_call import LayerCall, check_no_grad
 from promoe.experts.moe_layers import MoELayer
 from promoe.experts.routed_ids import DeviceIds, HostIds, IdReader
@@ -56,6 +57,7 @@ class Runtime:
         stream: see `PromoeConfig`.
         device: the device that the model computes on; None: the CPU.
         live: whether experts are served from the layers' own tensors.
+        fast: makes products with other bits than the unmodified model's; None: the bits are the same.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class Runtime:
         stream: bool = True,
         device: Device | None = None,
         live: bool = False,
+        fast: FastProducts | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.engine = engine
         self.forecaster = forecaster
         self.passes = passes
+        self.fast = fast
         self._min_group_bytes = min_group_bytes
         self._stream = stream
         self._block_forwards = [type(layer.block).forward for layer in layers]
@@ -153,7 +157,7 @@ class Runtime:
                 ids, real_tokens = _only_with_weights(layer, ids, real_tokens)
             if self._live:
                 self._live[layer.layer_idx].check(ids)
-            call = LayerCall(layer, hidden, index, weights, tokens, on_host if self.on_device else None)
+            call = LayerCall(layer, hidden, index, weights, tokens, on_host if self.on_device else None, self.fast)
             visit = self.engine.visit(layer.layer_idx, ids, real_tokens, state.num_sequences, hits, state.phase)
             try:
                 with visit:

@@ -79,6 +79,7 @@ class SlotHandle(Handle):
                 policy=self.config.eviction,
                 predictor=f"{self._predictor} (failed)" if self.runtime.predictor_failed else self._predictor,
                 store=_described(self._store),
+                kernels="" if self.runtime.fast is None else self.runtime.fast.in_words,
             )
 
     def reset_stats(self) -> None:

@@ -49,6 +49,8 @@ class Stats:
     """Kind of the predictor that prefetch uses; None: no prefetch."""
     store: str = ""
     """A description of where all experts always are."""
+    kernels: str = ""
+    """How experts were multiplied, if not exactly."""
     prefill: PhaseStats = field(repr=False)
     """Passes that read a prompt."""
     decode: PhaseStats = field(repr=False)
@@ -69,6 +71,7 @@ class Stats:
         policy: str,
         predictor: str | None,
         store: str = "",
+        kernels: str = "",
     ) -> Stats:
         """Return what `recorder` has counted so far, and the set-up that it was counted with.
 
@@ -83,6 +86,7 @@ class Stats:
             policy=policy,
             predictor=predictor,
             store=store,
+            kernels=kernels,
             prefill=recorder.phase_stats("prefill"),
             decode=recorder.phase_stats("decode"),
             forecasts=recorder.forecast_stats(),
@@ -185,6 +189,8 @@ class Stats:
         )
         link = self.link + (f"; store {self.store}" if self.store else "")
         lines = labelled("cache", cache, _LABEL) + labelled("link", link, _LABEL)
+        if self.kernels:
+            lines += labelled("kernels", self.kernels, _LABEL)
         if self.cache_rate >= 1 and not self.total.layer_visits:  # nothing is counted if all experts are in memory
             return "\n".join(lines + self._troubles())
         table = [("", "prefill", "decode", "total"), *self.rows()]

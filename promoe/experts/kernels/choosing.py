@@ -6,7 +6,8 @@
   force.
 * **Slot decode** (`slot_decode`) computes one token on a device, where `batched_mm` is in force.
 
-The last two are used only once they have proved to have the stock kernel's bits (`proofs`).
+The last two are used only once they have proved to have the stock kernel's bits (`proofs`), or where the user asked for
+`fast` products, which need not have them.
 
 On a device, quantised experts are expanded first (`expanding`), and kernels read the copies as if they were slots.
 """
@@ -23,6 +24,7 @@ import torch
 from promoe.experts.activation import depends_on_shape
 from promoe.experts.kernels.bank import CallRows, SlotBank
 from promoe.experts.kernels.expanding import expanded
+from promoe.experts.kernels.fast import FastProducts
 from promoe.experts.kernels.row_kernel import RowKernel
 from promoe.experts.kernels.slot_decode import SlotDecode
 from promoe.experts.kernels.slot_windows import MAX_GROUPS, has_grouped_kernel
@@ -57,20 +59,38 @@ class Kernels:
         hidden: `[T, H]`, the experts' input.
         num_pairs: T * K.
         on_device: whether the layer computes on a device.
+        fast: makes products with other bits; None: all bits are the stock kernel's.
     """
 
-    __slots__ = ("_implementation", "_layer", "by_rows", "depends_on_groups", "part_pairs", "row_dtype", "rows")
+    __slots__ = (
+        "_fast",
+        "_implementation",
+        "_layer",
+        "by_rows",
+        "depends_on_groups",
+        "part_pairs",
+        "row_dtype",
+        "rows",
+    )
 
     def __init__(
-        self, layer: MoELayer, implementation: str, hidden: torch.Tensor, num_pairs: int, on_device: bool
+        self,
+        layer: MoELayer,
+        implementation: str,
+        hidden: torch.Tensor,
+        num_pairs: int,
+        on_device: bool,
+        fast: FastProducts | None = None,
     ) -> None:
         self._layer = layer
+        self._fast = fast
         self._implementation = implementation
         self.row_dtype = _row_dtype(layer, implementation, hidden)
         # On a device, a grouped kernel may have other bits than separate products, so the stock kernel computes
         # everything there.
         self.depends_on_groups = (
             not on_device
+            and fast is None
             and implementation != "eager"  # eager always computes expert by expert
             and depends_on_shape(layer.experts, layer.activation_width, self.row_dtype, layer.row_sizes, num_pairs)
         )
@@ -85,11 +105,12 @@ class Kernels:
         if not layer.adapter.sums_rows or not num_pairs:
             return
         stock, few = layer.stock_forward_of(self._implementation), num_pairs <= FEW_PAIRS
-        kernel = RowKernel(layer.experts, stock, hidden.dtype, self.row_dtype, few)
+        kernel = RowKernel(layer.experts, stock, hidden.dtype, self.row_dtype, few, self._fast)
         if kernel.proven is not False:
             widest_bytes = max(layer.activation_width, hidden.shape[-1]) * layer.stacked_shapes[0][2].itemsize
             self.part_pairs = max(1, PART_BYTES // widest_bytes)
-            self.rows, self.by_rows = kernel, few or num_pairs > 2 * self.part_pairs
+            always = few or self._fast is not None
+            self.rows, self.by_rows = kernel, always or num_pairs > 2 * self.part_pairs
 
     def begins(self, num_pairs: int) -> bool:
         """Return whether the first tensors of an expert can be used while its last ones are still in flight."""

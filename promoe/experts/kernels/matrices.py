@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from torch import nn
 
 from promoe.transfer.rows import Row
 
+# Multiplies `x[P, in]` by a matrix `[in, width]`; writes the result into a tensor, if it gets one, and returns it.
+Multiply = Callable[[torch.Tensor, Row, torch.Tensor | None], torch.Tensor]
 # The name of the second product's matrix. Names of all tensors that only the second product reads begin with it.
 SECOND = "down_proj"
 
@@ -38,13 +40,22 @@ def factors(rows: Sequence[Row], transposed: bool) -> list[Row]:
 
 
 def products(
-    x: torch.Tensor, matrices: Sequence[Row], sizes: Sequence[int], width: int, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    matrices: Sequence[Row],
+    sizes: Sequence[int],
+    width: int,
+    out: torch.Tensor | None = None,
+    multiply: Multiply | None = None,
 ) -> torch.Tensor:
-    """Multiply the next `sizes[i]` rows of `x[S, in]` by `matrices[i]` `[in, width]`; return `[S, width]` (`out`)."""
+    """Multiply the next `sizes[i]` rows of `x[S, in]` by `matrices[i]` `[in, width]`; return `[S, width]` (`out`).
+
+    `multiply` makes each product; None: `product` does.
+    """
+    multiply = multiply or product
     if out is None:
         out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     for x_rows, matrix, out_rows in zip(x.split(sizes), matrices, out.split(sizes), strict=True):
-        product(x_rows, matrix, out_rows)
+        multiply(x_rows, matrix, out_rows)
     return out
 
 

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from promoe.experts.kernels.matrices import SECOND, activate, factors, first_name, has_norm, product, products
+from promoe.experts.kernels.fast import FastProducts
+from promoe.experts.kernels.matrices import SECOND, Multiply, activate, factors, first_name, has_norm, product, products
 from promoe.experts.kernels.proofs import proof_of
 from promoe.experts.pairs import Selection
 from promoe.experts.scratch import PartSpace
@@ -38,6 +40,7 @@ class RowKernel:
         hidden_dtype: dtype of the layer's input.
         row_dtype: dtype of the weights and of the rows.
         few: whether the call has few pairs.
+        fast: makes the products, whose bits need not be those of the stock kernel; None: they have to be.
     """
 
     def __init__(
@@ -47,15 +50,17 @@ class RowKernel:
         hidden_dtype: torch.dtype,
         row_dtype: torch.dtype,
         few: bool,
+        fast: FastProducts | None = None,
     ) -> None:
         self._experts: Any = experts
+        self._fast = fast
         self._row_dtype = row_dtype
         self._proof = proof_of((RowKernel, stock, hidden_dtype, row_dtype, few), experts)
 
     @property
     def proven(self) -> bool | None:
-        """Whether its bits were those of the stock kernel; None before the first comparison."""
-        return self._proof.same
+        """Whether it may be used: its bits were those of the stock kernel, or need not be; None: that is not known yet."""
+        return self._proof.same if self._fast is None else True
 
     def prove(self, rows: Sequence[torch.Tensor], expected: torch.Tensor) -> torch.Tensor:
         """Compare `rows`, one after the other, with the stock kernel's rows; keep the verdict and return `expected`."""
@@ -84,8 +89,8 @@ class RowKernel:
 
     def _each(self, x: Sequence[torch.Tensor], name: str, selection: Selection, rows: ExpertRows) -> list[torch.Tensor]:
         """Return `x[P, in]` times the matrix of each expert, plus its bias. Joining the results would cost an operation."""
-        matrices = self._factors(name, selection, rows)
-        found = [product(of_expert, matrix) for of_expert, matrix in zip(x, matrices, strict=True)]
+        matrices, multiply = self._factors(name, selection, rows), self._multiply(name)
+        found = [multiply(of_expert, matrix, None) for of_expert, matrix in zip(x, matrices, strict=True)]
         self._add_biases(found, name, selection, rows)
         return found
 
@@ -108,8 +113,11 @@ class RowKernel:
     def _linear(self, x: torch.Tensor, name: str, selection: Selection, rows: ExpertRows, out: torch.Tensor) -> None:
         """Write `x[P, in]` times the matrix of each pair's expert, plus its bias, into `out[P, out]`."""
         matrices = self._factors(name, selection, rows)
-        products(x, matrices, selection.sizes, out.shape[1], out)
+        products(x, matrices, selection.sizes, out.shape[1], out, self._multiply(name))
         self._add_biases(out.split(selection.sizes), name, selection, rows)
+
+    def _multiply(self, name: str) -> Multiply:
+        return product if self._fast is None else partial(self._fast.multiply, (id(self._experts), name))
 
     def _factors(self, name: str, selection: Selection, rows: ExpertRows) -> list[Row]:
         return factors([rows[expert][name] for expert in selection.experts], not self._experts.is_transposed)
