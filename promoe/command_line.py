@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
@@ -98,9 +98,9 @@ class _Parser(ArgumentParser):
 
     def add_options(self, options: type) -> None:
         """Add the options of a verb: the fields of a dataclass."""
-        parameters = inspect.signature(options, eval_str=True).parameters.values()
+        parameters, types = inspect.signature(options).parameters.values(), get_type_hints(options)
         self.optional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is not p.empty]
-        self.several = {p.name: get_args(p.annotation)[0] for p in parameters if get_origin(p.annotation) is list}
+        self.several = {p.name: get_args(types[p.name])[0] for p in parameters if get_origin(types[p.name]) is list}
         self.add_class_arguments(options, as_group=False, as_positional=True)
 
     def _print_message(self, message: str, file: Any = None) -> None:

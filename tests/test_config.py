@@ -24,6 +24,7 @@ def test_defaults() -> None:
     """What the documentation promises; a change is a change of behaviour for everybody."""
     assert dataclasses.asdict(PromoeConfig()) == {
         "eviction": "next_use",
+        "kernels": "exact",
         "lookahead": 1,
         "min_probability": 0.5,
         "waste_share": 0.025,
@@ -57,7 +58,7 @@ def test_every_field_is_explained(record: type[Any]) -> None:
 
 def test_every_field_is_covered_by_these_tests() -> None:
     names = {field.name for field in dataclasses.fields(PromoeConfig)}
-    others = {"ablation", "chunk_bytes", "eviction", "pinned_bytes", "read_mode", "spool_folder", "verify"}
+    others = {"ablation", "chunk_bytes", "eviction", "kernels", "pinned_bytes", "read_mode", "spool_folder", "verify"}
     assert names == {*BOOLEANS, *WHOLE_NUMBERS, *NUMBERS, *others}
 
 
@@ -79,6 +80,7 @@ def test_equal_settings_are_equal() -> None:
     "fields",
     [
         {"eviction": "lru"},
+        {"kernels": "fast"},
         {"eviction": "lfru"},
         {"eviction": "static"},
         {"read_mode": "page_cache"},
@@ -115,6 +117,7 @@ def test_values_at_the_edge_are_accepted(fields: dict[str, Any]) -> None:
     [
         ("eviction", "fifo", r"one of \('lru', 'lfru', 'static', 'next_use'\)"),
         ("eviction", "LRU", "one of"),
+        ("kernels", "fastest", r"one of \('exact', 'fast'\)"),
         ("eviction", None, "one of"),
         ("eviction", ["lru"], "one of"),
         ("read_mode", "mmap", r"one of \('auto', 'page_cache', 'direct'\)"),

@@ -16,15 +16,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from promoe.errors import PromoeError
+from promoe.scheduler import most_needed_first
 from promoe.transfer.devices import Device, Queue
 
 # Up to this many ids, Python lists are faster than tensor operations.
 MAX_LISTED_IDS = 256
 
-
 Chosen = tuple[torch.Tensor, list[list[int]] | None, list[int]]
 """What was read from an index: the ids `[T, K]` in host memory, the experts of each token `[T][K]` (None if there are many
-tokens), and the distinct experts in ascending order. It is a plain tuple because two are made per layer and token."""
+tokens), and the distinct experts, those of most tokens first. It is a plain tuple because two are made per layer and token."""
 
 
 class IdReader(Protocol):
@@ -48,13 +48,14 @@ class IdReader(Protocol):
 
 
 def chosen_experts(index: torch.Tensor) -> tuple[list[list[int]] | None, list[int]]:
-    """Return the experts of each token `[T][K]` (None if there are many), and the distinct ones in ascending order."""
+    """Return the experts of each token `[T][K]` (None if there are many), and the distinct ones, those of most tokens first."""
     if index.numel() <= MAX_LISTED_IDS:
         tokens: list[list[int]] = index.tolist()
         if len(tokens) == 1:
             return tokens, sorted(set(tokens[0]))
-        return tokens, sorted({expert_idx for token in tokens for expert_idx in token})
-    return None, torch.unique(index).tolist()
+        return tokens, most_needed_first(tokens)
+    experts, counts = torch.unique(index, return_counts=True)
+    return None, experts[counts.argsort(descending=True, stable=True)].tolist()
 
 
 class HostIds:

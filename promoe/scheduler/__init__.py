@@ -21,6 +21,6 @@ models. The threaded engine, the replay and the property tests drive the same co
 from .config import ExpertKey, HotExperts, PoolSpec, SchedulerConfig
 from .fetch_queue import Lease
 from .scheduler import Scheduler
-from .visit import Visit
+from .visit import Visit, most_needed_first
 
-__all__ = ["ExpertKey", "HotExperts", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit"]
+__all__ = ["ExpertKey", "HotExperts", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit", "most_needed_first"]

@@ -100,7 +100,8 @@ class Scheduler(FetchQueue):
 
         Args:
             layer_idx: the MoE layer.
-            ids: experts that its tokens use.
+            ids: experts that its tokens use, `most_needed_first`: those of a kind (resident, in flight, the rest) run, and
+                are fetched, in this order.
             tokens: the experts of each real token `[num_tokens][top_k]`, oldest first, for the reuse prior; None if
                 the visit has one token.
             num_sequences: tokens that the layer's next visit is expected to have (sequences being decoded).

@@ -103,7 +103,7 @@ def test_each_layer_is_hinted_then_visited_with_the_same_experts(monkeypatch: py
             assert (hint[0], visit[0]) == ("hint", "visit")
             assert hint[1:] == visit[1:]
             assert hint[1] == turn % LAYERS
-            assert hint[2] == sorted(set(hint[2]))
+            assert len(hint[2]) == len(set(hint[2]))
         assert all(len(experts) == TOP_K for _, _, experts in calls[2 * LAYERS :])  # decode: one token
 
 
@@ -126,7 +126,7 @@ def test_ids_that_differ_from_the_announced_are_visited(monkeypatch: pytest.Monk
         greedy(model, PROMPTS["short"], new_tokens=0)
         rotated.remove()
         announced, visited = calls[0][2], calls[1][2]
-        assert visited == sorted((expert_idx + 3) % 8 for expert_idx in announced)
+        assert sorted(visited) == sorted((expert_idx + 3) % 8 for expert_idx in announced)
         assert_works(model)
 
 

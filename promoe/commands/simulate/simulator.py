@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
-from promoe.scheduler import Lease, Scheduler, SchedulerConfig
+from promoe.scheduler import Lease, Scheduler, SchedulerConfig, most_needed_first
 from promoe.scheduler.eviction import Static
 from promoe.scheduler.reuse import LearnedReuse
 from promoe.stats.counts import Phase
@@ -120,7 +120,7 @@ class Simulator:
             stream_next: whether the next layer's experts are fetched in order: a long prompt will use nearly all of them.
             num_sequences: tokens of the layer's next visit.
         """
-        scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else sorted({i for t in tokens for i in t})
+        scheduler, ids = self.scheduler, tokens[0] if len(tokens) == 1 else most_needed_first(tokens)
         self._compute(layer_s)
         hits = scheduler.hint(layer_idx, ids)
         if stream_next and layer_idx + 1 < self.config.num_layers:
