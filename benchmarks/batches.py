@@ -1,30 +1,36 @@
 """Many prompts at once from a quarter of the experts: generated tokens per second of prompts and answers together.
 
-    python benchmarks/batches.py [--cache 25%] [--prompts 64] [--max-new-tokens 32] [--experts auto] [--json FILE]
+    python benchmarks/batches.py [--cache 25%] [--prompts 64] [--max-new-tokens 32] [--forms exact fast int8]
+        [--json FILE]
 
 Prints a row for each way to answer. The same model and slots answer the same held-out ShareGPT prompts one by one, in padded
-batches of several sizes, and by `promoe.generate_batch` with several numbers of sequences at once. One by one answers a
-quarter of them. Each answer has the same length. Uses the widened demo model. Takes ten minutes on two cores.
+batches of several sizes, and by `promoe.generate_batch` with several numbers of sequences at once; this also with
+kernels="fast" and with int8 experts. One by one answers a quarter of them. Each answer has the same length. Uses the widened
+demo model. Takes 20 minutes on two cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from common import DTYPE, heldout_prompts, make_parser, widened_demo
+from common import DTYPE, heldout_prompts, in_form, make_parser, widened_demo
 from transformers import PreTrainedModel
 
 import promoe
 from promoe.units import aligned, format_number, format_percent
 
+FORMS = ("exact", "fast", "int8")
 PADDED, AT_ONCE = (8, 32), (8, 16, 32, 64)
 KV_TOKENS = 32768
 LONGEST = 256  # tokens of a prompt; longer ones are cut
+
+Way = tuple[Callable[..., None], int]  # what answers prompts, and how many it answers
 
 
 def alone(model: PreTrainedModel, prompts: Sequence[list[int]], new_tokens: int) -> None:
@@ -80,35 +86,49 @@ def measured(
     }
 
 
+def rows_of(
+    form: str, ways: dict[str, Way], prompts: Sequence[list[int]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Open the model in a form, and yield what each way to answer took."""
+    config = promoe.PromoeConfig(kernels="fast" if form == "fast" else "exact")
+    experts, checkpoint = "auto", widened_demo()
+    if form == "int8":
+        experts = form
+        in_form(checkpoint, form)
+    model = promoe.from_pretrained(checkpoint, cache=options.cache, experts=experts, dtype=DTYPE, config=config)
+    model.generation_config.eos_token_id = None  # so that all answers have the same length
+    try:
+        padded(model, prompts[:1], 4)
+        for name, (run, count) in ways.items():
+            yield {"form": form, "way": name, **measured(run, model, prompts[:count], options.max_new_tokens)}
+    finally:
+        model.promoe.close()
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = make_parser(__doc__, __file__)
     parser.add_argument("--cache", default="25%", help="slots (default: 25%%)")
-    parser.add_argument("--experts", default="auto", help="form of the experts (default: auto)")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS, help="of the experts and products")
     parser.add_argument("--prompts", type=int, default=64, help="how many (default: 64)")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="of each answer (default: 32)")
     options = parser.parse_args(arguments)
     prompts = [ids[0, :LONGEST].tolist() for ids in heldout_prompts(options.prompts)]
-    ways: dict[str, tuple[Callable[..., None], int]] = {"one by one": (alone, max(1, len(prompts) // 4))}
+    together: dict[str, Way] = {f"generate_batch, {size}": (at_once(size), len(prompts)) for size in AT_ONCE}
+    ways: dict[str, Way] = {"one by one": (alone, max(1, len(prompts) // 4))}
     ways |= {f"padded, {size}": (padded_batches(size), len(prompts)) for size in PADDED}
-    ways |= {f"generate_batch, {size}": (at_once(size), len(prompts)) for size in AT_ONCE}
-    model = promoe.from_pretrained(widened_demo(), cache=options.cache, experts=options.experts, dtype=DTYPE)
-    model.generation_config.eos_token_id = None  # so that all answers have the same length
-    rows = {}
-    try:
-        padded(model, prompts[:1], 4)
-        for name, (run, count) in ways.items():
-            rows[name] = measured(run, model, prompts[:count], options.max_new_tokens)
-            print(name, rows[name], file=sys.stderr, flush=True)
-    finally:
-        model.promoe.close()
+    rows = []
+    for number, form in enumerate(options.forms):
+        for row in rows_of(form, together if number else ways | together, prompts, options):
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"arguments": list(arguments), "rows": rows}, indent=1))
-    first = rows["one by one"]["tokens_per_s"]
-    table = [["", "tokens/s", "x one by one", "MB/token", "waiting"]]
-    for name, row in rows.items():
+    first = rows[0]["tokens_per_s"]
+    table = [["experts", "answered", "tokens/s", "x one by one", "MB/token", "waiting"]]
+    for row in rows:
         speed = row["tokens_per_s"]
         rate = [format_number(speed), format_number(speed / first), format_number(row["mb_per_token"])]
-        table.append([name, *rate, format_percent(row["waiting"])])
+        table.append([row["form"], row["way"], *rate, format_percent(row["waiting"])])
     print("\n".join(aligned(table)))
 
 
