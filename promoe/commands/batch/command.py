@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,10 @@ from tqdm import tqdm
 
 from promoe.commands.batch.lines import CHAT, LineError, Request, read_lines, read_request
 from promoe.commands.batch.options import Options
+from promoe.commands.batch.planned import sizes_for
+from promoe.commands.batch.prompts import count_lines, encoded
 from promoe.commands.batch.results import ResultFile, answer_line, error_line
+from promoe.commands.plan.many_prompts import BatchPlan
 from promoe.commands.terminal import opening_bar
 from promoe.errors import ConfigError
 from promoe.model.tokenizer import load_tokenizer
@@ -29,8 +32,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class Totals:
-    """What a run has done so far."""
+    """What a run has done so far. `limit` is what the plan expects to limit it; None: nothing was planned."""
 
+    limit: str | None = None
     kept: int = 0
     answers: int = 0
     errors: int = 0
@@ -40,8 +44,9 @@ class Totals:
 
     @property
     def rate(self) -> str:
-        """Generated tokens per second."""
-        return f"{format_number(self.new_tokens / max(1e-9, time.perf_counter() - self.start_s))} tokens/s"
+        """Generated tokens per second, and what limits them."""
+        rate = format_number(self.new_tokens / max(1e-9, time.perf_counter() - self.start_s))
+        return f"{rate} tokens/s" + (f", limited by {self.limit}" if self.limit else "")
 
 
 @dataclass(slots=True)
@@ -63,27 +68,21 @@ def run_batch(options: Options) -> Totals:
     source, out = Path(options.input), Path(options.out)
     if out.exists() and source.exists() and out.samefile(source):
         raise ConfigError(f"--out {out} is the file of prompts. Choose another file for the answers.")
-    num_lines = _count(source)
+    num_lines = count_lines(source)
     transformers.logging.disable_progress_bar()
     with ResultFile(out) as results:
         tokenizer = load_tokenizer(options.model)
+        cache, sizes, plan = sizes_for(options, tokenizer, results.done, num_lines)
         with opening_bar(Path(options.model).name) as progress:
-            model = from_pretrained(options.model, progress=progress, **options.for_opening())
+            model = from_pretrained(options.model, progress=progress, **{**options.for_opening(), "cache": cache})
         handle: Any = model.promoe
         try:
-            totals = _answer_all(options, model, tokenizer, results, num_lines)
+            totals = _answer_all(options, model, tokenizer, results, num_lines, sizes, plan)
         finally:
             handle.close()
         print(_summary(totals, results.path), file=sys.stderr)
         print(text_report(handle.stats()), file=sys.stderr)
     return totals
-
-
-def _count(source: Path) -> int:
-    try:
-        return sum(1 for _ in read_lines(source))
-    except OSError as error:
-        raise ConfigError(f"The prompts cannot be read: {error}. INPUT must be a file of JSON lines.") from error
 
 
 def _answer_all(
@@ -92,11 +91,12 @@ def _answer_all(
     tokenizer: PreTrainedTokenizerBase,
     results: ResultFile,
     num_lines: int,
+    sizes: Mapping[str, int],
+    plan: BatchPlan | None,
 ) -> Totals:
-    totals = Totals()
+    totals = Totals(limit=None if plan is None else plan.chosen.limit)
     with tqdm(total=num_lines, unit="answer", desc="answering", disable=None) as bar:
         batch = _Batch(options, tokenizer, results, totals, bar)
-        sizes = {"at_once": options.at_once, "step_tokens": options.step_tokens, "kv_tokens": options.kv_tokens}
         for answer in generate_batch(model, batch.prompts(), **sizes):
             batch.take(answer)
     return totals
@@ -136,7 +136,7 @@ class _Batch:
                 if request.custom_id in self._before:
                     self._keep()
                     continue
-                pending = Pending(request, self._encoded(request))
+                pending = Pending(request, encoded(self._tokenizer, request))
             except LineError as error:
                 self._refuse(error if claimed else self._claimed(error, line_number))
                 continue
@@ -173,23 +173,6 @@ class _Batch:
         self._results.add(error_line(error.custom_id, str(error)))
         self._totals.errors += 1
         self._bar.update()
-
-    def _encoded(self, request: Request) -> list[int]:
-        try:
-            if request.url == CHAT:
-                ids = self._tokenizer.apply_chat_template(
-                    request.content, add_generation_prompt=True, tokenize=True, return_dict=True
-                )["input_ids"]
-            elif isinstance(request.content, str):
-                ids = self._tokenizer(request.content)["input_ids"]
-            else:
-                ids = request.content
-        except Exception as error:  # a template is a program, and may raise anything
-            raise LineError(
-                request.custom_id,
-                f"The tokenizer or its chat template cannot encode this: {type(error).__name__}: {error}.",
-            ) from error
-        return list(ids)
 
     def take(self, answer: BatchAnswer) -> None:
         """Note an answer, and write its line once all choices are there."""

@@ -14,7 +14,8 @@ class Options(ModelOptions):
 
     INPUT has a JSON object per line: an OpenAI batch request (custom_id, method, url, body), or a "prompt" or "messages" with
     the fields of such a body. Answers are written to --out as they are completed, in OpenAI's format; a line that cannot be
-    answered gets an error there. The same command again answers what is missing.
+    answered gets an error there. The same command again answers what is missing. For many lines the machine is measured first,
+    which takes half a minute, and the sizes that were not given are planned (`promoe plan MODEL --batch INPUT` says why).
 
     Example: `promoe batch MODEL questions.jsonl --out answers.jsonl --cache 25%`
 
@@ -31,14 +32,19 @@ class Options(ModelOptions):
     """longest answer, in tokens, for lines that do not say it"""
     seed: int = 0
     """seed of sampling; each line has a seed of its own that follows from it, unless the line says one"""
-    at_once: int = 64
-    """the most sequences that are computed together"""
-    step_tokens: int = 512
-    """the most tokens of a step"""
-    kv_tokens: int = 16384
-    """tokens of the KV cache, which all sequences share: a prompt and its answer must fit"""
+    cache: str = "plan"
+    """RAM for experts: "plan" (what the KV cache leaves of --memory), or as for the other commands: a size ("6GiB"), a share
+    ("25%"), "auto" (what is free, less 2 GiB)"""
+    memory: str | None = None
+    """most memory of the process ("8GiB"), for the plan; by default what is free, less 1 GiB"""
+    at_once: int | None = None
+    """the most sequences that are computed together; planned by default"""
+    step_tokens: int | None = None
+    """the most tokens of a step; planned by default"""
+    kv_tokens: int | None = None
+    """tokens of the KV cache, which all sequences share: a prompt and its answer must fit; planned by default"""
 
     def __post_init__(self) -> None:
-        check_at_least(
-            1, max_tokens=self.max_tokens, at_once=self.at_once, step_tokens=self.step_tokens, kv_tokens=self.kv_tokens
-        )
+        sizes = {"at_once": self.at_once, "step_tokens": self.step_tokens, "kv_tokens": self.kv_tokens}
+        given = {name: value for name, value in sizes.items() if value is not None}
+        check_at_least(1, max_tokens=self.max_tokens, **given)

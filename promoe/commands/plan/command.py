@@ -7,12 +7,15 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any, TextIO
 
 import transformers
 
-from promoe.commands.plan import show
+from promoe.commands.batch.prompts import read_work
+from promoe.commands.plan import show, show_batch
 from promoe.commands.plan.choice import Choice, choose, rates_to_try
+from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
 from promoe.commands.plan.measuring import measure_compute, measure_link
 from promoe.commands.plan.options import Options
 from promoe.commands.plan.overlap import fit_overlap
@@ -21,6 +24,7 @@ from promoe.commands.plan.result import Result
 from promoe.commands.plan.routing import OFTEN, SELDOM, Routing, from_trace, made_up
 from promoe.commands.plan.sizes import ModelSizes, Room, rate_name
 from promoe.commands.plan.stand_in import EXPERTS_BYTES, StandIn
+from promoe.commands.plan.throughput import BatchWork, Wanted
 from promoe.commands.plan.time_model import ComputeTimes, LinkSpeed, Prediction, TimeModel
 from promoe.commands.plan.verification import verify
 from promoe.config import PromoeConfig
@@ -28,6 +32,7 @@ from promoe.errors import ConfigError, PromoeError
 from promoe.experts.kernels.formats import Formats, formats_in
 from promoe.files import check_writable
 from promoe.model.packing import packable
+from promoe.model.tokenizer import load_tokenizer
 from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.transfer.cpu_contention import CoreWatch
@@ -61,7 +66,10 @@ def run_plan(options: Options, out: TextIO | None = None) -> Result:
         if read.store is not None:
             stack.enter_context(closing(read.store))
         plan = _Plan(options, read, device, out)
-        plan.run(trace)
+        if options.batch is None:
+            plan.run(trace)
+        else:
+            plan.run_batch(Path(options.batch), trace)
     if options.json is not None:
         plan.found.write(options.json)
         print(f"\nwritten to {options.json}", file=out)
@@ -111,6 +119,39 @@ class _Plan:
             some = [rate for rate in fitting if rate in asked] or [rate for rate in fitting if rate < 1][:3] or fitting
             found.verified = verify(time_model, some, options.prompt_tokens, options.new_tokens, self._settings())
             self._print(["", *show.verified_lines(found.verified, time_model.compute_s, self._compute_s())])
+
+    def run_batch(self, source: Path, trace: RoutingTrace | None) -> None:
+        """Plan how a file of prompts is answered.
+
+        Raises:
+            PromoeError: the file cannot be read, no line of it can be answered, or nothing fits.
+        """
+        options, sizes = self.options, self.sizes
+        work = read_work(source, load_tokenizer(options.model), options.max_tokens)
+        if work is None:
+            raise ConfigError(f"No line of {source} can be answered. `promoe batch` says why, line by line.")
+        memory_bytes = memory_for(options.memory)
+        rates = [self.room.rate_of(cache, sizes) for cache in options.cache]
+        wanted = Wanted(rate=rates[0] if rates else None)
+        routing = None if trace is None else from_trace(trace, sizes, str(options.trace), 256, 32)
+        self._print(show.model_lines(sizes, options.context))
+        self._print(show_batch.work_lines(work, memory_bytes))
+        plans = {options.experts: plan_batch(self.read, work, memory_bytes, wanted, routing)}
+        if not self._formats and (fewer := self._batch_in_fewer_bits(work, memory_bytes, routing)) is not None:
+            plans[FEWER_BITS] = fewer
+        self.found.batch = plans
+        first = plans[options.experts]
+        self._print(show_batch.measured_lines(first))
+        self._print(["", *show_batch.table_lines(plans)])
+        self._print(["", *show_batch.choice_lines(first, options.model, str(source), options.experts)])
+
+    def _batch_in_fewer_bits(
+        self, work: BatchWork, memory_bytes: int | None, routing: Routing | None
+    ) -> BatchPlan | None:
+        try:
+            return plan_batch(self._read_anew(FEWER_BITS), work, memory_bytes, Wanted(), routing)
+        except PromoeError:
+            return None
 
     def _advice(self, choice: Choice, time_model: TimeModel) -> dict[str, str | None]:
         """Return what other forms of the experts would change, by label; None: nothing worth saying."""

@@ -38,6 +38,12 @@ class Options:
     """length of the prompts that TTFT is predicted for"""
     new_tokens: int = 32
     """length of the answers that TPOT is predicted for"""
+    batch: str | None = None
+    """plan `promoe batch` for this file of prompts instead: how many at once, and what of the memory is for slots"""
+    memory: str | None = None
+    """with --batch: most memory of the process ("8GiB"); by default what is free, less 1 GiB"""
+    max_tokens: int = 256
+    """with --batch: longest answer, in tokens, of lines that do not say it"""
     tokens_per_second: float | None = None
     """find the smallest cache that is as fast as this"""
     trace: str | None = None
@@ -53,5 +59,11 @@ class Options:
 
     def __post_init__(self) -> None:
         check_at_least(1, context=self.context, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens)
+        check_at_least(1, max_tokens=self.max_tokens)
+        if self.batch is not None and (self.device != "cpu" or len(self.cache) > 1):
+            raise ConfigError(
+                "--batch is planned for slots in RAM, with at most one --cache. Got "
+                f"--device {self.device} and {len(self.cache)} sizes."
+            )
         if self.tokens_per_second is not None and not 0 < self.tokens_per_second < float("inf"):
             raise ConfigError(f"--tokens-per-second must be more than 0. Got {self.tokens_per_second:g}.")

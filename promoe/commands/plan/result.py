@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from promoe.commands.plan.choice import Choice
+from promoe.commands.plan.many_prompts import BatchPlan
+from promoe.commands.plan.show_batch import as_numbers
 from promoe.commands.plan.sizes import ModelSizes, Room
 from promoe.commands.plan.time_model import ComputeTimes, LinkSpeed, Prediction
 from promoe.commands.plan.verification import Verified
@@ -33,6 +35,7 @@ class Result:
         predictions: for cache rates that fit, ascending.
         choice: among them; None without speeds.
         verified: those that were run.
+        batch: how a file of prompts is best answered, by form of the experts; empty: that was not asked.
         taken: what others took of the cores while speeds were measured; None: unknown.
     """
 
@@ -46,6 +49,7 @@ class Result:
     predictions: Sequence[Prediction] = ()
     choice: Choice | None = None
     verified: Sequence[Verified] = ()
+    batch: Mapping[str, BatchPlan] = field(default_factory=dict)
     taken: Taken | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -75,6 +79,7 @@ class Result:
             "predictions": [asdict(one) for one in self.predictions],
             "choice": None if self.choice is None else asdict(self.choice),
             "verified": [asdict(one) for one in self.verified],
+            "batch": as_numbers(self.batch),
             "cores_taken": None if self.taken is None else asdict(self.taken),
         }
         numbers: dict[str, Any] = _without_nan(found)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,18 @@ def made_up(
         tokens = prompt_tokens + (new_tokens if number else min(new_tokens, WARM_UP_TOKENS))
         found.append(_passes(_tokens(popular, tops, habit.recency, tokens, draw), prompt_tokens))
     return Routing(habit.name, f"made up to repeat as {habit.like} does", found)
+
+
+def usage(routing: Routing, sizes: ModelSizes) -> tuple[npt.NDArray[np.float64], ...]:
+    """Return for each layer the share of tokens that use each expert `[num_experts]`, as if each had half a use more."""
+    counts = [np.full(layer.num_experts, 0.5) for layer in sizes.layers]
+    for one in chain.from_iterable(routing.answers):
+        for layer_idx, tokens in one.visits:
+            np.add.at(counts[layer_idx], list(chain.from_iterable(tokens)), 1.0)
+    # A token uses as many experts as the layer's top-k.
+    return tuple(
+        np.minimum(1.0, layer.top_k * count / count.sum()) for layer, count in zip(sizes.layers, counts, strict=True)
+    )
 
 
 def _tokens(

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from promoe.errors import UnsupportedModelError
 from promoe.experts.adapters.base import get_tensor
+from promoe.experts.kernels.fast import FastProducts
 from promoe.experts.kernels.formats import Formats, form_in_words
 from promoe.experts.layer_call import LayerCall
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
@@ -75,6 +76,8 @@ class StandIn:
         form: the form of the experts, in words; empty: plain.
         layer_s: least seconds that everything but experts took for each MoE layer here and one token.
         pause_s: seconds of sleep before each expert, which is then run by itself; None: all are run at once.
+        with_experts: whether the routed experts are run; else they give zeros.
+        fast: makes their products in the way that takes least time; None: the exact ones are made.
 
     Raises:
         UnsupportedModelError: the model has no one list of blocks.
@@ -101,6 +104,8 @@ class StandIn:
         self._pools = _filled_pools(self.layers, experts_bytes, formats)
         self.form = form_in_words((pool.layout, 1) for pool in self._pools.values())
         self.pause_s: float | None = None
+        self.with_experts = True
+        self.fast: FastProducts | None = None
         self.layer_s = math.inf
         self._timed = Timed()
         self._blocks_s = [0.0] * len(self.blocks)
@@ -112,17 +117,26 @@ class StandIn:
 
     def run(self, ids: torch.Tensor, cache: Any = None) -> tuple[Any, Timed]:
         """Run tokens `[1, num_tokens]` after those of `cache`, and return the cache after it, and times."""
-        timed = self._timed = Timed()
+        self.begin()
         start_s = time.perf_counter()
         with torch.inference_mode():
             cache = self.model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
-        timed.pass_s = time.perf_counter() - start_s
+        return cache, self.end(time.perf_counter() - start_s)
+
+    def begin(self) -> None:
+        """Forget the last pass: one begins."""
+        self._timed = Timed()
+
+    def end(self, pass_s: float) -> Timed:
+        """Return the times of the pass that began last, and took so long."""
+        timed = self._timed
+        timed.pass_s = pass_s
         by_kind: dict[Any, list[float]] = {}
         for kind, seconds in zip(self._kinds, self._blocks_s, strict=False):
             by_kind.setdefault(kind, []).append(seconds)
         all_blocks_s = sum(sum(by_kind[kind]) / len(by_kind[kind]) for kind in self._kinds)
         timed.others_s = timed.pass_s - timed.experts_s - sum(self._blocks_s) + all_blocks_s
-        return cache, timed
+        return timed
 
     def close(self) -> None:
         """Give the memory of made-up experts back, and leave the model to others; it cannot be run here any more."""
@@ -132,11 +146,13 @@ class StandIn:
 
     def _run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         def run(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            if not self.with_experts:
+                return torch.zeros_like(hidden)
             start_s = time.perf_counter()
             tokens, ids = chosen_experts(index)
             ids = [idx for idx in ids if idx < layer.num_experts]
             rows = self._rows(layer.layer_idx, ids)
-            call = LayerCall(layer, hidden, index, weights, tokens)
+            call = LayerCall(layer, hidden, index, weights, tokens, fast=self.fast)
             result = call.run_resident(rows) if self.pause_s is None else call.run_groups(self._one_by_one(rows))
             self._timed.experts_s += time.perf_counter() - start_s
             self._timed.experts_used += len(ids)

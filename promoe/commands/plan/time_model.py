@@ -172,9 +172,9 @@ class TimeModel:
             found = replace(found, hit_rate=1.0, bytes_per_token=0.0, stall_s=0.0)
             return Speed(**asdict(found), routing=routing.name, compute_s=self.compute_s, transfer_s=0.0)
         link = self.link_at(rate)
-        wire = Wire(self._into_slots(link, link.bytes_per_s), 0.0)
+        wire = Wire(into_slots(self.sizes, link, link.bytes_per_s), 0.0)
         found = simulate_answers(config, routing.answers, wire, self._work, link.slowdown, self.compute.group_s)
-        transfer_s = found.bytes_per_token / self._into_slots(link, link.alone_bytes_per_s)
+        transfer_s = found.bytes_per_token / into_slots(self.sizes, link, link.alone_bytes_per_s)
         return Speed(**asdict(found), routing=routing.name, compute_s=self.compute_s, transfer_s=transfer_s)
 
     @property
@@ -185,12 +185,6 @@ class TimeModel:
             for idx, layer in enumerate(self.sizes.layers)
             for layer_s, expert_s in [self._work(idx, 1, layer.top_k)]
         )
-
-    def _into_slots(self, link: LinkSpeed, stored_bytes_per_s: float) -> float:
-        """Return the bytes in slots per second, conversion included; each worker reads, then converts."""
-        per_byte_s = self.sizes.stored_share / stored_bytes_per_s
-        convert_s = link.convert_s / self.sizes.layers[0].layout.payload_bytes
-        return 1 / (per_byte_s + convert_s / PromoeConfig().workers)
 
     def _work(self, layer_idx: int, num_tokens: int, num_used: int) -> tuple[float, float]:
         layer, compute = self.sizes.layers[layer_idx], self.compute
@@ -209,3 +203,10 @@ class TimeModel:
             hints=settings.ablation.early_preemption,
             prefetch=False,
         )
+
+
+def into_slots(sizes: ModelSizes, link: LinkSpeed, stored_bytes_per_s: float) -> float:
+    """Return the bytes in slots per second, conversion included; each worker reads, then converts."""
+    per_byte_s = sizes.stored_share / stored_bytes_per_s
+    convert_s = link.convert_s / sizes.layers[0].layout.payload_bytes
+    return 1 / (per_byte_s + convert_s / PromoeConfig().workers)

@@ -1,0 +1,80 @@
+"""The sizes of a batch: those that were given, and for many lines those that a plan chooses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection
+from contextlib import closing, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from promoe.commands.batch.options import Options
+from promoe.commands.batch.prompts import read_work
+from promoe.commands.model_options import cache_size
+from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
+from promoe.commands.plan.reading import read_model
+from promoe.commands.plan.show_batch import fast_advice, said
+from promoe.commands.plan.sizes import Room, cache_argument
+from promoe.commands.plan.throughput import Wanted
+from promoe.errors import PromoeError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# With fewer lines than this, nothing is measured: they take less time than that.
+WORTH_PLANNING = 200
+# Sizes where nothing is planned.
+UNPLANNED = {"at_once": 64, "step_tokens": 512, "kv_tokens": 16384}
+
+
+def sizes_for(
+    options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], num_lines: int
+) -> tuple[str | int, dict[str, int], BatchPlan | None]:
+    """Return the cache, the sizes of `generate_batch`, and the plan that they are of; None: nothing was planned.
+
+    Raises:
+        PromoeError: the model cannot be read, or nothing fits into the memory.
+    """
+    given = {name: value for name in UNPLANNED if (value := getattr(options, name)) is not None}
+    all_given = len(given) == len(UNPLANNED) and options.cache != "plan"
+    cache = cache_size("auto" if options.cache == "plan" else options.cache)
+    if all_given or options.device != "cpu" or num_lines - len(done) < WORTH_PLANNING:
+        return cache, UNPLANNED | given, None
+    plan = _planned(options, tokenizer, done, given)
+    if plan is None:
+        return cache, UNPLANNED | given, None
+    print(f"planned: {said(plan)}. {plan.chosen.limit} will limit it.", file=sys.stderr)
+    if plan.fast is not None and plan.fast_pays:
+        print(f"{fast_advice(plan.chosen, plan.fast)}.", file=sys.stderr)
+    setting = plan.chosen.setting
+    if options.cache == "plan":
+        cache = cache_argument(setting.rate)
+    sizes = {name: int(getattr(setting, name)) for name in UNPLANNED}
+    return cache, sizes, plan
+
+
+def _planned(
+    options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], given: dict[str, int]
+) -> BatchPlan | None:
+    work = read_work(Path(options.input), tokenizer, options.max_tokens, done)
+    if work is None:
+        return None
+    memory_bytes = memory_for(options.memory)
+    try:
+        read = read_model(options.model, experts=options.experts)
+    except PromoeError as error:  # what is wrong with the model itself, opening it says
+        _say_not_planned(error)
+        return None
+    with nullcontext() if read.store is None else closing(read.store):
+        rate = None
+        if options.cache != "plan":
+            rate = Room("RAM", memory_bytes, read.sizes.other_bytes, None).rate_of(options.cache, read.sizes)
+        try:
+            return plan_batch(read, work, memory_bytes, Wanted(**given, rate=rate, kernels=(options.kernels,)))
+        except UnsupportedModelError as error:
+            _say_not_planned(error)
+            return None
+
+
+def _say_not_planned(error: PromoeError) -> None:
+    print(f"not planned: {error}", file=sys.stderr)
