@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 OLDEST := $(VENV)-oldest/.installed
 NEWEST := $(VENV)-newest/.installed
 
-.PHONY: demo test check package bench fuzz soak notebooks test-slow test-matrix test-oldest test-newest clean
+.PHONY: demo test check package bench fuzz soak notebooks test-slow test-ray test-matrix test-oldest test-newest clean
 
 # What an environment changes in constraints.txt, as a sed script; the newest is the newest of when it is set up.
 $(OLDEST): CHANGE = s/^transformers==.*/transformers==$(shell sed -n 's/.*"transformers>=\([^,]*\),.*/\1/p' pyproject.toml)/
@@ -37,6 +37,11 @@ package: $(STAMP)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+# Several models on a local cluster of two nodes.
+test-ray: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 # More than 100,000 damaged and hostile inputs; says how many each target took.
 fuzz: $(STAMP)

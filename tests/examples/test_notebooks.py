@@ -154,3 +154,13 @@ def test_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
     slots = [stats.cache_slots for _, stats in names["found"].values()]
     assert slots == sorted(slots)
     assert "the same bits with all experts in memory and with a fifth of them" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("settings", "own_threads")
+def test_many_prompts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PROMOE_GROUPS", "1 4")
+    names = run("07_many_prompts")
+    assert (names["again"].kept, names["again"].answers + names["again"].errors) == (2, 3)
+    assert len(names["out"].read_text().splitlines()) == 5
+    assert min(names["speeds"] + names["planned"]) > 0
+    assert "Ask for a shorter answer" in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 
 from promoe.commands.model_options import ModelOptions
-from promoe.errors import check_at_least
+from promoe.errors import ConfigError, check_at_least
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,21 @@ class Options(ModelOptions):
     kv_tokens: int | None = None
     """tokens of the KV cache, which all sequences share: a prompt and its answer must fit; planned by default"""
 
+    replicas: int | None = None
+    """answer with so many models in processes of a Ray cluster (needs the extra "ray"); sizes are those of each"""
+    ray: str | None = None
+    """with --replicas: address of the cluster ("auto", "HOST:PORT"); by default one is started on this machine"""
+
     def __post_init__(self) -> None:
         sizes = {"at_once": self.at_once, "step_tokens": self.step_tokens, "kv_tokens": self.kv_tokens}
         given = {name: value for name, value in sizes.items() if value is not None}
+        if self.replicas is not None:
+            given["replicas"] = self.replicas
         check_at_least(1, max_tokens=self.max_tokens, **given)
+        if self.replicas is not None and self.cache == "plan":
+            raise ConfigError(
+                "--replicas open models on machines that are not measured here: give each its --cache, such as 6GiB, or plan "
+                "on such a machine (promoe plan MODEL --batch INPUT)."
+            )
+        if self.ray is not None and self.replicas is None:
+            raise ConfigError("--ray is for --replicas: say how many models answer.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from contextlib import closing, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,30 +28,48 @@ WORTH_PLANNING = 200
 UNPLANNED = {"at_once": 64, "step_tokens": 512, "kv_tokens": 16384}
 
 
-def sizes_for(
-    options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], num_lines: int
-) -> tuple[str | int, dict[str, int], BatchPlan | None]:
-    """Return the cache, the sizes of `generate_batch`, and the plan that they are of; None: nothing was planned.
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a batch.
+
+    Args:
+        cache: as `from_pretrained` takes it.
+        of_batch: as `generate_batch` takes them.
+        plan: that they are of; None: nothing was planned.
+    """
+
+    cache: str | int
+    of_batch: dict[str, int]
+    plan: BatchPlan | None = None
+
+    @property
+    def limit(self) -> str | None:
+        """What is expected to limit the throughput, if that is known."""
+        return None if self.plan is None else self.plan.chosen.limit
+
+
+def sizes_for(options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], num_lines: int) -> Sizes:
+    """Return the sizes of a batch, and say to stderr what was planned.
 
     Raises:
-        PromoeError: the model cannot be read, or nothing fits into the memory.
+        PromoeError: nothing fits into the memory.
     """
     given = {name: value for name in UNPLANNED if (value := getattr(options, name)) is not None}
     all_given = len(given) == len(UNPLANNED) and options.cache != "plan"
     cache = cache_size("auto" if options.cache == "plan" else options.cache)
-    if all_given or options.device != "cpu" or num_lines - len(done) < WORTH_PLANNING:
-        return cache, UNPLANNED | given, None
+    elsewhere = options.device != "cpu" or options.replicas is not None
+    if all_given or elsewhere or num_lines - len(done) < WORTH_PLANNING:
+        return Sizes(cache, UNPLANNED | given)
     plan = _planned(options, tokenizer, done, given)
     if plan is None:
-        return cache, UNPLANNED | given, None
+        return Sizes(cache, UNPLANNED | given)
     print(f"planned: {said(plan)}. {plan.chosen.limit} will limit it.", file=sys.stderr)
     if plan.fast is not None and plan.fast_pays:
         print(f"{fast_advice(plan.chosen, plan.fast)}.", file=sys.stderr)
     setting = plan.chosen.setting
     if options.cache == "plan":
         cache = cache_argument(setting.rate)
-    sizes = {name: int(getattr(setting, name)) for name in UNPLANNED}
-    return cache, sizes, plan
+    return Sizes(cache, {name: int(getattr(setting, name)) for name in UNPLANNED}, plan)
 
 
 def _planned(

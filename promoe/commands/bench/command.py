@@ -11,16 +11,23 @@ from promoe.commands.bench.plots import save_plots
 from promoe.commands.bench.run import Bench
 from promoe.commands.bench.show import report_lines
 from promoe.commands.bench.table import Report
+from promoe.commands.bench.throughput import run_throughput
 from promoe.files import check_writable, make_folder, write_atomically
 
 
-def run_bench(options: Options, out: TextIO | None = None) -> Report:
+def run_bench(options: Options, out: TextIO | None = None) -> Report | None:
     """Measure, print and write.
+
+    Returns:
+        What was found; None for --task throughput.
 
     Raises:
         PromoeError: something that it needs is missing or cannot be written, before anything is measured; or a system
             generated other tokens than the unmodified model.
     """
+    if options.task == "throughput":
+        run_throughput(options, out)
+        return None
     make_folder(options.folder)
     outputs = [check_writable(options.json_file), check_writable(options.folder / "bench.md")]
     report = Bench(options).run()

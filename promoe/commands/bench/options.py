@@ -11,6 +11,10 @@ from typing import Any, Literal
 from promoe.errors import ConfigError, check_at_least
 
 DISK = "disk"
+DEFAULT_SYSTEMS = {
+    "latency": ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"],
+    "throughput": ["gate", "fast", "page-cache", "disk-offload", "eliseev-naive"],
+}
 
 
 @dataclass(frozen=True)
@@ -57,21 +61,27 @@ class Options:
     cache: list[str] = field(default_factory=lambda: ["12.5%", "25%", "50%"])
     """slots, as shares of the routed experts (in 16 bits: quantised systems get as many bytes), sizes, or "2 per layer" for
     slots that belong to one layer each"""
-    systems: list[str] = field(
-        default_factory=lambda: ["resident", "on-demand", "lru", "next-use", "gate", "page-cache", "disk-offload"]
-    )
-    """resident, on-demand, lru, lfru, static, next-use, gate (the default configuration), paper-prefetch, paper-preempt, paper
-    (ProMoE as published, step by step), eliseev, eliseev-no-preload, eliseev-no-lru, eliseev-naive (Eliseev and Mazur 2023,
-    with :int2 or :int3 as published), random, oracle, page-cache, disk-offload, airllm, llama-cpp and llama-cpp-no-repack
-    (llama.cpp, also with :q8_0 or :q4_0), folders of trained predictors, or NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have
-    their experts in int8, int4, int3 or int2, as in gate:int4, or read them from a GGUF file in q8_0 or q4_0 (q8_0-int8: and
-    round them to int8). What is not there in a form is written. resident:FORM has all experts in slots, and is added"""
+    task: Literal["latency", "throughput"] = "latency"
+    """latency: one answer after the other; throughput: many prompts, one by one, in padded batches and together"""
+    systems: list[str] = field(default_factory=list)
+    """by default resident, on-demand, lru, next-use, gate, page-cache and disk-offload; for throughput gate, fast,
+    page-cache, disk-offload and eliseev-naive. There are resident, on-demand, lru, lfru, static, next-use, gate (the default
+    configuration), fast (with kernels="fast"), paper-prefetch, paper-preempt, paper (ProMoE as published, step by step),
+    eliseev, eliseev-no-preload, eliseev-no-lru, eliseev-naive (Eliseev and Mazur 2023, with :int2 or :int3 as published),
+    random, oracle, page-cache, disk-offload, airllm, llama-cpp and llama-cpp-no-repack (llama.cpp, also with :q8_0 or
+    :q4_0), folders of trained predictors, or NAME@FOLDER. NAME:FORM and NAME:FORM@FOLDER have their experts in int8, int4,
+    int3 or int2, as in gate:int4, or read them from a GGUF file in q8_0 or q4_0 (q8_0-int8: and round them to int8). What is
+    not there in a form is written. resident:FORM has all experts in slots, and is added"""
     pairs: int = 5
     """prompts that every system answers, after one to warm up"""
     max_new_tokens: int = 20
     """tokens generated for each prompt"""
     prompt_tokens: list[int] = field(default_factory=list)
     """also measure reading prompts of these lengths, in tokens"""
+    at_once: list[int] = field(default_factory=lambda: [8, 32, 64])
+    """for throughput: sequences at once"""
+    lengths: str = "mtbench"
+    """for throughput: length of prompts: mtbench (77 tokens on average, 418 at most), summaries (1693, 1984), or MEAN:MOST"""
     prompts: str | None = None
     """JSON list of texts; by default held-out ShareGPT prompts of the repository"""
     link: str = DISK
@@ -96,11 +106,18 @@ class Options:
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
         if not self.seconds_per_answer > 0:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
+        if not self.at_once or min(self.at_once) < 1:
+            raise ConfigError(f"--at-once must be at least 1 each. Got {list(self.at_once)} instead.")
         for cache in self.cache:
             check_cache(cache)
         if not self.cache:
             raise ConfigError("--cache needs at least one size, such as 25%.")
         _ = self.workspace_bytes, self.emulated()
+
+    @property
+    def named_systems(self) -> list[str]:
+        """The names of --systems, or those of the task."""
+        return self.systems or DEFAULT_SYSTEMS[self.task]
 
     @property
     def folder(self) -> Path:

@@ -54,7 +54,7 @@ class Bench:
     def __init__(self, options: Options) -> None:
         transformers.logging.disable_progress_bar()
         self.options = options
-        self.systems = find_systems(options.systems)
+        self.systems = find_systems(options.named_systems)
         self._check_link()
         # Where a link is emulated, one core less computes: on the machines that it stands for, copies need no core.
         self.threads = max(1, torch.get_num_threads() - (options.emulated() is not None))
@@ -69,7 +69,7 @@ class Bench:
         self._around: MemoryGroup | None = groups[0] if groups else None
         self.not_limited = self._why_not_limited()
         """Why memory is not limited; None: it is."""
-        self._failed: dict[str, str] = {}
+        self.failed: dict[str, str] = {}
         """Peers that cannot serve the model, or whose files could not be written, and why."""
         self.systems = [self._described(system) for system in self.systems]
         self._slot_bytes = prepare_forms(self.systems, self.checkpoint, self._dtype, self._folder)
@@ -82,14 +82,14 @@ class Bench:
             TokensDifferError: a system's tokens are not those of its reference. Nothing is reported of such a run.
         """
         with ExitStack() as stack:
-            resident = self._start(stack, KNOWN[RESIDENT], self.options.cache[0])
+            resident = self.start(stack, KNOWN[RESIDENT], self.options.cache[0])
             sizes = resident.ask(Served.sizes)
             slots = {cache: resident.ask(Served.slots_bytes, cache) for cache in self.options.cache}
             self._check_ram(max(slots.values()), sizes)
             references = [refer(resident, task) for task in self.tasks]
             for system in self.systems:
-                if system.is_peer and system.name not in self._failed:
-                    self._prepare(resident, system)
+                if system.is_peer and system.name not in self.failed:
+                    self.prepare(resident, system)
         quantised = {
             system.experts: self._refer_quantised(system)
             for system in self.systems
@@ -98,10 +98,11 @@ class Bench:
         emulated, link = self.options.emulated(), None
         if emulated is not None:
             link = emulated.link(sizes.token_bytes, references[0].compute_s)
+        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
         tables = []
         for cache in self.options.cache:
-            limit_bytes = None if self.not_limited else self._limit_bytes(sizes, slots[cache])
-            comparison = Round(self.systems, references, sizes, cache, limit_bytes, dict(self._failed), quantised)
+            limit_bytes = None if self.not_limited else self.limit_bytes(sizes, slots[cache], longest)
+            comparison = Round(self.systems, references, sizes, cache, limit_bytes, dict(self.failed), quantised)
             tables += self._measure(comparison, slots[cache], link)
         words = "the disk" if link is None else f"emulated, {format_number(link.bandwidth_bytes_per_s / 1e6)} MB/s"
         return Report(self.checkpoint.name, self.options, self.threads, sizes, self.not_limited, words, tables)
@@ -109,7 +110,7 @@ class Bench:
     def _refer_quantised(self, system: System) -> list[Reference]:
         """Let a quantised model with all experts in slots answer all tasks."""
         with ExitStack() as stack:
-            filled = self._start(stack, system, "100%")
+            filled = self.start(stack, system, "100%")
             return [refer(filled, task, unmodified=False, given_by=f"“{system.name}”") for task in self.tasks]
 
     def _measure(self, comparison: Round, slots_bytes: int, link: EmulatedLink | None) -> list[Table]:
@@ -119,7 +120,7 @@ class Bench:
         that an expert is multiplied with for the first time, oneDNN makes a program, which takes much of a long prompt's time.
         """
         with ExitStack() as stack:
-            resident = self._start(stack, KNOWN[RESIDENT], comparison.cache)
+            resident = self.start(stack, KNOWN[RESIDENT], comparison.cache)
             opened = self._open_all(stack, resident, comparison, slots_bytes, link)
             readers = (opened[system.name].facts().reader for system in self.systems if system.name in opened)
             reader = next((reader for reader in readers if reader is not None), None)
@@ -147,9 +148,9 @@ class Bench:
                 }
             limit_bytes = None if system.kind == "resident" else comparison.limit_bytes
             try:
-                cache = self._cache_of(system, comparison, slots_bytes)
+                cache = self.cache_of(system, comparison.cache, comparison.sizes, slots_bytes)
                 opened[system.name] = (
-                    resident if system.name == RESIDENT else self._start(stack, system, cache, limit_bytes, **more)
+                    resident if system.name == RESIDENT else self.start(stack, system, cache, limit_bytes, **more)
                 )
             except (WorkerError, ConfigError) as error:
                 comparison.errors[system.name] = str(error)
@@ -157,12 +158,13 @@ class Bench:
             raise WorkerError("None of this library's systems could be opened. " + " ".join(comparison.errors.values()))
         return opened
 
-    def _cache_of(self, system: System, comparison: Round, slots_bytes: int) -> CacheSize:
+    def cache_of(self, system: System, cache: str, sizes: Sizes, slots_bytes: int) -> CacheSize:
+        """Return the cache of a system: with experts in fewer bits, as many bytes as the others have."""
         if not system.is_ours:
-            return comparison.cache
-        return cache_of(system, comparison.cache, slots_bytes, self._slot_bytes[system.experts], comparison.sizes)
+            return cache
+        return cache_of(system, cache, slots_bytes, self._slot_bytes[system.experts], sizes)
 
-    def _start(
+    def start(
         self, stack: ExitStack, system: System, cache: CacheSize, limit_bytes: int | None = None, **more: Any
     ) -> Worker:
         """Open a system in a process, which the stack closes.
@@ -199,14 +201,15 @@ class Bench:
         except ConfigError as error:
             if not system.is_peer:
                 raise
-            self._failed[system.name] = str(error)
+            self.failed[system.name] = str(error)
             return system
 
-    def _prepare(self, resident: Worker, system: System) -> None:
+    def prepare(self, resident: Worker, system: System) -> None:
+        """Write a peer's files, unless they are there; if that fails, note why."""
         try:
             resident.ask(Served.prepare, system, self.checkpoint, self._folder(system))
         except WorkerError as error:
-            self._failed[system.name] = f"Its files could not be written. {error}"
+            self.failed[system.name] = f"Its files could not be written. {error}"
 
     def _folder(self, system: System) -> Path:
         """Return the folder of what a system reads beside the checkpoint. A peer has one of its own."""
@@ -214,9 +217,8 @@ class Bench:
         gguf_type = None if system.gguf_type == EXACT else system.gguf_type
         return self.options.folder / "peers" / "-".join(filter(None, (self.checkpoint.name, kind, gguf_type)))
 
-    def _limit_bytes(self, sizes: Sizes, slots_bytes: int) -> int:
-        """Return the memory that each system but the unmodified model gets."""
-        longest = max(len(prompt.ids) for task in self.tasks for prompt in task.prompts)
+    def limit_bytes(self, sizes: Sizes, slots_bytes: int, longest: int) -> int:
+        """Return the memory that each system but the unmodified model gets, if a pass has at most `longest` tokens."""
         # What a layer's experts compute of the longest prompt between their matrices, in the stock kernels. The activation
         # function and the next product need as much again as the first product writes.
         widest = max(

@@ -17,6 +17,7 @@ from transformers import StoppingCriteria
 
 from promoe.commands.bench.in_place import in_place, rows_of
 from promoe.commands.bench.llama_cpp import LlamaCpp
+from promoe.commands.bench.many import Many, ManyAnswers, answer_many
 from promoe.commands.bench.messages import Answer, Facts, Opening, Prompt, Reader, Sizes
 from promoe.commands.bench.peers import GGUF, open_llama_cpp, open_peer, prepare
 from promoe.commands.bench.stock import load_stock
@@ -85,6 +86,10 @@ class Served:
                 stopping_criteria=[_TimeIsUp(prompt.seconds, ids.shape[1])],
             )
             return Answer(generation, [] if recorder is None else recorder.take())
+
+    def answer_many(self, many: Many, pad_token_id: int) -> ManyAnswers:
+        """Answer many prompts, and time it."""
+        return answer_many(self.model, many, pad_token_id)
 
     def layers(self) -> list[MoELayer]:
         """Return the MoE layers of the model."""

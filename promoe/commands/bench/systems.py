@@ -138,6 +138,7 @@ _ALL = (
     _ours("static", "as lru, with the most popular experts kept", eviction="static", ablation=_UNSTREAMED),
     _ours("next-use", "evicting by expected next use, prompts streamed layer by layer; no predictor"),
     _ours("gate", "the default: next-use, and later layers' gates asked early say what to prefetch", "gate"),
+    _ours("fast", 'the default with kernels="fast", whose last bits differ', "gate", kernels="fast"),
     _paper("paper-prefetch", "on-demand, and the gates' predictions prefetched, LRU, never switched off", _PAPER),
     _paper(
         "paper-preempt",
