@@ -8,6 +8,7 @@ from collections.abc import Callable
 from promoe.errors import ConfigError
 
 from .base import Predictor, PredictorContext
+from .correlation import CorrelationPredictor
 from .folded import FoldedPredictor
 from .gate import GatePredictor
 from .history import PopularityPredictor, PreviousPredictor
@@ -16,6 +17,7 @@ from .trained import TrainedPredictor
 
 KINDS: dict[str, Callable[[PredictorContext, int], Predictor]] = {
     "gate": GatePredictor,
+    "correlation": CorrelationPredictor,
     "previous": PreviousPredictor,
     "popularity": PopularityPredictor,
     "random": RandomPredictor,

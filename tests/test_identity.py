@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,11 +65,19 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_every_cache_size(family: str, implementation: str, dtype: torch.dtype) -> None:
-    for cache, prompt, store, copying in CASES:
+def tables() -> list[Any]:
+    """Each family, implementation and dtype with every other case in the default tests, and with all in the slow ones."""
+    found = []
+    for number, (family, implementation, dtype) in enumerate(product(MOE_FAMILIES, IMPLEMENTATIONS, DTYPES)):
+        label = f"{family}-{implementation}-{dtype}".replace("torch.", "")
+        found.append(pytest.param(family, implementation, dtype, CASES[number // 2 % 2 :: 2], id=label))
+        found.append(pytest.param(family, implementation, dtype, CASES, id=f"{label}-all", marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("family", "implementation", "dtype", "cases"), tables())
+def test_every_cache_size(family: str, implementation: str, dtype: torch.dtype, cases: Sequence[Any]) -> None:
+    for cache, prompt, store, copying in cases:
         link = LinkOver(copying_link if copying else plain_link)
         with served(family, dtype, implementation, cache=cache, store=store, link=link) as model:
             found = greedy(model, PROMPTS[prompt])

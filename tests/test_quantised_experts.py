@@ -217,7 +217,7 @@ def test_a_miss_moves_the_forms_bytes() -> None:
             stats = model.promoe.stats()
             described.append(stats.store)
             # Not evictions: a slot whose transfer has not begun may be let again.
-            moved[form] = stats.bytes_demand / len(loads)
+            moved[form] = stats.total.bytes_total / len(loads)
         finally:
             close(model)
     weights = 3 * 64 * 64  # gate, up and down of an expert

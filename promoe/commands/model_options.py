@@ -21,8 +21,8 @@ class ModelOptions:
     """RAM (with --device cuda, GPU memory) for experts: a size ("6GiB"), a share of the routed experts ("25%"), bytes,
     "auto" (what is free, less 2 GiB), or slots for each layer ("2 per layer")"""
     predictor: str = "gate"
-    """what predicts the experts to prefetch: "gate", "previous", "popularity", "random", the folder or hub id of a trained
-    predictor, or "none" for no prefetch"""
+    """what predicts the experts to prefetch: "gate", "correlation", "previous", "popularity", "random", the folder or hub id
+    of a trained predictor, or "none" for no prefetch"""
     kernels: Literal["exact", "fast"] = "exact"
     """"fast" multiplies in fp32 where a processor is slow in 16 bits (mostly for many tokens at once); the last bits of the
     output change, and the report says how far"""

@@ -65,7 +65,7 @@ def from_pretrained(
             computed by its own kernels. Packed experts are for a CPU only.
         cache: RAM (with `device="cuda"`, GPU memory) for experts: "6GiB", "50%" of the routed experts, a number of
             bytes, "auto" (all free memory except 2 GiB), or "2 per layer" (slots that belong to one layer each).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
+        predictor: "gate", "correlation", "previous", "popularity", "random", a trained one's folder or hub id, a
             `Predictor` object, or None for no prefetching.
         dtype: dtype of the weights; None: that of the checkpoint, and bfloat16 for a GGUF file with weights in blocks.
             Experts stored in another dtype are converted when they arrive.

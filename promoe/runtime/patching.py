@@ -46,7 +46,7 @@ def patch(
         cache: fast memory for experts (GPU memory if the slots are there): "6GiB", "50%" of the routed experts, a
             number of bytes, "auto" (all free memory except 2 GiB), or "2 per layer" (slots that belong to one layer
             each).
-        predictor: "gate", "previous", "popularity", "random", the folder or hub id of a trained predictor, a
+        predictor: "gate", "correlation", "previous", "popularity", "random", a trained one's folder or hub id, a
             `Predictor` object, or None for no prefetching.
         store: where all experts are kept: "host" (the model's own tensors), "disk", or "auto" (the same as "host").
             "disk" frees their RAM. They are then read from the checkpoint that the model was loaded from, if every

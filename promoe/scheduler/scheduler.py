@@ -21,6 +21,9 @@ from .forecast_accuracy import ForecastAccuracy
 from .reuse import MAX_LOG_ODDS, Floats, LearnedReuse, ReusePrior
 from .visit import Visit
 
+# How far the probabilities of experts that are streamed are from 1: enough for an order.
+SURELY = 1e-6
+
 
 class Scheduler(FetchQueue):
     """A pure state machine over pools of slots.
@@ -172,12 +175,13 @@ class Scheduler(FetchQueue):
             self._invalidate()
 
     def stream(self, steps_ahead: int, layer_idx: int) -> None:
-        """Want all absent experts of a layer, in order of id, because a long prompt will use nearly all of them.
+        """Want all absent experts of a layer, because many tokens will use nearly all of them: those used most come first.
 
         This needs no predictor, so it does not matter whether prefetch is on.
         """
         if layer_idx not in self._hinted:
-            self._expect(steps_ahead, layer_idx, np.ones(self.config.num_experts[layer_idx]), wanted=True)
+            usual = self._prior.probability(layer_idx, 1)[: self.config.num_experts[layer_idx]]
+            self._expect(steps_ahead, layer_idx, 1.0 - SURELY * (1.0 - usual), wanted=True)
 
     def score_forecasts(self) -> None:
         """Report the accuracy of all forecasts whose visit has come to the observer, which otherwise waits for a batch."""

@@ -91,6 +91,6 @@ def test_reuse_is_foreseen_where_something_is_taken_for_foreseen_at_first() -> N
 
 def test_traits_of_the_predictors_that_come_with_promoe() -> None:
     context = PredictorContext([nn.Linear(4, 8)] * 2, [8, 8], [2, 2])
-    for make in KINDS.values():
-        assert Traits.of(make(context, 1)) == Traits(quick=True)
+    for kind, make in KINDS.items():
+        assert Traits.of(make(context, 1)) == Traits(quick=True, needs_every_visit=kind == "correlation")
     assert Traits.of(OraclePredictor(context, 1, [])) == Traits(needs_every_visit=True)

@@ -12,6 +12,7 @@ import promoe
 from predictors.trained_predictors import make
 from promoe.errors import ConfigError
 from promoe.predictors import KINDS, LayerVisit, PredictorContext, check_kind, create
+from promoe.predictors.correlation import CorrelationPredictor
 from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.gate import GatePredictor
 from promoe.predictors.history import PopularityPredictor, PreviousPredictor
@@ -30,6 +31,7 @@ def test_the_kinds_that_need_no_training() -> None:
     assert {
         "gate": GatePredictor,
         "previous": PreviousPredictor,
+        "correlation": CorrelationPredictor,
         "popularity": PopularityPredictor,
         "random": RandomPredictor,
     } == KINDS
@@ -48,8 +50,8 @@ def test_an_unknown_kind_is_refused_with_those_that_exist(kind: str, context: Pr
         with pytest.raises(ConfigError) as caught:
             ask()
         assert str(caught.value) == (
-            "The 'predictor' argument must be None (--predictor none), a Predictor, one of 'gate', 'previous', 'popularity', "
-            f"'random', or the folder or hub id of a trained one. Got {kind!r} instead."
+            "The 'predictor' argument must be None (--predictor none), a Predictor, one of 'gate', 'correlation', 'previous', "
+            f"'popularity', 'random', or the folder or hub id of a trained one. Got {kind!r} instead."
         )
 
 

@@ -212,7 +212,7 @@ def test_a_cache_that_is_too_small_says_what_would_do(model: PreTrainedModel, ca
 WRONG_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     (
         {"predictor": "crystal ball"},
-        r"'predictor' argument must be None \(--predictor none\), .*'gate', 'previous'.*Got 'crystal ball'",
+        r"'predictor' argument must be None \(--predictor none\), .*'gate', 'correlation'.*Got 'crystal ball'",
     ),
     ({"predictor": promoe.PromoeConfig}, r"'predictor' argument .*Got the class PromoeConfig"),
     ({"predictor": 7}, r"'predictor' argument .*predict\(visit\).*Got int"),

@@ -181,6 +181,13 @@ def test_a_streamed_layer_is_fetched_in_order_behind_demand_and_is_not_evicted()
     assert names(run.issue(9)) == [(0, 0, 0), (0, 3, 0), (1, 0, 0), (1, 1, 0), (1, 3, 0)]
 
 
+def test_a_streamed_layers_experts_come_in_the_order_of_use() -> None:
+    run = driven(num_slots=8, num_layers=2, num_experts=4, num_chunks=1)
+    run.scheduler.start_from([[0.5] * 4, [0.1, 0.7, 0.2, 0.5]])
+    run.scheduler.stream(1, 1)
+    assert names(run.issue(9)) == [(1, 1, 0), (1, 3, 0), (1, 2, 0), (1, 0, 0)]
+
+
 def test_a_streamed_layer_makes_room_in_the_one_just_left() -> None:
     run = driven(num_slots=4, num_layers=3, num_experts=4, num_chunks=1)
     fetch(run, (0, 0), (0, 1), (0, 2), (1, 3))

@@ -27,10 +27,22 @@ from zoo.scan import experts_classes
 ALWAYS_ACTIVE = {"AriaSharedExpertsMLP", "InklingSharedExperts"}
 SLOTS = 3
 COMBINATIONS = [
-    pytest.param(dtype, implementation, id=f"{dtype}-{implementation}".removeprefix("torch."))
-    for dtype in (torch.float32, torch.bfloat16)
-    for implementation in Adapter.implementations
+    (dtype, implementation) for dtype in (torch.float32, torch.bfloat16) for implementation in Adapter.implementations
 ]
+
+
+def in_turn() -> list[Any]:
+    """All names with all combinations. Each name has one in fp32 and one in bf16 in the default tests, the next name others."""
+    found = []
+    for number, name in enumerate(names()):
+        for idx, (dtype, implementation) in enumerate(COMBINATIONS):
+            by_default = idx % len(Adapter.implementations) == number % len(Adapter.implementations)
+            marks = () if by_default else (pytest.mark.slow,)
+            label = f"{name}-{dtype}-{implementation}".replace("torch.", "")
+            found.append(pytest.param(name, dtype, implementation, id=label, marks=marks))
+    return found
+
+
 # What a gate itself writes down about its latest call.
 WRITTEN_BY_GATES = "router.expert_capacity"
 
@@ -57,8 +69,7 @@ def test_a_form_that_later_versions_gave_up_is_refused(family: str) -> None:
         find_moe_layers(build(family))
 
 
-@pytest.mark.parametrize(("dtype", "implementation"), COMBINATIONS)
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(("name", "dtype", "implementation"), in_turn())
 def test_the_same_bits_from_few_slots(name: str, dtype: torch.dtype, implementation: str) -> None:
     """A prompt and a token after it, with three slots for the experts of all layers; and all is undone afterwards."""
     if dtype is torch.bfloat16 and not family_of(name).runs_in_bf16:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,10 +15,9 @@ import transformers
 from tqdm import tqdm
 
 from promoe.commands.batch.answering import Answering, Done, refused
-from promoe.commands.batch.lines import LineError, Request, read_lines, read_request
+from promoe.commands.batch.lines import LineError, Request, read_request
 from promoe.commands.batch.options import Options
 from promoe.commands.batch.planned import Sizes, sizes_for
-from promoe.commands.batch.prompts import count_lines
 from promoe.commands.batch.results import ResultFile
 from promoe.commands.terminal import opening_bar
 from promoe.errors import ConfigError
@@ -59,10 +59,10 @@ def run_batch(options: Options) -> Totals:
         PromoeError: the model cannot be opened or has failed, or a file cannot be read or written. Answers that were
             completed before are in the file.
     """
-    source, out = Path(options.input), Path(options.out)
-    if out.exists() and source.exists() and out.samefile(source):
+    source, out = options.source, Path(options.out)
+    if source.column is None and out.exists() and os.path.exists(source.name) and os.path.samefile(out, source.name):
         raise ConfigError(f"--out {out} is the file of prompts. Choose another file for the answers.")
-    num_lines = count_lines(source)
+    num_lines = source.count()
     transformers.logging.disable_progress_bar()
     with ResultFile(out) as results:
         tokenizer = load_tokenizer(options.model)
@@ -117,7 +117,7 @@ class _Batch:
 
     def _requests(self) -> Iterator[Request]:
         """Yield the requests that are not answered yet. Lines that cannot be are refused here."""
-        for line_number, line in read_lines(Path(self._options.input)):
+        for line_number, line in self._options.source.lines():
             claimed = False
             try:
                 request = read_request(line_number, line, self._options.seed)

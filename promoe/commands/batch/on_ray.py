@@ -6,9 +6,9 @@ a whole: when an actor or a node dies, Ray gives its blocks to another one, and 
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from promoe.commands.batch.answering import Answering, Done
 from promoe.commands.batch.lines import Request
 from promoe.commands.batch.options import Options
 from promoe.errors import ConfigError
+from promoe.files import loads
+from promoe.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
     from promoe.commands.batch.planned import Sizes
@@ -41,9 +43,9 @@ class Replica:
         self._answering = Answering(model, tokenizer, options.model, options.max_tokens, sizes)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Return `{"done": what became of the requests}` for `{"request": requests}`, all pickled."""
-        requests = map(pickle.loads, block["request"])
-        return {"done": [pickle.dumps(done) for done in self._answering.run(requests)]}
+        """Return `{"done": what became of the requests}` for `{"request": requests}`, all as JSON."""
+        requests = map(_read, block["request"])
+        return {"done": [json.dumps(asdict(done)) for done in self._answering.run(requests)]}
 
 
 def answer_on_ray(options: Options, sizes: Sizes, requests: Iterable[Request]) -> Iterator[Done]:
@@ -83,7 +85,8 @@ def _answered(ray: Any, options: Options, sizes: Sizes, threads: int, requests: 
     size = min(BLOCK * sizes.of_batch["at_once"], -(-len(requests) // (options.replicas or 1)))
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items(
-        [{"request": pickle.dumps(request)} for request in requests], override_num_blocks=-(-len(requests) // size)
+        [{"request": json.dumps(asdict(request))} for request in requests],
+        override_num_blocks=-(-len(requests) // size),
     )
     done = rows.map_batches(
         Replica,
@@ -93,4 +96,9 @@ def _answered(ray: Any, options: Options, sizes: Sizes, threads: int, requests: 
         compute=ray.data.ActorPoolStrategy(size=options.replicas),
     )
     for row in done.iter_rows():
-        yield pickle.loads(row["done"])
+        yield Done(**loads(row["done"].encode()))
+
+
+def _read(request: str) -> Request:
+    fields = loads(request.encode())
+    return Request(**{**fields, "sampling": Sampling(**fields["sampling"]), "stops": tuple(fields["stops"])})

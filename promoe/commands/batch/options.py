@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from promoe.commands.batch.source import Source
 from promoe.commands.model_options import ModelOptions
 from promoe.errors import ConfigError, check_at_least
 
@@ -24,10 +25,14 @@ class Options(ModelOptions):
     """
 
     input: str
-    """file of prompts (JSON lines)"""
+    """file of prompts (JSON lines); or, with --column, a data set of the hub, or its folder"""
     _: KW_ONLY
     out: str
     """file that answers are added to (JSON lines)"""
+    column: str | None = None
+    """column of the data set that has the prompts: texts, or lists of messages"""
+    split: str = "train"
+    """of the data set"""
     max_tokens: int = 256
     """longest answer, in tokens, for lines that do not say it"""
     seed: int = 0
@@ -48,6 +53,11 @@ class Options(ModelOptions):
     """answer with so many models in processes of a Ray cluster (needs the extra "ray"); sizes are those of each"""
     ray: str | None = None
     """with --replicas: address of the cluster ("auto", "HOST:PORT"); by default one is started on this machine"""
+
+    @property
+    def source(self) -> Source:
+        """Where the prompts come from."""
+        return Source(self.input, self.column, self.split)
 
     def __post_init__(self) -> None:
         sizes = {"at_once": self.at_once, "step_tokens": self.step_tokens, "kv_tokens": self.kv_tokens}

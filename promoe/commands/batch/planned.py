@@ -6,13 +6,12 @@ import sys
 from collections.abc import Collection
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from promoe.commands.batch.options import Options
 from promoe.commands.batch.prompts import read_work
 from promoe.commands.model_options import cache_size
-from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
+from promoe.commands.plan.many_prompts import BatchPlan, context_of, memory_for, plan_batch
 from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.show_batch import fast_advice, said
 from promoe.commands.plan.sizes import Room, cache_argument
@@ -75,9 +74,6 @@ def sizes_for(options: Options, tokenizer: PreTrainedTokenizerBase, done: Collec
 def _planned(
     options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], given: dict[str, int]
 ) -> BatchPlan | None:
-    work = read_work(Path(options.input), tokenizer, options.max_tokens, done)
-    if work is None:
-        return None
     memory_bytes = memory_for(options.memory)
     try:
         read = read_model(options.model, experts=options.experts)
@@ -85,6 +81,9 @@ def _planned(
         _say_not_planned(error)
         return None
     with nullcontext() if read.store is None else closing(read.store):
+        work = read_work(options.source, tokenizer, options.max_tokens, context_of(read.model), done)
+        if work is None:
+            return None
         rate = None
         if options.cache != "plan":
             rate = Room("RAM", memory_bytes, read.sizes.other_bytes, None).rate_of(options.cache, read.sizes)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from promoe.commands.batch.lines import CHAT, LineError, Request, read_lines, read_request
+from promoe.commands.batch.lines import CHAT, LineError, Request, read_request
+from promoe.commands.batch.source import Source
 from promoe.commands.plan.throughput import BatchWork
-from promoe.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,42 +40,31 @@ def encoded(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
     return list(ids)
 
 
-def count_lines(source: Path) -> int:
-    """Return the number of lines that are not empty.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        return sum(1 for _ in read_lines(source))
-    except OSError as error:
-        raise ConfigError(f"The prompts cannot be read: {error}. INPUT must be a file of JSON lines.") from error
-
-
 def read_work(
-    source: Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int, done: Collection[str] = ()
+    source: Source, tokenizer: PreTrainedTokenizerBase, max_tokens: int, context: int, done: Collection[str] = ()
 ) -> BatchWork | None:
     """Return how much work a file is; None: no line can be answered.
 
     Args:
-        source: the file.
+        source: the prompts.
         tokenizer: the model's.
         max_tokens: the longest answer of lines that do not say it. All answers are taken to be as long as they may be.
+        context: tokens that the model has positions for. Lines that ask for more are left out.
         done: names of lines that are answered.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: they cannot be read.
     """
-    every = max(1, count_lines(source) // SAMPLED)
+    every = max(1, source.count() // SAMPLED)
     answers = new_tokens = number = 0
     prompts: list[int] = []
     longest: list[tuple[int, int, int]] = []  # bytes, number, longest answer
-    for line_number, line in read_lines(source):
+    for line_number, line in source.lines():
         try:
             request = read_request(line_number, line, seed=0)
-            if request.custom_id in done:
-                continue
             allowed = max_tokens if request.max_tokens is None else request.max_tokens
+            if request.custom_id in done or allowed > context:
+                continue
             if number % every == 0:
                 prompts.append(len(encoded(tokenizer, request)))
             heapq.heappush(longest, (len(line), line_number, allowed))
@@ -93,14 +81,17 @@ def read_work(
         answers,
         sum(prompts) / len(prompts),
         new_tokens / answers,
-        _longest(source, tokenizer, {line_number: allowed for _, line_number, allowed in longest}, max(prompts)),
+        min(
+            context,
+            _longest(source, tokenizer, {line_number: allowed for _, line_number, allowed in longest}, max(prompts)),
+        ),
     )
 
 
-def _longest(source: Path, tokenizer: PreTrainedTokenizerBase, some: dict[int, int], prompt: int) -> int:
+def _longest(source: Source, tokenizer: PreTrainedTokenizerBase, some: dict[int, int], prompt: int) -> int:
     """Return the tokens of the longest of some lines with its answer; at least those of a prompt with the longest answer."""
     found = prompt + max(some.values())
-    for line_number, line in read_lines(source):
+    for line_number, line in source.lines():
         if line_number in some:
             try:
                 found = max(found, len(encoded(tokenizer, read_request(line_number, line, seed=0))) + some[line_number])

@@ -97,8 +97,13 @@ class ResultFile:
 
     def close(self) -> None:
         """Close the file, after its lines have reached the disk."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             os.fsync(self._file.fileno())
+        except OSError as error:
+            raise ConfigError(f"Whether all answers in {self.path} are on the disk is not known: {error}.") from error
+        finally:
             self._file.close()
 
     def __enter__(self) -> ResultFile:

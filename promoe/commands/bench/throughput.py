@@ -243,13 +243,23 @@ def run_throughput(options: Options, out: TextIO | None = None) -> list[Throughp
     make_folder(options.folder)
     outputs = [check_writable(path) for path in (options.json_file, options.folder / "throughput.md")]
     bench = ThroughputBench(options)
-    rows = []
+    rows: list[ThroughputRow] = []
     for row in bench.run():
         rows.append(row)
         print(f"{_name(row)}: {format_number(row.answers.tokens_per_s)} tokens/s", file=sys.stderr, flush=True)
+        write_atomically(outputs[0], [json.dumps(_as_json(bench, rows), indent=2), "\n"])  # a row may take minutes
     lines = list(_lines(bench, rows))
     print(*lines, sep="\n", file=out)
-    found = {
+    write_atomically(outputs[0], [json.dumps(_as_json(bench, rows), indent=2), "\n"])
+    write_atomically(outputs[1], [f"{line}\n" for line in lines])
+    outputs.append(_draw(bench, rows, options.folder / "throughput.png"))
+    print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)
+    return rows
+
+
+def _as_json(bench: ThroughputBench, rows: Sequence[ThroughputRow]) -> dict[str, Any]:
+    options = bench.options
+    return {
         "model": bench.bench.checkpoint.name,
         "cache": options.cache[0],
         "lengths": options.lengths,
@@ -258,11 +268,6 @@ def run_throughput(options: Options, out: TextIO | None = None) -> list[Throughp
         "rows": [row.to_json() for row in rows],
         "failed": bench.failed,
     }
-    write_atomically(outputs[0], [json.dumps(found, indent=2), "\n"])
-    write_atomically(outputs[1], [f"{line}\n" for line in lines])
-    outputs.append(_draw(bench, rows, options.folder / "throughput.png"))
-    print("", *(f"written: {path}" for path in outputs), sep="\n", file=out)
-    return rows
 
 
 def _name(row: ThroughputRow) -> str:

@@ -7,15 +7,15 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any, TextIO
 
 import transformers
 
 from promoe.commands.batch.prompts import read_work
+from promoe.commands.batch.source import Source
 from promoe.commands.plan import show, show_batch
 from promoe.commands.plan.choice import Choice, choose, rates_to_try
-from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
+from promoe.commands.plan.many_prompts import BatchPlan, context_of, memory_for, plan_batch
 from promoe.commands.plan.measuring import measure_compute, measure_link
 from promoe.commands.plan.options import Options
 from promoe.commands.plan.overlap import fit_overlap
@@ -69,7 +69,7 @@ def run_plan(options: Options, out: TextIO | None = None) -> Result:
         if options.batch is None:
             plan.run(trace)
         else:
-            plan.run_batch(Path(options.batch), trace)
+            plan.run_batch(Source(options.batch), trace)
     if options.json is not None:
         plan.found.write(options.json)
         print(f"\nwritten to {options.json}", file=out)
@@ -120,16 +120,16 @@ class _Plan:
             found.verified = verify(time_model, some, options.prompt_tokens, options.new_tokens, self._settings())
             self._print(["", *show.verified_lines(found.verified, time_model.compute_s, self._compute_s())])
 
-    def run_batch(self, source: Path, trace: RoutingTrace | None) -> None:
+    def run_batch(self, source: Source, trace: RoutingTrace | None) -> None:
         """Plan how a file of prompts is answered.
 
         Raises:
             PromoeError: the file cannot be read, no line of it can be answered, or nothing fits.
         """
         options, sizes = self.options, self.sizes
-        work = read_work(source, load_tokenizer(options.model), options.max_tokens)
+        work = read_work(source, load_tokenizer(options.model), options.max_tokens, context_of(self.read.model))
         if work is None:
-            raise ConfigError(f"No line of {source} can be answered. `promoe batch` says why, line by line.")
+            raise ConfigError(f"No line of {source.name} can be answered. `promoe batch` says why, line by line.")
         memory_bytes = memory_for(options.memory)
         rates = [self.room.rate_of(cache, sizes) for cache in options.cache]
         wanted = Wanted(rate=rates[0] if rates else None)
@@ -143,7 +143,7 @@ class _Plan:
         first = plans[options.experts]
         self._print(show_batch.measured_lines(first))
         self._print(["", *show_batch.table_lines(plans)])
-        self._print(["", *show_batch.choice_lines(first, options.model, str(source), options.experts)])
+        self._print(["", *show_batch.choice_lines(first, options.model, source.name, options.experts)])
 
     def _batch_in_fewer_bits(
         self, work: BatchWork, memory_bytes: int | None, routing: Routing | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,6 +32,9 @@ from promoe.runtime.sizes import fixed_bytes
 from promoe.transfer.links.disk import choose_mode
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.units import format_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Free memory that is left to the system.
 SPARE_BYTES = 2**30
@@ -76,6 +80,12 @@ def memory_for(memory: str | None) -> int | None:
         return fixed_bytes(memory)
     free_bytes = free_ram_bytes()
     return None if free_bytes is None else max(0, free_bytes - SPARE_BYTES)
+
+
+def context_of(model: PreTrainedModel) -> int:
+    """Return the tokens that a model has positions for; a very large number where it does not say."""
+    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else 2**31
 
 
 def plan_batch(

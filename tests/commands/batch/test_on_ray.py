@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_checkpoint import write_checkpoint
 
-from commands.batch.test_command import answers, requests, texts, write_lines
+from commands.batch.test_command import requests, texts, write_lines
 from promoe import cli
 
 pytestmark = [
@@ -58,7 +58,7 @@ def test_two_nodes_give_the_answers_of_one_process(checkpoint: str, source: Path
 
 def test_an_actor_that_is_killed(checkpoint: str, source: Path, tmp_path: Path, cluster: Any) -> None:
     out, killed = tmp_path / "out.jsonl", []
-    killer = threading.Thread(target=_kill_a_replica, args=(out, killed), daemon=True)
+    killer = threading.Thread(target=_kill_a_replica, args=(killed,), daemon=True)
     killer.start()
     found = answered(checkpoint, source, out, "--replicas", "2", "--ray", cluster.address)
     killer.join(10)
@@ -70,7 +70,7 @@ def test_a_node_that_is_lost(checkpoint: str, source: Path, tmp_path: Path, clus
     out = tmp_path / "out.jsonl"
 
     def lose() -> None:
-        _wait_for_lines(out)
+        _wait_for_replicas()
         cluster.remove_node(cluster.nodes[0], allow_graceful=False)
         cluster.add_node(num_cpus=1)
 
@@ -96,20 +96,25 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert sum(found[name] == expected[name] for name in expected) > 0.95 * len(expected)
 
 
-def _wait_for_lines(out: Path) -> None:
-    while not out.exists() or not answers(out):
-        time.sleep(0.02)
-
-
-def _kill_a_replica(out: Path, killed: list[int]) -> None:
-    """Once answers are there, kill a process in which a replica runs."""
-    _wait_for_lines(out)
+def _replicas() -> list[int]:
+    """Processes of replicas that are answering a block."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if command.startswith(b"ray::") and b"Map" in command:
-            killed.append(int(folder.name))
-            os.kill(killed[0], signal.SIGKILL)
-            return
+        if command.startswith(b"ray::MapWorker") and b"submit" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def _wait_for_replicas() -> list[int]:
+    while not (found := _replicas()):
+        time.sleep(0.02)
+    return found
+
+
+def _kill_a_replica(killed: list[int]) -> None:
+    killed += _wait_for_replicas()[:1]
+    os.kill(killed[0], signal.SIGKILL)

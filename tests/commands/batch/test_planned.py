@@ -10,6 +10,7 @@ from tiny_checkpoint import byte_tokenizer, write_checkpoint
 from tiny_models import build
 
 from commands.batch.test_command import answers, write_lines
+from commands.plan.planned import link
 from commands.plan.test_throughput import EXACT, FAST
 from promoe import cli
 from promoe.commands.batch import planned
@@ -31,6 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "WORTH_PLANNING", 10)
+    monkeypatch.setattr(many_prompts, "measure_link", lambda stand_in, store, folder, mode, workers: link())
     monkeypatch.setattr(many_prompts, "measure_steps", lambda stand_in: StepCost(1e-3, 1e-4, 1e-9))
     monkeypatch.setattr(
         many_prompts, "measure_experts", lambda stand_in, kernels: (EXACT if kernels == "exact" else FAST, 2**10)

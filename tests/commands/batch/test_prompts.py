@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_checkpoint import write_checkpoint
@@ -11,10 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from commands.batch.test_command import write_lines
 from promoe.commands.batch import prompts
 from promoe.commands.batch.lines import LineError, read_request
-from promoe.commands.batch.prompts import count_lines, encoded, read_work
+from promoe.commands.batch.prompts import encoded, read_work
+from promoe.commands.batch.source import Source
 from promoe.commands.plan.throughput import BatchWork
-from promoe.errors import ConfigError
 from promoe.model.tokenizer import load_tokenizer
+
+
+def written(path: Path, values: list[Any]) -> Source:
+    return Source(str(write_lines(path, values)))
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +29,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
 
 def test_the_work_of_a_file(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
     lines = [{"custom_id": f"r{idx}", "prompt": [1] * (4 + 2 * (idx % 2)), "n": 1 + idx % 2} for idx in range(6)]
+    lines.append({"custom_id": "longer than the context", "prompt": "x", "max_tokens": 10**9})
     lines.append({"custom_id": "long", "prompt": [1, 2, 3, 4, 5], "max_tokens": 100})
-    source = write_lines(tmp_path / "in.jsonl", [*lines, "no json", {"prompt": "x", "n": 10**6}])
-    assert count_lines(source) == 9
-    found = read_work(source, tokenizer, 20)
+    source = written(tmp_path / "in.jsonl", [*lines, "no json", {"prompt": "x", "n": 10**6}])
+    found = read_work(source, tokenizer, 20, 1000)
     assert found == BatchWork(10, pytest.approx(5.0), pytest.approx(28.0), 106)
-    assert read_work(source, tokenizer, 20, {f"r{idx}" for idx in range(6)}) == BatchWork(1, 5.0, 100.0, 105)
-    assert read_work(write_lines(tmp_path / "bad.jsonl", ["no json"]), tokenizer, 20) is None
+    assert read_work(source, tokenizer, 20, 1000, {f"r{idx}" for idx in range(6)}) == BatchWork(1, 5.0, 100.0, 105)
+    assert read_work(written(tmp_path / "bad.jsonl", ["no json"]), tokenizer, 20, 1000) is None
 
 
 def test_the_longest_prompt_is_found_where_not_all_are_encoded(
@@ -38,7 +43,7 @@ def test_the_longest_prompt_is_found_where_not_all_are_encoded(
 ) -> None:
     monkeypatch.setattr(prompts, "SAMPLED", 4)
     lines = [{"prompt": [1] * (300 if idx == 37 else 10)} for idx in range(50)]
-    found = read_work(write_lines(tmp_path / "in.jsonl", lines), tokenizer, 16)
+    found = read_work(written(tmp_path / "in.jsonl", lines), tokenizer, 16, 1000)
     assert found == BatchWork(50, pytest.approx(10.0), 16.0, 316)
 
 
@@ -48,8 +53,3 @@ def test_what_cannot_be_encoded_is_refused_by_name(tokenizer: PreTrainedTokenize
     with pytest.raises(LineError, match="no such role") as caught:
         encoded(tokenizer, request)
     assert caught.value.custom_id == "line-3"
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        count_lines(tmp_path / "nothing.jsonl")

@@ -290,8 +290,8 @@ def test_without_llama_cpp_its_rows_are_left_out_with_a_sentence(folder: Path, m
     real = systems.find_spec
     monkeypatch.setattr(systems, "find_spec", lambda name: None if name == "llama_cpp" else real(name))
     bench = Bench(options(folder, systems=["gate", "llama-cpp", "llama-cpp:q8_0"]))
-    assert list(bench._failed) == ["llama-cpp", "llama-cpp:q8_0"]
-    assert "and llama-cpp-python cannot be found: pip install 'promoe[bench-llama]'" in bench._failed["llama-cpp"]
+    assert list(bench.failed) == ["llama-cpp", "llama-cpp:q8_0"]
+    assert "and llama-cpp-python cannot be found: pip install 'promoe[bench-llama]'" in bench.failed["llama-cpp"]
     monkeypatch.setattr(systems, "find_spec", lambda name: None if name == "gguf" else real(name))
     with pytest.raises(ConfigError, match="'resident:q8_0' needs gguf, and gguf cannot be found"):
         Bench(options(folder, systems=["gate:q8_0"]))

@@ -13,8 +13,9 @@ from promoe.errors import ConfigError
 
 
 def test_the_defaults_of_the_command_exist() -> None:
-    names = Options().systems
-    assert [system.name for system in find_systems(names)] == names
+    for task in ("latency", "throughput"):
+        names = Options(task=task).named_systems
+        assert [system.name for system in find_systems(names)] == names
 
 
 def test_the_gate_system_is_the_default_configuration() -> None:
