@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from promoe.commands.plan.batch_measuring import measure_experts, measure_steps
 from promoe.commands.plan.measuring import measure_link
@@ -105,11 +102,7 @@ def plan_batch(
         UnsupportedModelError: steps of the model cannot be measured.
     """
     sizes = read.sizes
-    if not sizes.kv.layers:
-        raise UnsupportedModelError(f"The KV cache of {sizes.name} is of an unknown size ({sizes.kv.assumed}).")
-    routing = made_up(sizes, SELDOM, ROUTED_TOKENS, 1, 1) if routing is None else routing
-    machine = _measured(read, memory_bytes, usage(routing, sizes))
-    model = BatchModel(sizes, machine, work)
+    model = BatchModel(sizes, measure_machine(read, memory_bytes, routing), work)
     chosen = model.best(memory_bytes, wanted)
     if chosen is None:
         raise ConfigError(_nothing_fits(model, memory_bytes or 0))
@@ -117,8 +110,22 @@ def plan_batch(
     return BatchPlan(model, memory_bytes, chosen, fast)
 
 
-def _measured(read: ReadModel, memory_bytes: int | None, used: Sequence[np.ndarray]) -> BatchMachine:
+def measure_machine(read: ReadModel, memory_bytes: int | None, routing: Routing | None = None) -> BatchMachine:
+    """Measure what steps, experts and the link take.
+
+    Args:
+        read: the model. Its blocks are used up.
+        memory_bytes: for everything that the process holds; None: unknown. Where all files fit beside it, they are read
+            through the page cache.
+        routing: of the model; None: made up, of a model that repeats little.
+
+    Raises:
+        UnsupportedModelError: steps of the model cannot be measured.
+    """
     sizes, formats = read.sizes, formats_in(layer.layout for layer in read.sizes.layers)
+    if not sizes.kv.layers:
+        raise UnsupportedModelError(f"The KV cache of {sizes.name} is of an unknown size ({sizes.kv.assumed}).")
+    routing = made_up(sizes, SELDOM, ROUTED_TOKENS, 1, 1) if routing is None else routing
     experts_bytes = EXPERTS_BYTES if memory_bytes is None else min(EXPERTS_BYTES, memory_bytes // 4)
     left_bytes = None if memory_bytes is None else memory_bytes - sizes.other_bytes - sizes.slots_bytes
     mode = choose_mode("auto", sizes.expert_bytes, left_bytes)[0]
@@ -139,7 +146,7 @@ def _measured(read: ReadModel, memory_bytes: int | None, used: Sequence[np.ndarr
         expert_bytes=curves["exact"][1],
         bytes_per_s=into_slots(sizes, link, link.bytes_per_s),
         slowdown=link.slowdown,
-        usage=tuple(used),
+        usage=usage(routing, sizes),
     )
 
 
