@@ -334,7 +334,7 @@ def _draw(bench: ThroughputBench, rows: Sequence[ThroughputRow], path: Path) -> 
         for row in some:
             point = (row.answers.waited_s, row.answers.tokens_per_s)
             axis.annotate(str(row.many.at_once), point, xytext=(4, 4), textcoords="offset points", fontsize=8)
-    axis.set(xlabel="mean seconds until an answer is complete", ylabel="tokens/s", xscale="log", yscale="log")
+    axis.set(xlabel="mean seconds until an answer is complete", ylabel="tokens/s", xlim=(0, None), ylim=(0, None))
     set_title(
         figure,
         f"{bench.bench.checkpoint.name}: many prompts",
