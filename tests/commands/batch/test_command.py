@@ -185,3 +185,24 @@ def test_no_answer_is_lost_doubled_or_torn(how: signal.Signals, times: int, chec
         assert os.path.isfile(out)
         assert cli.main(arguments(checkpoint, source, out)) == 0
         assert {name: len(line["response"]["body"]["choices"]) for name, line in answers(out).items()} == expected
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_10000_prompts(checkpoint: str, tmp_path: Path) -> None:
+    lines = [{"custom_id": f"r{idx}", "prompt": [1 + idx % 200] * (2 + idx % 7)} for idx in range(10_000)]
+    source, out = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    sizes = ["--at-once", "64", "--step-tokens", "256", "--kv-tokens", "4096", "--max-tokens", "2", "--cache", "50%"]
+    command = [sys.executable, "-m", "promoe.cli", "batch", checkpoint, str(source), "--out", str(out), *sizes]
+    found: list[tuple[int, int]] = []  # lines written, RSS in KiB
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            time.sleep(1.0)
+            status = Path(f"/proc/{process.pid}/status")
+            rss = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("VmRSS")]
+            if rss and out.exists():
+                found.append((out.read_bytes().count(b"\n"), int(rss[0])))
+    assert process.returncode == 0
+    assert len(answers(out)) == 10_000
+    early = max(rss for count, rss in found if 1000 <= count <= 3000)
+    late = max(rss for count, rss in found if count >= 8000)
+    assert late - early < 16 * 1024, found
