@@ -24,20 +24,22 @@ from promoe.errors import ConfigError
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
 from promoe.stats.text_report import text_report
-from promoe.units import format_number, format_seconds
+from promoe.units import format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Seconds between two looks at how long the model has waited.
+LOOK_EVERY_S = 1.0
 Answer = Callable[[Iterable[Request]], Iterator[Done]]
 """Answers requests, and yields each once it is done with."""
 
 
 @dataclass
 class Totals:
-    """What a run has done so far. `limit` is what the plan expects to limit it; None: nothing was planned."""
+    """What a run has done so far. `waiting` is the share of the time in which the model waited for experts; None: unknown."""
 
-    limit: str | None = None
+    waiting: float | None = None
     kept: int = 0
     answers: int = 0
     errors: int = 0
@@ -47,9 +49,10 @@ class Totals:
 
     @property
     def rate(self) -> str:
-        """Generated tokens per second, and what limits them."""
+        """Generated tokens per second, and how much of the time passes in waiting for experts."""
         rate = format_number(self.new_tokens / max(1e-9, time.perf_counter() - self.start_s))
-        return f"{rate} tokens/s" + (f", limited by {self.limit}" if self.limit else "")
+        waiting = "" if self.waiting is None else f", {format_percent(self.waiting)}% of the time waiting for experts"
+        return f"{rate} tokens/s{waiting}"
 
 
 def run_batch(options: Options) -> Totals:
@@ -67,7 +70,7 @@ def run_batch(options: Options) -> Totals:
     with ResultFile(out) as results:
         tokenizer = load_tokenizer(options.model)
         sizes = sizes_for(options, tokenizer, results.done, num_lines)
-        with _Batch(options, results, num_lines, sizes.limit) as batch:
+        with _Batch(options, results, num_lines) as batch:
             if options.replicas is None:
                 report = _here(options, tokenizer, sizes, batch)
             else:
@@ -88,16 +91,18 @@ def _here(options: Options, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, ba
     handle: Any = model.promoe
     with closing(handle):
         answering = Answering(model, tokenizer, options.model, options.max_tokens, sizes.of_batch)
-        batch.run(answering.run)
+        batch.run(answering.run, lambda: handle.stats().total.stall_s)
         return text_report(handle.stats())
 
 
 class _Batch:
     """The lines of a file: which are still to be answered, and what has become of the others."""
 
-    def __init__(self, options: Options, results: ResultFile, num_lines: int, limit: str | None) -> None:
+    def __init__(self, options: Options, results: ResultFile, num_lines: int) -> None:
         self._options, self._results = options, results
-        self.totals = Totals(limit)
+        self.totals = Totals()
+        self._stall_s: Callable[[], float] | None = None
+        self._looked_s = 0.0
         self._bar = tqdm(total=num_lines, unit="answer", desc="answering", disable=None, delay=1e-3)
         self._before = frozenset(results.done)
         self._seen: set[str] = set()
@@ -108,12 +113,25 @@ class _Batch:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
-    def run(self, answer: Answer) -> None:
-        """Answer what is missing, and write it."""
+    def run(self, answer: Answer, stall_s: Callable[[], float] | None = None) -> None:
+        """Answer what is missing, and write it.
+
+        Args:
+            answer: answers requests.
+            stall_s: returns the seconds in which the model has waited for experts.
+        """
         self.totals.start_s = time.perf_counter()
+        self._stall_s = stall_s
         self._bar.reset(self._bar.total)
         for done in answer(self._requests()):
             self._write(done)
+        self._look()
+
+    def _look(self) -> None:
+        """Note how long the model has waited."""
+        self._looked_s = time.perf_counter()
+        if self._stall_s is not None:
+            self.totals.waiting = self._stall_s() / (self._looked_s - self.totals.start_s)
 
     def _requests(self) -> Iterator[Request]:
         """Yield the requests that are not answered yet. Lines that cannot be are refused here."""
@@ -162,6 +180,8 @@ class _Batch:
             totals.answers += 1
             totals.prompt_tokens += done.prompt_tokens
             totals.new_tokens += done.new_tokens
+            if time.perf_counter() - self._looked_s > LOOK_EVERY_S:
+                self._look()
             self._bar.set_postfix_str(totals.rate, refresh=False)
         else:
             totals.errors += 1

@@ -41,11 +41,6 @@ class Sizes:
     of_batch: dict[str, int]
     plan: BatchPlan | None = None
 
-    @property
-    def limit(self) -> str | None:
-        """What is expected to limit the throughput, if that is known."""
-        return None if self.plan is None else self.plan.chosen.limit
-
 
 def sizes_for(options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], num_lines: int) -> Sizes:
     """Return the sizes of a batch, and say to stderr what was planned.

@@ -42,7 +42,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def sized(checkpoint: str, source: Path, done: tuple[str, ...] = (), **fields: Any) -> Any:
     options = Options(checkpoint, str(source), out="unused.jsonl", max_tokens=8, **fields)
     found = sizes_for(options, load_tokenizer(checkpoint), done, 40)
-    assert found.limit == (None if found.plan is None else found.plan.chosen.limit)
     return found.cache, found.of_batch, found.plan
 
 
