@@ -104,7 +104,8 @@ for line in map(json.loads, out.read_text().splitlines()):
 #
 # `promoe.generate_batch` takes token ids and yields answers. The same prompts, a quarter of the experts in memory, and more and
 # more sequences at once. The plan leaves out what weighs much in a model as small as this one: the bookkeeping of each layer,
-# and the programs that oneDNN makes for each new number of rows. With experts of real size it was within 10% (`docs/throughput.md`).
+# and the programs that oneDNN makes for each new number of rows. With experts of real size it was within 10%
+# (`docs/throughput.md`).
 
 # %%
 tokenizer = AutoTokenizer.from_pretrained(MODEL)
