@@ -65,7 +65,10 @@ def answer_on_ray(options: Options, sizes: Sizes, requests: Iterable[Request]) -
         try:
             ray.init(address=options.ray, log_to_driver=False, include_dashboard=False, logging_level="error")
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"The Ray cluster {options.ray or 'here'} cannot be used: {error}") from error
+            raise ConfigError(
+                f"The Ray cluster {options.ray or 'here'} cannot be used: {error}. "
+                "Give the address of a running one with --ray, or leave it out to start one here."
+            ) from error
     try:
         threads = int(ray.cluster_resources().get("CPU", 0)) // options.replicas
         if threads < 1:

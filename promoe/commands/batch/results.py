@@ -102,7 +102,10 @@ class ResultFile:
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise ConfigError(f"Whether all answers in {self.path} are on the disk is not known: {error}.") from error
+            raise ConfigError(
+                f"Whether all answers in {self.path} are on the disk is not known: {error}. Type the same command "
+                "again: it answers what is missing."
+            ) from error
         finally:
             self._file.close()
 

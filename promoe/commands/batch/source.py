@@ -65,5 +65,6 @@ class Source:
             raise
         except Exception as error:  # of the hub, of files, of their formats
             raise ConfigError(
-                f"The data set {self.name}, split {self.split}, cannot be read: {type(error).__name__}: {str(error)[:500]}"
+                f"The data set {self.name}, split {self.split}, cannot be read: {type(error).__name__}: {str(error)[:500]} "
+                "Give the id of a data set of the hub, or its folder, and one of its splits with --split."
             ) from error

@@ -13,10 +13,10 @@ import torch
 
 from promoe.errors import ConfigError, shown
 from promoe.runtime.batches import BatchPrompt, generate_batch
+from promoe.runtime.paged import PAGE_TOKENS
 
 Way = Literal["alone", "padded", "together"]
 STEP_TOKENS = 512
-PAGE_TOKENS = 32
 # Mean and largest number of tokens of prompts, as published evaluations have them (MoE-Lightning 2024, section 5).
 LENGTHS = {"mtbench": (77, 418), "summaries": (1693, 1984)}
 SPREAD = 0.7  # standard deviation of the logarithm of a length

@@ -16,7 +16,7 @@ from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
 from promoe.commands.bench.run import Bench
 from promoe.commands.bench.served import Served
-from promoe.commands.bench.systems import KNOWN, RESIDENT, System
+from promoe.commands.bench.systems import EXACT, KNOWN, RESIDENT, System
 from promoe.commands.bench.tasks import TokensDifferError
 from promoe.commands.plan.many_prompts import measure_machine
 from promoe.commands.plan.reading import read_model
@@ -108,7 +108,7 @@ class ThroughputBench:
         self.groups = groups
         self.failed: dict[str, str] = {}
         self._limit_bytes: int | None = None
-        self._expected: dict[tuple[str, str], BatchModel | None] = {}
+        self._expected: dict[str, BatchModel | None] = {}
 
     def run(self) -> Iterator[ThroughputRow]:
         """Yield a row for each way in which each system answers.
@@ -173,7 +173,9 @@ class ThroughputBench:
     def _many(self, way: Way, at_once: int) -> Many:
         return Many(self.prompts[: max(ALONE, at_once)], self.options.max_new_tokens, way, at_once)
 
-    def _rows(self, worker: Worker, system: System, ways: Sequence[Many], references: Any) -> Iterator[ThroughputRow]:
+    def _rows(
+        self, worker: Worker, system: System, ways: Sequence[Many], references: References | None
+    ) -> Iterator[ThroughputRow]:
         worker.ask(Served.answer_many, Many(self.prompts[:1], WARM_UP_TOKENS, "alone"), self.pad_token_id)
         for many in ways:
             worker.reset()
@@ -204,8 +206,8 @@ class ThroughputBench:
         return self.bench.limit_bytes(sizes, slots_bytes, step) + kv_bytes + 4 * step * (many.kv_tokens + step)
 
     def _expect(self, system: System) -> None:
-        """Measure this machine for a form, as a plan does."""
-        key = (system.experts, system.config.kernels)
+        """Measure this machine for a form, with exact and fast kernels, as a plan does."""
+        key = system.experts
         if key in self._expected or system.gguf_type is not None:
             return
         try:
@@ -219,7 +221,7 @@ class ThroughputBench:
             self._expected[key] = None
 
     def _planned(self, system: System, many: Many) -> float | None:
-        model = self._expected.get((system.experts, system.config.kernels)) if system.is_ours else None
+        model = self._expected.get(system.experts) if system.is_ours else None
         if model is None or many.way != "together":
             return None
         prompts = [len(ids) for ids in many.prompts]
@@ -228,7 +230,7 @@ class ThroughputBench:
         room = Room("RAM", None, 0, None)
         rate = room.rate_of(self.options.cache[0], model.sizes)
         if system.is_quantised:  # as many bytes hold more of them
-            plain = self._expected.get(("auto", "exact"))
+            plain = self._expected.get(EXACT)
             rate = min(1.0, rate * plain.sizes.slots_bytes / model.sizes.slots_bytes) if plain is not None else rate
         setting = Setting(many.at_once, max(STEP_TOKENS, many.at_once), many.kv_tokens, rate, kernels)
         return BatchModel(model.sizes, model.machine, work).expected(setting).tokens_per_s
@@ -271,6 +273,10 @@ def _as_json(bench: ThroughputBench, rows: Sequence[ThroughputRow]) -> dict[str,
     }
 
 
+def _in_words(way: Way) -> str:
+    return "one by one" if way == "alone" else way
+
+
 def _name(row: ThroughputRow) -> str:
     return row.system.name if row.many.way == "alone" else f"{row.system.name}, {row.many.way}, {row.many.at_once}"
 
@@ -296,7 +302,7 @@ def _lines(bench: ThroughputBench, rows: Sequence[ThroughputRow]) -> Iterator[st
         speed = row.answers.tokens_per_s
         cells = [
             row.system.name,
-            {"alone": "one by one", "padded": "padded", "together": "together"}[row.many.way],
+            _in_words(row.many.way),
             str(row.many.at_once),
             format_number(speed),
             DASH if alone is None else format_times(speed / alone).removesuffix("x"),
@@ -319,7 +325,7 @@ def _draw(bench: ThroughputBench, rows: Sequence[ThroughputRow], path: Path) -> 
     figure, axes = new_figure(1, 1, (9, 5))
     axis = axes[0]
     plain(axis)
-    kinds: dict[tuple[str, str], list[ThroughputRow]] = {}
+    kinds: dict[tuple[str, Way], list[ThroughputRow]] = {}
     for row in rows:
         kinds.setdefault((row.system.name, row.many.way), []).append(row)
     for number, ((name, way), some) in enumerate(kinds.items()):
@@ -329,7 +335,7 @@ def _draw(bench: ThroughputBench, rows: Sequence[ThroughputRow], path: Path) -> 
             [row.answers.tokens_per_s for row in some],
             marker=MARKERS[number % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
-            label=f"{name}, {'one by one' if way == 'alone' else way}",
+            label=f"{name}, {_in_words(way)}",
         )
         for row in some:
             point = (row.answers.waited_s, row.answers.tokens_per_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from promoe.commands.plan.many_prompts import BatchPlan
 from promoe.commands.plan.show import entry
@@ -147,16 +148,16 @@ def as_numbers(plans: Mapping[str, BatchPlan]) -> Sequence[dict[str, object]]:
         {
             "experts": form,
             "memory_bytes": plan.memory_bytes,
-            "work": _fields(plan.model.work),
-            "steps": _fields(plan.model.machine.others),
+            "work": asdict(plan.model.work),
+            "steps": asdict(plan.model.machine.others),
             "expert_s_by_rows": {name: curve.points for name, curve in plan.model.machine.experts.items()},
             "link_bytes_per_s": plan.model.machine.bytes_per_s,
             **{
                 name: {
-                    **_fields(one.setting),
+                    **asdict(one.setting),
                     "tokens_per_s": one.tokens_per_s,
                     "limit": one.limit,
-                    **_fields(one.spent),
+                    **asdict(one.spent),
                 }
                 for name, one in (("chosen", plan.chosen), ("fast", plan.fast))
                 if one is not None
@@ -164,7 +165,3 @@ def as_numbers(plans: Mapping[str, BatchPlan]) -> Sequence[dict[str, object]]:
         }
         for form, plan in plans.items()
     ]
-
-
-def _fields(value: object) -> dict[str, object]:
-    return {name: getattr(value, name) for name in type(value).__slots__}  # type: ignore[attr-defined]

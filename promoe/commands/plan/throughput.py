@@ -18,13 +18,12 @@ import numpy.typing as npt
 from promoe.commands.plan.sizes import WORKSPACE_BYTES, ModelSizes
 from promoe.commands.plan.time_model import Curve
 from promoe.config import STREAMED_SHARE
+from promoe.runtime.paged import PAGE_TOKENS
 from promoe.units import ratio
 
 # What is tried: sequences at once, and tokens of a step.
 AT_ONCE = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 STEP_TOKENS = (128, 256, 512, 1024, 2048)
-# A page of the KV cache, in tokens; each sequence leaves one partly empty.
-PAGE_TOKENS = 32
 # Up to this many times the time for one row, reading an expert's weights limits its products.
 MEMORY_BOUND = 1.5
 # More sequences at once are chosen only if they give so much more.
