@@ -69,20 +69,25 @@ def heldout_prompts(count: int) -> list[torch.Tensor]:
     return [prompt_inputs(tokenizer, text)["input_ids"] for text in example.prompts(count)]
 
 
-def open_slots(checkpoint: Path, cache: str, predictor: str | None = None, **fields: Any) -> PreTrainedModel:
+def open_slots(
+    checkpoint: Path, cache: str, predictor: str | None = None, link: promoe.EmulatedLink | None = None, **fields: Any
+) -> PreTrainedModel:
     """Open a model whose experts run from slots in any case, read past the page cache, with prefetch always on.
 
     Args:
         checkpoint: folder of the model.
         cache: see `promoe.from_pretrained`.
         predictor: name or folder; None switches prefetch off.
+        link: that experts come over; None: the disk.
         fields: of `PromoeConfig` or `Ablation`, in place of these.
     """
     settings = {"governor": False, "bypass": False, "read_mode": "direct", **fields}
     names = [field.name for field in dataclasses.fields(promoe.Ablation)]
     ablation = promoe.Ablation(**{name: settings.pop(name) for name in names if name in settings})
     config = promoe.PromoeConfig(**settings, ablation=ablation)
-    return promoe.from_pretrained(checkpoint, cache=cache, predictor=predictor, config=config)
+    return promoe.from_pretrained(
+        checkpoint, cache=cache, predictor=predictor, link="auto" if link is None else link, config=config
+    )
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

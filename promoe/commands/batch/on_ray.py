@@ -7,6 +7,8 @@ a whole: when an actor or a node dies, Ray gives its blocks to another one, and 
 from __future__ import annotations
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from itertools import islice
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 IN_CLUSTER = 50_000
 # Requests of a block, in sequences at once: the more, the fewer steps with a few sequences, and the more is done again.
 BLOCK = 4
+# Of a node's id, that are printed.
+NODE_DIGITS = 8
 
 
 class Replica:
@@ -43,9 +47,12 @@ class Replica:
         self._answering = Answering(model, tokenizer, options.model, options.max_tokens, sizes)
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
-        """Return `{"done": what became of the requests}` for `{"request": requests}`, all as JSON."""
+        """Return `{"done": what became of the requests, "node": where}` for `{"request": requests}`, the requests as JSON."""
+        import ray
+
         requests = map(_read, block["request"])
-        return {"done": [json.dumps(asdict(done)) for done in self._answering.run(requests)]}
+        done = [json.dumps(asdict(one)) for one in self._answering.run(requests)]
+        return {"done": done, "node": [ray.get_runtime_context().get_node_id()] * len(done)}
 
 
 def answer_on_ray(options: Options, sizes: Sizes, requests: Iterable[Request]) -> Iterator[Done]:
@@ -77,14 +84,19 @@ def answer_on_ray(options: Options, sizes: Sizes, requests: Iterable[Request]) -
                 f"{ray.cluster_resources().get('CPU', 0):.0f}. Ask for fewer, or add nodes."
             )
         remaining = iter(requests)
+        by_node: Counter[str] = Counter()
         while some := list(islice(remaining, IN_CLUSTER)):
-            yield from _answered(ray, replace(options, ray=None), sizes, threads, some)
+            yield from _answered(ray, replace(options, ray=None), sizes, threads, some, by_node)
+        counts = ", ".join(f"{node[:NODE_DIGITS]} {count}" for node, count in sorted(by_node.items()))
+        print(f"lines by node: {counts}", file=sys.stderr)
     finally:
         if started:
             ray.shutdown()
 
 
-def _answered(ray: Any, options: Options, sizes: Sizes, threads: int, requests: list[Request]) -> Iterator[Done]:
+def _answered(
+    ray: Any, options: Options, sizes: Sizes, threads: int, requests: list[Request], by_node: Counter[str]
+) -> Iterator[Done]:
     size = min(BLOCK * sizes.of_batch["at_once"], -(-len(requests) // (options.replicas or 1)))
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.from_items(
@@ -99,6 +111,7 @@ def _answered(ray: Any, options: Options, sizes: Sizes, threads: int, requests: 
         compute=ray.data.ActorPoolStrategy(size=options.replicas),
     )
     for row in done.iter_rows():
+        by_node[row["node"]] += 1
         yield Done(**loads(row["done"].encode()))
 
 

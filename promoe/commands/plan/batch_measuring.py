@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from promoe.commands.plan.stand_in import StandIn, Timed, token_ids
-from promoe.commands.plan.throughput import StepCost
+from promoe.commands.plan.throughput import Step, StepCost
 from promoe.commands.plan.time_model import Curve
 from promoe.errors import UnsupportedModelError
 from promoe.experts.kernels.fast import FastProducts
@@ -16,13 +16,11 @@ from promoe.runtime.paged import PagedRunner, is_paged
 from promoe.runtime.sampling import Sampling
 
 # Sequences at once, tokens of each prompt, tokens of a step: few and many sequences, short and long ones.
-STEPS = ((2, 32, 128), (24, 64, 256), (4, 384, 256))
-NEW_TOKENS = 5
+STEPS = ((2, 32, 128), (32, 64, 512), (4, 384, 256))
+NEW_TOKENS = 8
 # Tokens of the passes in which experts are timed.
-TOKENS = (1, 16, 64, 256)
+TOKENS = (1, 8, 32, 64, 128, 256)
 ROUNDS = 3
-# Tokens of the pages of a sequence's KV cache that may stay empty.
-PAGE_SLACK = 64
 
 
 def measure_steps(stand_in: StandIn) -> StepCost:
@@ -44,14 +42,14 @@ def measure_steps(stand_in: StandIn) -> StepCost:
         stand_in.with_experts = True
 
 
-def _steps(stand_in: StandIn, sequences: int, prompt: int, step_tokens: int) -> list[tuple[float, float, float]]:
-    """Return the tokens, the tokens in the KV cache, and the seconds of each step of some sequences."""
+def _steps(stand_in: StandIn, sequences: int, prompt: int, step_tokens: int) -> list[tuple[Step, float]]:
+    """Return the steps of some sequences, and the seconds of each."""
     watch = _Watch(stand_in)
     with ExitStack() as stack:
         model = stand_in.model
         stack.callback(model.register_forward_pre_hook(watch.begin, with_kwargs=True).remove)
         stack.callback(model.register_forward_hook(watch.end).remove)
-        kv_tokens = sequences * (prompt + 2 * NEW_TOKENS + PAGE_SLACK)
+        kv_tokens = 2 * sequences * (prompt + NEW_TOKENS)  # with room to spare, or sequences would wait
         runner = stack.enter_context(PagedRunner(model, sequences, step_tokens, kv_tokens))
         for number in range(sequences):
             ids = token_ids(model, prompt + number)[0, number:].tolist()
@@ -67,26 +65,26 @@ class _Watch:
     def __init__(self, stand_in: StandIn) -> None:
         self._stand_in = stand_in
         self._start_s = self._end_s = 0.0
-        self._sizes = (0, 0)
-        self.steps: list[tuple[float, float, float]] = []
+        self._step = Step(0, 0, 0)
+        self.steps: list[tuple[Step, float]] = []
 
     def begin(self, model: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Note how large the pass is."""
         self._start_s = time.perf_counter()
         if self.steps:  # what lies between two passes belongs to the first
-            tokens, kept, seconds = self.steps[-1]
-            self.steps[-1] = tokens, kept, seconds + self._start_s - self._end_s
+            step, seconds = self.steps[-1]
+            self.steps[-1] = step, seconds + self._start_s - self._end_s
         masks = kwargs["attention_mask"]
         shapes = [mask.shape for mask in (masks.values() if isinstance(masks, Mapping) else [masks])]
         tokens = max(shape[-2] for shape in shapes)
-        self._sizes = tokens, max(shape[-1] for shape in shapes) - tokens
+        self._step = Step(len(kwargs["cu_seq_lens_q"]) - 1, tokens, max(shape[-1] for shape in shapes) - tokens)
         self._stand_in.begin()
 
     def end(self, *_: Any) -> None:
         """Note what it took."""
         self._end_s = time.perf_counter()
         timed = self._stand_in.end(self._end_s - self._start_s)
-        self.steps.append((*self._sizes, timed.others_s))
+        self.steps.append((self._step, timed.others_s))
 
 
 def measure_experts(stand_in: StandIn, kernels: str) -> tuple[Curve, int]:

@@ -98,6 +98,8 @@ class StandIn:
         config = model.config.get_text_config()
         # Not the number of blocks: one of LongCat-Flash's has two layers for the KV cache.
         config.num_hidden_layers = config.num_hidden_layers * len(self.blocks) // self.num_blocks
+        if (types := vars(config).get("layer_types")) is not None:  # a paged KV cache has room for all that it names
+            config.layer_types = types[: config.num_hidden_layers]
         self.model: Any = model
         self.layers = find_moe_layers(model, allow_meta=True)
         _fill(model, {id(get_tensor(layer.experts, path)) for layer in self.layers for path in layer.paths})

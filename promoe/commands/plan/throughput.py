@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -50,29 +51,52 @@ class BatchWork:
 
 
 @dataclass(frozen=True, slots=True)
+class Step:
+    """A step of continuous batching.
+
+    Args:
+        sequences: that have tokens in it.
+        tokens: of all of them.
+        kept: tokens of all sequences in the KV cache.
+    """
+
+    sequences: float
+    tokens: float
+    kept: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds of a step without routed experts: `fixed_s + token_s T + pair_s T C` (T tokens beside C that are kept)."""
+    """Seconds of a step without routed experts: `fixed_s + sequence_s S + token_s T + pair_s T C`.
+
+    T tokens of S sequences, beside C tokens of all sequences in the KV cache.
+    """
 
     fixed_s: float
+    sequence_s: float
     token_s: float
     pair_s: float
 
-    def __call__(self, tokens: float, kept: float) -> float:
-        """Return the seconds of a step with so many tokens, beside so many in the KV cache of all sequences."""
-        return self.fixed_s + tokens * (self.token_s + self.pair_s * kept)
+    def __call__(self, step: Step) -> float:
+        """Return the seconds of a step."""
+        return (
+            self.fixed_s
+            + self.sequence_s * step.sequences
+            + step.tokens * (self.token_s + self.pair_s * step.kept)
+        )
 
     @classmethod
-    def fitted(cls, steps: Sequence[tuple[float, float, float]]) -> StepCost:
-        """Fit steps `(tokens, kept tokens, seconds)`: the least relative squares among costs that are not negative."""
-        tokens, kept, seconds = np.array(steps, dtype=np.float64).T
-        terms = np.stack([np.ones_like(tokens), tokens, tokens * kept], axis=1) / seconds[:, None]
-        best, least = np.zeros(3), math.inf
-        for mask in range(1, 8):
-            used = [term for term in range(3) if mask >> term & 1]
-            found = np.linalg.lstsq(terms[:, used], np.ones(len(seconds)), rcond=None)[0]
+    def fitted(cls, steps: Sequence[tuple[Step, float]]) -> StepCost:
+        """Fit steps and their seconds: the least relative squares among costs that are not negative."""
+        terms = np.array(
+            [[1.0, step.sequences, step.tokens, step.tokens * step.kept] for step, _ in steps]
+        ) / np.array([[seconds] for _, seconds in steps])
+        best, least = np.zeros(4), math.inf
+        for used in map(list, chain.from_iterable(combinations(range(4), count) for count in range(1, 5))):
+            found = np.linalg.lstsq(terms[:, used], np.ones(len(steps)), rcond=None)[0]
             error = float(np.square(terms[:, used] @ found - 1).sum())
             if (found >= 0).all() and error < least:
-                best, least = np.zeros(3), error
+                best, least = np.zeros(4), error
                 best[used] = found
         return cls(*best.tolist())
 
@@ -201,12 +225,12 @@ class BatchModel:
         self.sizes, self.machine, self.work = sizes, machine, work
         self._step = lru_cache(maxsize=None)(self._step_uncached)
 
-    def step(self, tokens: float, kept: float, setting: Setting) -> StepTime:
-        """Return what a step takes: so many tokens beside so many in the KV cache, with slots and kernels of a setting."""
-        return self._step(float(tokens), float(kept), setting.rate, setting.kernels)
+    def step(self, step: Step, setting: Setting) -> StepTime:
+        """Return what a step takes with slots and kernels of a setting."""
+        return self._step(step, setting.rate, setting.kernels)
 
-    def _step_uncached(self, tokens: float, kept: float, rate: float, kernels: str) -> StepTime:
-        machine, curve = self.machine, self.machine.experts[kernels]
+    def _step_uncached(self, step: Step, rate: float, kernels: str) -> StepTime:
+        machine, curve, tokens = self.machine, self.machine.experts[kernels], step.tokens
         products_s = memory_s = missing_bytes = used = 0.0
         for layer, usage in zip(self.sizes.layers, machine.usage, strict=True):
             probable = np.sort(1 - (1 - usage) ** tokens)[::-1]
@@ -225,7 +249,7 @@ class BatchModel:
             missing_bytes += max(0.0, active - kept_experts) * nbytes
             used += active / layer.num_experts
         link_s = 0.0 if rate >= 1 else missing_bytes / machine.bytes_per_s
-        others_s = machine.others(tokens, kept)
+        others_s = machine.others(step)
         computing = products_s + memory_s
         if used >= STREAMED_SHARE * len(self.sizes.layers):  # the next layer's experts come beforehand
             total_s = _overlapped(others_s + computing, link_s, machine.slowdown)
@@ -236,13 +260,13 @@ class BatchModel:
     def expected(self, setting: Setting) -> Expected:
         """Return what a setting gives: prompts are read in full steps, then each step writes a token per sequence."""
         work = self.work
-        rounds = math.ceil(work.answers / setting.at_once)
+        at_once = min(setting.at_once, max(1, setting.kv_tokens // self._kv_tokens_each))
+        rounds = math.ceil(work.answers / at_once)
         sequences = work.answers / rounds
         prompts = sequences * work.prompt_tokens
         full = min(prompts, float(setting.step_tokens))
-        reading = self.step(full, prompts / 2, setting).times(prompts / full)
-        kept = sequences * (work.prompt_tokens + work.new_tokens / 2)
-        writing = self.step(sequences, kept, setting).times(max(0.0, work.new_tokens - 1))
+        reading = self.step(Step(full / work.prompt_tokens, full, prompts / 2), setting).times(prompts / full)
+        writing = self.step(self._decode(sequences), setting).times(max(0.0, work.new_tokens - 1))
         spent = reading.plus(writing).times(rounds)
         return Expected(setting, spent, work.answers * work.new_tokens / spent.total_s)
 
@@ -251,18 +275,24 @@ class BatchModel:
 
         Klotski's inequality 7 (Fang et al. 2025) where attention and gates stay in memory, so that its 4 to 6 ask for less.
         """
-        per_sequence = self.work.prompt_tokens + self.work.new_tokens / 2
         for number in range(1, 4097):
-            found = self.step(number, number * per_sequence, setting)
+            found = self.step(self._decode(number), setting)
             if found.link_s <= found.compute_s:
                 return number
         return None
 
+    def _decode(self, sequences: float) -> Step:
+        """Return a step in which each sequence has a token of its answer, half of which is there."""
+        return Step(sequences, sequences, sequences * (self.work.prompt_tokens + self.work.new_tokens / 2))
+
     def kv_tokens(self, at_once: int) -> int:
         """Return the tokens of a KV cache in which so many sequences have room, in whole pages."""
-        each = math.ceil((self.work.prompt_tokens + self.work.new_tokens) / PAGE_TOKENS) * PAGE_TOKENS
         longest = math.ceil(self.work.longest / PAGE_TOKENS) * PAGE_TOKENS
-        return max(longest, at_once * each)
+        return max(longest, at_once * self._kv_tokens_each)
+
+    @property
+    def _kv_tokens_each(self) -> int:
+        return math.ceil((self.work.prompt_tokens + self.work.new_tokens) / PAGE_TOKENS) * PAGE_TOKENS
 
     def settings(self, memory_bytes: int | None, wanted: Wanted) -> Iterator[Setting]:
         """Yield all settings of the grid that fit: slots have what the KV cache leaves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -50,9 +51,16 @@ def source(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "in.jsonl", [*requests(LINES), "no json", {"prompt": "x", "max_tokens": 10**6}])
 
 
-def test_two_nodes_give_the_answers_of_one_process(checkpoint: str, source: Path, tmp_path: Path, cluster: Any) -> None:
+def test_two_nodes_give_the_answers_of_one_process(
+    checkpoint: str, source: Path, tmp_path: Path, cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = answered(checkpoint, source, tmp_path / "two.jsonl", "--replicas", "2", "--ray", cluster.address)
     assert len(found) == LINES + 2
+    by_node = re.search(r"lines by node: \w{8} (\d+), \w{8} (\d+)\n", capsys.readouterr().err)
+    assert by_node is not None
+    counts = [int(count) for count in by_node.groups()]
+    assert sum(counts) == LINES + 1  # a line that is no JSON goes to no node
+    assert min(counts) >= LINES / 4
     assert_alike(found, answered(checkpoint, source, tmp_path / "one.jsonl"))
 
 

@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "WORTH_PLANNING", 10)
     monkeypatch.setattr(many_prompts, "measure_link", lambda stand_in, store, folder, mode, workers: link())
-    monkeypatch.setattr(many_prompts, "measure_steps", lambda stand_in: StepCost(1e-3, 1e-4, 1e-9))
+    monkeypatch.setattr(many_prompts, "measure_steps", lambda stand_in: StepCost(1e-3, 0.0, 1e-4, 1e-9))
     monkeypatch.setattr(
         many_prompts, "measure_experts", lambda stand_in, kernels: (EXACT if kernels == "exact" else FAST, 2**10)
     )

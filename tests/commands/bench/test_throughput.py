@@ -33,7 +33,7 @@ def options(folder: Path) -> list[str]:  # noqa: F811
 def found(options: list[str], folder: Path) -> dict[str, Any]:  # noqa: F811
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(many_prompts, "measure_link", lambda stand_in, store, folder, mode, workers: link())
-        patch.setattr(many_prompts, "measure_steps", lambda stand_in: StepCost(1e-3, 1e-4, 1e-9))
+        patch.setattr(many_prompts, "measure_steps", lambda stand_in: StepCost(1e-3, 0.0, 1e-4, 1e-9))
         assert cli.main(options) == 0
     report: dict[str, Any] = json.loads((folder / "out" / "bench.json").read_text())
     return report

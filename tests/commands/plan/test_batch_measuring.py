@@ -11,6 +11,7 @@ from commands.plan.test_stand_in import read
 from promoe.commands.plan import batch_measuring
 from promoe.commands.plan.batch_measuring import measure_experts, measure_steps
 from promoe.commands.plan.stand_in import StandIn
+from promoe.commands.plan.throughput import Step
 from promoe.errors import UnsupportedModelError
 
 
@@ -22,11 +23,11 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_steps_are_counted_and_experts_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(tmp_path)
-    seen: list[list[tuple[float, float, float]]] = []
-    steps = batch_measuring._steps
+    seen: list[list[tuple[Step, float]]] = []
+    measured = batch_measuring._steps
 
-    def noted(*args: object) -> list[tuple[float, float, float]]:
-        seen.append(steps(*args))  # type: ignore[arg-type]
+    def noted(*args: object) -> list[tuple[Step, float]]:
+        seen.append(measured(*args))  # type: ignore[arg-type]
         return seen[-1]
 
     monkeypatch.setattr(batch_measuring, "_steps", noted)
@@ -34,15 +35,15 @@ def test_steps_are_counted_and_experts_left_out(tmp_path: Path, monkeypatch: pyt
         cost = measure_steps(stand_in)
         assert stand_in.with_experts
         assert stand_in._timed.experts_used == 0
-    # Four prompts of 16 tokens, and four more tokens of each.
-    tokens = [step[0] for step in seen[-1]]
-    assert sum(tokens) == 4 * 16 + 4 * (batch_measuring.NEW_TOKENS - 1)
-    assert max(tokens) <= 32
-    kept = [step[1] for step in seen[-1]]
-    assert kept[0] == 0
-    assert kept[-1] % (16 + batch_measuring.NEW_TOKENS - 2) == 0, "the last token of one sequence or more"
-    assert all(seconds > 0 for _, _, seconds in seen[-1])
-    assert cost(8, 100) > 0
+    # Four prompts of 16 tokens, and seven more tokens of each.
+    steps = [step for step, _ in seen[-1]]
+    assert sum(step.tokens for step in steps) == 4 * 16 + 4 * (batch_measuring.NEW_TOKENS - 1)
+    assert max(step.tokens for step in steps) <= 32
+    assert max(step.sequences for step in steps) == 4, "all sequences are computed together"
+    assert steps[0].kept == 0
+    assert steps[-1].kept % (16 + batch_measuring.NEW_TOKENS - 2) == 0, "the last token of one sequence or more"
+    assert all(seconds > 0 for _, seconds in seen[-1])
+    assert cost(Step(8, 8, 100)) > 0
 
 
 @pytest.mark.parametrize("kernels", ["exact", "fast"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from promoe.commands.plan.throughput import (
     BatchModel,
     BatchWork,
     Setting,
+    Step,
     StepCost,
     Wanted,
     memory_rows,
@@ -29,7 +31,7 @@ WORK = BatchWork(1000, 100.0, 50.0, 200)
 def machine(bytes_per_s: float = 1e9, **fields: object) -> BatchMachine:
     """Of two layers of 8 experts, of which tokens use 2, all as often."""
     made = BatchMachine(
-        others=StepCost(0.001, 0.0001, 1e-9),
+        others=StepCost(0.001, 0.0, 0.0001, 1e-9),
         experts={"exact": EXACT, "fast": FAST},
         expert_bytes=4 * MIB,
         bytes_per_s=bytes_per_s,
@@ -44,66 +46,76 @@ def batch_model(work: BatchWork = WORK, **fields: object) -> BatchModel:
 
 
 def setting(at_once: int = 32, rate: float = 0.5, kernels: str = "exact") -> Setting:
-    return Setting(at_once, 256, 4096, rate, kernels)
+    return Setting(at_once, 256, 16384, rate, kernels)
 
 
 @given(
-    fixed=st.floats(1e-4, 1e-2), token=st.floats(1e-5, 1e-3), pair=st.floats(1e-9, 1e-7), noise=st.floats(0.99, 1.01)
+    fixed=st.floats(1e-4, 1e-2),
+    sequence=st.floats(1e-5, 1e-3),
+    token=st.floats(1e-5, 1e-3),
+    pair=st.floats(1e-9, 1e-7),
+    noise=st.floats(0.99, 1.01),
 )
-def test_a_cost_is_found_from_steps(fixed: float, token: float, pair: float, noise: float) -> None:
-    known = StepCost(fixed, token, pair)
-    steps = [
-        (tokens, kept, known(tokens, kept)) for tokens, kept in ((2, 64), (24, 1536), (128, 0), (256, 900), (4, 1500))
-    ]
+def test_a_cost_is_found_from_steps(fixed: float, sequence: float, token: float, pair: float, noise: float) -> None:
+    known = StepCost(fixed, sequence, token, pair)
+    sizes = ((2, 2, 64), (8, 512, 512), (24, 24, 1536), (2, 128, 0), (4, 256, 900), (4, 4, 1500))
+    steps = [(step, known(step)) for step in starmap(Step, sizes)]
     found = StepCost.fitted(steps)
-    for tokens, kept in ((1, 0), (64, 6400), (512, 3000)):
-        assert found(tokens, kept) == pytest.approx(known(tokens, kept), rel=1e-3)
-    found = StepCost.fitted([(*step[:2], step[2] * (noise if idx else 1)) for idx, step in enumerate(steps)])
-    assert min(found.fixed_s, found.token_s, found.pair_s) >= 0
+    for step in (Step(1, 1, 0), Step(64, 64, 6400), Step(8, 512, 3000)):
+        assert found(step) == pytest.approx(known(step), rel=1e-3)
+    found = StepCost.fitted([(step, seconds * (noise if idx else 1)) for idx, (step, seconds) in enumerate(steps)])
+    assert min(found.fixed_s, found.sequence_s, found.token_s, found.pair_s) >= 0
 
 
 def test_a_step_is_the_sum_of_its_parts_where_nothing_is_fetched() -> None:
     model = batch_model()
-    found = model.step(64, 1000, setting(rate=1.0))
+    found = model.step(Step(64, 64, 1000), setting(rate=1.0))
     used = 8 * (1 - 0.75**64)
     assert found.link_s == 0
     assert found.others_s == pytest.approx(0.001 + 64 * (0.0001 + 1e-6))
     assert found.products_s == pytest.approx(2 * used * EXACT(64 * 2 / used))
     assert found.memory_s == 0
     assert found.total_s == pytest.approx(found.compute_s)
-    alone = model.step(1, 0, setting(rate=1.0))
+    alone = model.step(Step(1, 1, 0), setting(rate=1.0))
     assert (alone.products_s, alone.memory_s) == (0, pytest.approx(2 * 2 * 0.001))
 
 
 def test_what_has_no_slot_comes_over_the_link() -> None:
     model = batch_model()
-    found = model.step(64, 0, setting(rate=0.25))
+    found = model.step(Step(64, 64, 0), setting(rate=0.25))
     assert found.link_s == pytest.approx(2 * (8 * (1 - 0.75**64) - 2 * (1 - 0.75**64)) * 4 * MIB / 1e9)
     assert found.total_s == pytest.approx(max(found.link_s, found.compute_s)), "it overlaps"
-    slowed = batch_model(slowdown=2.0).step(64, 0, setting(rate=0.25))
+    slowed = batch_model(slowdown=2.0).step(Step(64, 64, 0), setting(rate=0.25))
     assert slowed.total_s == pytest.approx(found.link_s + max(0, found.compute_s - found.link_s / 2))
 
 
 def test_experts_that_are_used_most_have_the_slots() -> None:
     usage = np.array([0.9, 0.9, 0.05, 0.05, 0.025, 0.025, 0.025, 0.025])
     skewed, even = batch_model(usage=(usage,) * 2), batch_model()
-    assert skewed.step(1, 0, setting(rate=0.25)).link_s < even.step(1, 0, setting(rate=0.25)).link_s / 2
+    assert skewed.step(Step(1, 1, 0), setting(rate=0.25)).link_s < even.step(Step(1, 1, 0), setting(rate=0.25)).link_s / 2
 
 
 def test_the_limit_is_named() -> None:
     assert batch_model(bytes_per_s=1e6).expected(setting()).limit == "the link"
     assert batch_model().expected(setting(rate=1.0)).limit == "products"
     assert batch_model().expected(setting(1, rate=1.0)).limit == "memory"
-    slow = StepCost(1.0, 0.0, 0.0)
+    slow = StepCost(1.0, 0.0, 0.0, 0.0)
     assert batch_model(others=slow).expected(setting()).limit == "attention and the rest"
 
 
 def test_expected_throughput_counts_prompts_and_answers() -> None:
     model = batch_model(BatchWork(64, 128.0, 11.0, 139))
     found = model.expected(setting(32, 1.0))
-    reading, writing = model.step(256, 32 * 64, setting(32, 1.0)), model.step(32, 32 * 133.5, setting(32, 1.0))
+    reading = model.step(Step(2, 256, 32 * 64), setting(32, 1.0))
+    writing = model.step(Step(32, 32, 32 * 133.5), setting(32, 1.0))
     assert found.spent.total_s == pytest.approx(2 * (16 * reading.total_s + 10 * writing.total_s))
     assert found.tokens_per_s == pytest.approx(64 * 11 / found.spent.total_s)
+
+
+def test_a_small_kv_cache_computes_fewer_sequences_together() -> None:
+    model = batch_model(BatchWork(640, 50.0, 14.0, 64))
+    few = replace(setting(32, 1.0), kv_tokens=8 * 64)
+    assert model.expected(few).spent == model.expected(setting(8, 1.0)).spent
 
 
 @given(
@@ -117,7 +129,7 @@ def test_from_where_on_loading_is_hidden(bytes_per_s: float, rate: float, kernel
     found = model.hidden_from(setting(rate=rate, kernels=kernels))
 
     def hidden(number: int) -> bool:
-        step = model.step(number, number * 125.0, setting(rate=rate, kernels=kernels))
+        step = model.step(Step(number, number, number * 125.0), setting(rate=rate, kernels=kernels))
         return step.link_s <= step.products_s + step.memory_s + step.others_s
 
     numbers = [number for number in range(1, 4097) if hidden(number)] if found is None else range(1, found + 1)
