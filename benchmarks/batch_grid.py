@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from common import DTYPE, heldout_prompts, make_parser, open_slots, print_table, save, widened_demo
+from common import heldout_prompts, make_parser, open_slots, print_table, save, widened_demo
 
 import promoe
 from promoe.commands.bench.many import lengths
@@ -53,6 +53,7 @@ class Row:
         setting = self.setting
         return [
             name,
+            setting.kernels,
             str(setting.at_once),
             format_megabytes(model.kv_bytes(setting.kv_tokens)),
             format_percent(setting.rate),
@@ -98,7 +99,7 @@ class Measured:
         """Answer the first `count` prompts; None: all."""
         speed = self._link_bytes_per_s
         link = None if speed is None else promoe.EmulatedLink(speed)
-        model = open_slots(self._checkpoint, cache_argument(setting.rate), link=link)
+        model = open_slots(self._checkpoint, cache_argument(setting.rate), link=link, kernels=setting.kernels)
         model.generation_config.eos_token_id = None
         prompts = [promoe.BatchPrompt(ids, self._new_tokens) for ids in self._prompts[:count]]
         planned = BatchModel(self.model.sizes, self.model.machine, replace(self.model.work, answers=len(prompts)))
@@ -123,25 +124,38 @@ class Measured:
 
 
 def grid(
-    measured: Measured, memory_bytes: int, share_bytes: int, at_once: Sequence[int], kv: Sequence[float]
+    measured: Measured,
+    memory_bytes: int,
+    share_bytes: int,
+    at_once: Sequence[int],
+    kv: Sequence[float],
+    step_tokens: int,
+    kernels: tuple[str, ...],
 ) -> Iterator[Row]:
     """Yield a row for each setting that fits: shares `kv` of `share_bytes` are the KV cache's."""
     model = measured.model
-    token_bytes = model.kv_bytes(1)
     for number in at_once:
         for share in kv:
-            wanted = Wanted(at_once=number, kv_tokens=int(share * share_bytes / token_bytes), step_tokens=512)
+            kv_tokens = int(share * share_bytes / model.kv_bytes(1))
+            wanted = Wanted(at_once=number, kv_tokens=kv_tokens, step_tokens=step_tokens, kernels=kernels)
             for setting in model.settings(memory_bytes, wanted):
                 yield measured(setting)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = make_parser(__doc__, __file__)
-    parser.add_argument("--width", type=int, default=32, help="experts are so many times the demo model's (default: 32)")
+    parser.add_argument(
+        "--width", type=int, default=32, help="experts are so many times the demo model's (default: 32)"
+    )
     parser.add_argument("--link-gb-s", type=float, help="emulate a link of that many GB/s (default: the disk)")
-    parser.add_argument("--memory", type=float, default=0.15, help="slots and KV cache over all experts (default: 0.15)")
+    parser.add_argument(
+        "--memory", type=float, default=0.15, help="slots and KV cache over all experts (default: 0.15)"
+    )
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 32, 64, 128], help="sequences at once")
     parser.add_argument("--kv", type=float, nargs="+", default=[0.125, 0.25, 0.5], help="shares of it for the KV cache")
+    parser.add_argument("--step-tokens", type=int, default=512, help="most tokens of a step in the grid (default: 512)")
+    parser.add_argument("--kernels", nargs="+", default=["exact"], help="exact, fast, or both (default: exact)")
+    parser.add_argument("--no-knee", action="store_true", help="leave out from where on loading is hidden")
     parser.add_argument("--prompts", type=int, default=128, help="how many (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer (default: 16)")
     options = parser.parse_args(arguments)
@@ -154,15 +168,26 @@ def main(arguments: Sequence[str]) -> None:
     measured = Measured(widened_demo(options.width), prompts[: options.prompts], options.new_tokens, speed)
     model = measured.model
     share_bytes = int(options.memory * model.sizes.slots_bytes)
-    memory_bytes = model.sizes.other_bytes + workspace_bytes(512, 0) + share_bytes
-    head = ["", "at once", "KV, MB", "slots, %", "planned", "measured", "planned / measured", "link / computing, %"]
+    memory_bytes = model.sizes.other_bytes + workspace_bytes(options.step_tokens, 0) + share_bytes
+    head = [
+        "",
+        "kernels",
+        "at once",
+        "KV, MB",
+        "slots, %",
+        "planned",
+        "measured",
+        "planned / measured",
+        "link / computing, %",
+    ]
     table = [head]
     rows = []
-    for row in grid(measured, memory_bytes, share_bytes, options.at_once, options.kv):
+    kernels = tuple(options.kernels)
+    for row in grid(measured, memory_bytes, share_bytes, options.at_once, options.kv, options.step_tokens, kernels):
         rows.append(row)
         table.append(row.cells(model))
         print(*table[-1], file=sys.stderr)
-    chosen = model.best(memory_bytes, Wanted())
+    chosen = model.best(memory_bytes, Wanted(kernels=kernels))
     assert chosen is not None, "nothing fits"
     found = measured(chosen.setting)
     best = max(row.measured for row in rows)
@@ -172,13 +197,14 @@ def main(arguments: Sequence[str]) -> None:
     hidden_from = model.hidden_from(rows[0].setting)
     print(f"loading is hidden, planned: from {hidden_from} at once on")
     knee = []
-    for number in KNEE:
+    for number in () if options.no_knee else KNEE:
         setting = replace(rows[0].setting, at_once=number, kv_tokens=model.kv_tokens(number))
         knee.append(measured(setting, number))
         if knee[-1].link_s <= knee[-1].compute_s:
             print(f"loading is hidden, measured: from {number} at once on")
             break
-    print_table([head, *(row.cells(model) for row in knee)])
+    if knee:
+        print_table([head, *(row.cells(model) for row in knee)])
     save(
         options.json,
         {

@@ -4,7 +4,8 @@
 
 Prints a row for each number of sequences at once, of that many prompts' tokens at the same place: the share of the K most
 expected experts (K: top-k) that some token of the group uses, and of the K most used ones that are among them. The table
-learns the first part of the prompts, and goes on learning. Beside it: the K experts used most so far, and any K experts.
+learns the first part of the prompts, and goes on learning. Beside it: a table of paths through two layers, the K experts used
+most so far, and any K experts.
 Takes a minute.
 """
 
@@ -19,7 +20,8 @@ import torch
 from common import make_parser
 from torch import nn
 
-from promoe.predictors import LayerVisit, PredictorContext
+from promoe.predictors import Forecast, LayerVisit, PredictorContext
+from promoe.predictors.base import any_token
 from promoe.predictors.correlation import CorrelationPredictor
 from promoe.predictors.history import PopularityPredictor
 from promoe.predictors.reference import RandomPredictor
@@ -27,7 +29,43 @@ from promoe.training.evaluate import open_trace
 from promoe.training.routing_traces import RoutingTrace
 from promoe.units import aligned, format_percent
 
-KINDS = {"table": CorrelationPredictor, "popularity": PopularityPredictor, "any": RandomPredictor}
+
+class PathPredictor:
+    """The table with path length 2: what tokens used after a pair of experts of the two layers before."""
+
+    def __init__(self, context: PredictorContext, lookahead: int) -> None:
+        count, top_k = context.num_experts[0], context.top_k[0]
+        # As many made-up uses as the pairs of one token, so that rare pairs say little.
+        self._uses = np.full((context.num_layers, count, count, count), top_k / count, dtype=np.float32)
+        self._tokens = np.ones((context.num_layers, count, count), dtype=np.float32)
+        self._before: list[list[list[int]]] = []
+
+    def predict(self, visit: LayerVisit) -> list[Forecast]:
+        """Learn from this layer and the two before, and forecast the next one."""
+        chosen = [list(token) for token in visit.chosen]
+        if visit.layer_idx == 0:
+            self._before = []
+        if len(self._before) == 2:
+            for one, two, used in zip(*self._before, chosen, strict=True):
+                self._uses[visit.layer_idx][np.ix_(one, two, used)] += 1
+                self._tokens[visit.layer_idx][np.ix_(one, two)] += 1
+        self._before = [*self._before[-1:], chosen]
+        after, count = visit.layer_idx + 1, self._uses.shape[-1]
+        if len(self._before) < 2 or after == len(self._uses):
+            return [Forecast(1, after, np.zeros(count))]
+        per_token = []
+        for one, two in zip(*self._before, strict=True):
+            pairs = np.ix_(one, two)
+            per_token.append((self._uses[after][pairs] / self._tokens[after][pairs][..., None]).mean(axis=(0, 1)))
+        return [Forecast(1, after, any_token(np.minimum(1.0, np.array(per_token, dtype=np.float64))))]
+
+
+KINDS = {
+    "table": CorrelationPredictor,
+    "path of 2": PathPredictor,
+    "popularity": PopularityPredictor,
+    "any": RandomPredictor,
+}
 MOST_PASSES = 400  # of a group that are measured
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,12 +61,14 @@ class LayerVisit:
         pass_idx: number of this forward pass of the model.
         phase: "prefill" or "decode".
         layer_idx: MoE layer.
-        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Predictors are not
-            asked about visits of many tokens.
+        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Of many tokens, it has
+            some.
         chosen: experts chosen for each of these tokens, `[num_tokens][top_k]`.
         gate_args: the gate's positional arguments after its input.
         gate_kwargs: the gate's keyword arguments.
         token_shape: shape of the tokens in the gate's call, `(num_tokens,)` or `(sequences, tokens)`; () if unknown.
+        all_tokens: how many tokens passed the gate, if these are some of them; 0: these are all. What is forecast of some is
+            then taken to hold for the others.
     """
 
     pass_idx: int
@@ -77,6 +79,26 @@ class LayerVisit:
     gate_args: tuple[Any, ...] = ()
     gate_kwargs: dict[str, Any] = field(default_factory=dict)
     token_shape: tuple[int, ...] = ()
+    all_tokens: int = 0
+
+    def of_some(self, tokens: slice) -> LayerVisit:
+        """Return the visit of some of its tokens, in copies."""
+
+        def some(value: Any) -> Any:
+            if not self.is_of_tokens(value):
+                return value
+            return value.reshape(-1, *value.shape[max(1, len(self.token_shape)) :])[tokens].clone()
+
+        gate_input = self.gate_input[tokens].clone()
+        return replace(
+            self,
+            gate_input=gate_input,
+            chosen=self.chosen[tokens],
+            gate_args=tuple(map(some, self.gate_args)),
+            gate_kwargs={name: some(value) for name, value in self.gate_kwargs.items()},
+            token_shape=(len(gate_input),),
+            all_tokens=len(self.gate_input),
+        )
 
     def is_of_tokens(self, value: Any) -> bool:
         """Return whether a gate's argument holds one entry per token: whether its first dimensions are the tokens'."""

@@ -10,11 +10,6 @@ from promoe.errors import ConfigError, shown
 from promoe.scheduler.config import EvictionName
 from promoe.stores.layout import DEFAULT_CHUNK_BYTES
 
-# A predictor is asked about passes of up to this many tokens.
-MAX_PREDICTED_TOKENS = 8
-# Longer passes use most experts. If a layer uses at least this share of its experts, the next layer's absent experts
-# are fetched in order, without a prediction.
-STREAMED_SHARE = 0.7
 DEVICE_CHUNK_BYTES = 32 * 2**20  # from RAM to a device
 # Far more than any link gains from. Each worker is a thread with memory for one chunk.
 MAX_WORKERS, MAX_CHUNK_BYTES = 256, 2**30

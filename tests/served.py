@@ -27,7 +27,7 @@ from promoe.predictors import Predictor
 from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.assembly import predictor_context
-from promoe.runtime.hot_path import MAX_PREDICTED_TOKENS
+from promoe.scheduler.many_tokens import uses_most
 from promoe.stores import Store
 from promoe.transfer.links import EmulatedLink, FaultyLink, FileLink, HostLink, Link
 from promoe.transfer.links.faults import seeded
@@ -193,12 +193,15 @@ def watched(
         def on_gate(gate: nn.Module, args: Any, output: Any) -> None:
             index = gate_indices(output)
             assert index is not None
-            if len(index) <= MAX_PREDICTED_TOKENS:
-                visits.append((layer_idx, tuple(sorted(set(index.flatten().tolist())))))
+            used = tuple(sorted(set(index.flatten().tolist())))
+            num_experts = layers[layer_idx].num_experts
+            if not uses_most(len(index), sum(idx < num_experts for idx in used), num_experts):
+                visits.append((layer_idx, used))
 
         return on_gate
 
-    hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in promoe.find_moe_layers(model)]
+    layers = promoe.find_moe_layers(model)
+    hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in layers]
     try:
         return greedy(model, prompt), tuple(visits)
     finally:

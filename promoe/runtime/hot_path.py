@@ -12,12 +12,11 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.errors import PromoeError
 from promoe.experts.adapters.base import changed_since
 from promoe.experts.kernels.fast import FastProducts
@@ -29,6 +28,7 @@ from promoe.model.changed_weights import LiveWeights
 from promoe.model.passes import PassObserver, PassState, stack
 from promoe.predictors import LayerVisit
 from promoe.runtime.prediction import Forecaster
+from promoe.scheduler.many_tokens import MOST_SHOWN, shown, uses_most
 from promoe.stats.tracing import COMPUTE
 from promoe.transfer.devices import Device
 from promoe.transfer.engine import Engine
@@ -127,18 +127,18 @@ class Runtime:
         if index is None:
             return
         _refuse_capture(index)
-        _, tokens, ids = self._ids.at_gate(layer.name, index)
+        on_host, tokens, ids = self._ids.at_gate(layer.name, index)
         if layer.num_ids > layer.num_experts:
-            ids, tokens = _only_with_weights(layer, ids, tokens)
+            ids, tokens = _only_with_weights(layer, ids, on_host.tolist() if tokens is None else tokens)
         state = self.passes.current()
         state.gated.add(layer.layer_idx)
         state.hint = (layer.layer_idx, ids, self.engine.hint(layer.layer_idx, ids))
         state.to_predict = None
-        if len(index) <= MAX_PREDICTED_TOKENS:
-            if self.forecaster is not None and self.forecaster.of_use:
-                self._predict(layer, state, args, kwargs, tokens)
-        elif self._stream and len(ids) >= STREAMED_SHARE * layer.num_experts and layer is not self.layers[-1]:
-            self.engine.stream(layer.layer_idx + 1)
+        if self._stream and uses_most(len(index), len(ids), layer.num_experts):
+            if layer is not self.layers[-1]:
+                self.engine.stream(layer.layer_idx + 1)
+        elif self.forecaster is not None and self.forecaster.of_use:
+            self._predict(layer, state, args, kwargs, on_host if tokens is None else tokens)
 
     def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return a layer's experts' forward: `(hidden_states[T, H], top_k_index[T, K], top_k_weights[T, K]) -> [T, H]`."""
@@ -211,18 +211,21 @@ class Runtime:
         state: PassState,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        tokens: list[list[int]] | None,
+        chosen: list[list[int]] | torch.Tensor,
     ) -> None:
         assert self.forecaster is not None
-        if tokens is None or not args:  # with keyword arguments only, it is not known which one is the gate's input
+        if not args:  # with keyword arguments only, it is not known which one is the gate's input
             return
         gate_input = args[0].detach() if args[0].requires_grad else args[0]
         shape = tuple(gate_input.shape)
         if len(shape) != 2:
             gate_input = gate_input.reshape(-1, shape[-1])
-        visit = LayerVisit(
-            state.pass_idx, state.phase, layer.layer_idx, gate_input.clone(), tokens, args[1:], kwargs, shape[:-1]
-        )
+        tokens = chosen if isinstance(chosen, list) else chosen.tolist()
+        few = len(gate_input) <= MOST_SHOWN
+        own = gate_input.clone() if few else gate_input
+        visit = LayerVisit(state.pass_idx, state.phase, layer.layer_idx, own, tokens, args[1:], kwargs, shape[:-1])
+        if not few:
+            visit = visit.of_some(shown(len(gate_input)))
         # The hint comes before the visit that it announces, so the visit will be the scheduler's next step.
         origin_step = self.engine.scheduler.step + 1
         if self.forecaster.in_forward:
@@ -295,10 +298,7 @@ def _bypass_error(layers: Sequence[MoELayer], what: str) -> PromoeError:
     )
 
 
-Tokens = TypeVar("Tokens", list[list[int]], list[list[int]] | None)
-
-
-def _only_with_weights(layer: MoELayer, ids: list[int], tokens: Tokens) -> tuple[list[int], Tokens]:
+def _only_with_weights(layer: MoELayer, ids: list[int], tokens: list[list[int]]) -> tuple[list[int], list[list[int]]]:
     """Leave out the ids that need no weights, because nothing has to be fetched for them."""
-    kept = [[idx for idx in token if idx < layer.num_experts] for token in tokens or ()]
-    return [idx for idx in ids if idx < layer.num_experts], kept if tokens is not None else tokens
+    num_experts = layer.num_experts
+    return [idx for idx in ids if idx < num_experts], [[idx for idx in one if idx < num_experts] for one in tokens]

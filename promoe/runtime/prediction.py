@@ -21,6 +21,7 @@ import numpy.typing as npt
 from promoe.errors import ConfigError
 from promoe.experts.moe_layers import ModelGoneError
 from promoe.predictors import LayerVisit, Predictor, ReuseForecast, Traits
+from promoe.scheduler.many_tokens import of_all
 from promoe.stats.tracing import PREDICTOR
 from promoe.transfer.devices import Device, Event
 from promoe.transfer.engine import Engine
@@ -160,7 +161,10 @@ class Forecaster:
             # While prefetching is off, a predictor that foresees reuse still runs, only to improve eviction.
             elif not self._foresees_reuse or engine.scheduler.prefetch_on:
                 self._check(forecast.layer_idx, forecast.probabilities, "probabilities")
-                engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, forecast.probabilities)
+                probabilities = forecast.probabilities
+                if visit.all_tokens:
+                    probabilities = of_all(np.asarray(probabilities), len(visit.chosen), visit.all_tokens)
+                engine.forecast(origin_step, forecast.steps_ahead, forecast.layer_idx, probabilities)
         with engine.lock:
             engine.recorder.predictor_time(end_s - start_s)
         if (tracer := engine.tracer) is not None:

@@ -3,6 +3,7 @@
     scheduler         what layers need and will need: hints, visits, forecasts
     fetch_queue       what is fetched next, into which slot, and what arrived or failed
     visit             which experts of one layer may run now
+    many_tokens       what differs where many tokens visit a layer
     cache             the slots of one pool, and the experts in them
     slot_reclaim      frees a slot: takes that of a paused transfer, or evicts
     eviction          the policies: they score experts, and the one with the largest score leaves
@@ -20,7 +21,8 @@ models. The threaded engine, the replay and the property tests drive the same co
 
 from .config import ExpertKey, HotExperts, PoolSpec, SchedulerConfig
 from .fetch_queue import Lease
+from .many_tokens import most_needed_first
 from .scheduler import Scheduler
-from .visit import Visit, most_needed_first
+from .visit import Visit
 
 __all__ = ["ExpertKey", "HotExperts", "Lease", "PoolSpec", "Scheduler", "SchedulerConfig", "Visit", "most_needed_first"]

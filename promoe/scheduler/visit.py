@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from .cache import LOADING, RESIDENT
 
 if TYPE_CHECKING:
     from .fetch_queue import FetchQueue
-
-
-def most_needed_first(tokens: Iterable[Sequence[int]]) -> list[int]:
-    """Return the distinct experts of tokens `[num_tokens][top_k]`, those of most tokens first, else by id.
-
-    Loads take equally long, and computing an expert takes longer the more tokens it has. With the longest first, the others
-    load meanwhile (the order of Johnson 1954 for a machine after another).
-    """
-    counts = Counter(chain.from_iterable(tokens))
-    return sorted(counts, key=lambda expert_idx: (-counts[expert_idx], expert_idx))
 
 
 class Visit:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,15 +15,16 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from served import NEW_TOKENS, PROMPTS, expected, greedy, predictor_of, record, served, stock
+from tiny_models import build
 from torch import nn
 from waiting import WAIT_S, settle
 
 import promoe
 from promoe.predictors import Forecast, LayerVisit, ReuseForecast
 from promoe.runtime import prediction
-from promoe.runtime.hot_path import MAX_PREDICTED_TOKENS
 from promoe.runtime.prediction import MAX_WAITING, Forecaster
 from promoe.scheduler import calibration
+from promoe.scheduler.many_tokens import MOST_SHOWN, shown
 from promoe.stats.recorder import Recorder
 from promoe.stats.tracing import PREDICTOR, Tracer
 
@@ -117,6 +119,14 @@ def test_forecasts_reach_the_engine_in_order_with_the_step_they_were_made_from()
             thread.drain()
     one_visit = [(1, 1, [0.1, 0.9, 0.0, 0.0]), (2, 0, [1.0, 0.0, 0.0, 0.0])]
     assert engine.forecasts == [(step, *forecast) for step in (7, 8) for forecast in one_visit]
+
+
+def test_what_is_forecast_of_some_tokens_is_taken_to_hold_for_all() -> None:
+    some = replace(visit(), chosen=[[0]] * 5, gate_input=torch.zeros(5, 8), all_tokens=20)
+    with predicting(Predictor(lambda visit: [FORECAST])) as (thread, engine):
+        thread.visit(7, some)
+        thread.drain()
+    assert engine.forecasts == [(7, 1, 1, pytest.approx([1 - 0.9**4, 1 - 0.1**4, 0.0, 0.0]))]
 
 
 class Foreseeing(Predictor):
@@ -421,7 +431,7 @@ def test_a_broken_predictor_is_still_closed(caplog: pytest.LogCaptureFixture) ->
 # -- what it is asked -------------------------------------------------------------------------------------------
 
 
-def gate_calls(model: nn.Module, prompt: str) -> list[tuple[int, torch.Tensor, list[list[int]]]]:
+def gate_calls(model: nn.Module, prompt: dict[str, torch.Tensor]) -> list[tuple[int, torch.Tensor, list[list[int]]]]:
     """(layer, gate input, chosen experts) of every gate call."""
     calls: list[tuple[int, torch.Tensor, list[list[int]]]] = []
     layers = promoe.find_moe_layers(model)
@@ -434,7 +444,7 @@ def gate_calls(model: nn.Module, prompt: str) -> list[tuple[int, torch.Tensor, l
         for layer in layers
     ]
     try:
-        greedy(model, PROMPTS[prompt])
+        greedy(model, prompt)
     finally:
         for hook in hooks:
             hook.remove()
@@ -444,7 +454,7 @@ def gate_calls(model: nn.Module, prompt: str) -> list[tuple[int, torch.Tensor, l
 def test_it_is_asked_about_every_short_visit_with_what_the_gate_saw() -> None:
     model = stock(FAMILY)
     model.set_experts_implementation("grouped_mm")
-    wanted = gate_calls(model, "short")
+    wanted = gate_calls(model, PROMPTS["short"])
     predictor = Predictor()
     with served(FAMILY, cache="50%", predictor=predictor) as model, in_step(model):
         greedy(model, PROMPTS["short"])
@@ -459,12 +469,30 @@ def test_it_is_asked_about_every_short_visit_with_what_the_gate_saw() -> None:
         assert (visit.gate_args, visit.gate_kwargs) == ((), {})
 
 
-def test_it_is_not_asked_about_long_prompts() -> None:
-    assert PROMPTS["one"]["input_ids"].numel() > MAX_PREDICTED_TOKENS
+def test_it_is_not_asked_about_long_prompts_that_use_most_experts() -> None:
+    assert PROMPTS["one"]["input_ids"].numel() > MOST_SHOWN
     predictor = Predictor()
     with served(FAMILY, cache="50%", predictor=predictor) as model, in_step(model):
         greedy(model, PROMPTS["one"], new_tokens=1)
     assert [visit.phase for visit in predictor.visits] == ["decode"] * 3
+
+
+def test_of_many_tokens_that_use_few_experts_it_is_shown_some() -> None:
+    model = build(FAMILY, num_experts=32)
+    prompt = {"input_ids": torch.arange(1, 12)[None], "attention_mask": torch.ones(1, 11, dtype=torch.long)}
+    wanted = gate_calls(model, prompt)[:LAYERS]
+    predictor = Predictor(lambda visit: [Forecast(1, (visit.layer_idx + 1) % LAYERS, np.full(32, 0.3))])
+    promoe.patch(model, cache="50%", store="host", link=promoe.EmulatedLink(1e12), predictor=predictor)
+    with in_step(model):
+        greedy(model, prompt, new_tokens=0)
+    promoe.unpatch(model)
+    assert [visit.layer_idx for visit in predictor.visits] == list(range(LAYERS))
+    for visit, (_, gate_input, chosen) in zip(predictor.visits, wanted, strict=True):
+        assert len({expert for token in chosen for expert in token}) < 0.7 * 32
+        assert visit.all_tokens == 11
+        assert len(visit.chosen) == 6
+        assert torch.equal(visit.gate_input, gate_input[shown(11)])
+        assert visit.chosen == chosen[shown(11)]
 
 
 def test_of_a_gate_called_twice_the_last_call_is_predicted() -> None:

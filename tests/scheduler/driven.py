@@ -151,8 +151,9 @@ class Driven:
         assert config.prefetch
         assert lease.code not in scheduler._failed_speculation, f"{lease} after a failed prefetch"
         cache, _ = self._cache(lease.key)
-        queued = [c for c in scheduler._demand if scheduler.caches_by_code[c] is cache]
-        assert not [c for c in queued if c in cache.loads and not cache.loads[c].all_issued], f"{lease} before demand"
+        # Demand whose earlier load was given up waits until what is on its way for that has come.
+        sendable = [c for c in scheduler._demand if scheduler.caches_by_code[c] is cache and cache.state[c] == LOADING]
+        assert all(cache.loads[c].all_issued for c in sendable), f"{lease} before demand"
         if not any(other.code == lease.code for other in self.outstanding):
             # Speculation never takes the last slot: neither pinned nor waiting for a chunk.
             pool = self._pool(lease)

@@ -17,7 +17,7 @@ from promoe.scheduler import ExpertKey, HotExperts, PoolSpec, SchedulerConfig
 from .driven import Driven, OpenVisit
 
 STEPS = 100_000
-EXAMPLES = 300
+EXAMPLES = 350
 MANY_EXAMPLES = 10_000
 STEPS_PER_EXAMPLE = 40
 

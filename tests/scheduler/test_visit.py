@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from promoe.scheduler import PoolSpec, SchedulerConfig, most_needed_first
+from promoe.scheduler import PoolSpec, SchedulerConfig
 
 from .driven import Driven
 
@@ -26,16 +24,6 @@ def driven(num_slots: int, num_chunks: int = 1, **switches: object) -> Driven:
 def deliver(run: Driven) -> None:
     for lease in run.issue(99):
         run.complete(lease)
-
-
-@given(tokens=st.lists(st.lists(st.integers(0, 5), max_size=4)))
-def test_experts_of_most_tokens_come_first(tokens: list[list[int]]) -> None:
-    ids = most_needed_first(tokens)
-    counts = [sum(token.count(expert_idx) for token in tokens) for expert_idx in ids]
-    assert set(ids) == {expert_idx for token in tokens for expert_idx in token}
-    assert list(zip(counts, ids, strict=True)) == sorted(
-        zip(counts, ids, strict=True), key=lambda pair: (-pair[0], pair[1])
-    )
 
 
 def test_of_each_kind_those_of_most_tokens_are_first() -> None:

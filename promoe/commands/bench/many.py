@@ -31,12 +31,14 @@ class Many:
         new_tokens: of each answer; none ends before.
         way: "alone" (one by one), "padded" (batches of `at_once`, by `generate`) or "together" (`promoe.generate_batch`).
         at_once: sequences at once.
+        step_tokens: the most tokens of a step.
     """
 
     prompts: Sequence[Sequence[int]]
     new_tokens: int
     way: Way
     at_once: int = 1
+    step_tokens: int = STEP_TOKENS
 
     @property
     def kv_tokens(self) -> int:
@@ -104,7 +106,7 @@ def answer_many(model: Any, many: Many, pad_token_id: int) -> ManyAnswers:
 def _answers(model: Any, many: Many, pad_token_id: int) -> Iterator[tuple[int, list[int]]]:
     if many.way == "together":
         asked = [BatchPrompt(ids, many.new_tokens) for ids in many.prompts]
-        sizes = {"at_once": many.at_once, "step_tokens": max(STEP_TOKENS, many.at_once), "kv_tokens": many.kv_tokens}
+        sizes = {"at_once": many.at_once, "step_tokens": many.step_tokens, "kv_tokens": many.kv_tokens}
         for answer in generate_batch(model, asked, **sizes):
             if answer.error is not None:
                 raise ConfigError(answer.error)
@@ -129,7 +131,7 @@ def _padded(model: Any, prompts: Sequence[Sequence[int]], many: Many, pad_token_
             min_new_tokens=many.new_tokens,
             max_new_tokens=many.new_tokens,
             pad_token_id=pad_token_id,
-            prefill_chunk_size=max(1, STEP_TOKENS // len(prompts)),  # as many tokens per step as together
+            prefill_chunk_size=max(1, many.step_tokens // len(prompts)),  # as many tokens per step as together
         )
     tokens: list[list[int]] = found[:, longest:].tolist()
     return tokens

@@ -80,6 +80,8 @@ class Options:
     """also measure reading prompts of these lengths, in tokens"""
     at_once: list[int] = field(default_factory=lambda: [8, 32, 64])
     """for throughput: sequences at once"""
+    step_tokens: int = 512
+    """for throughput: most tokens of a step"""
     lengths: str = "mtbench"
     """for throughput: length of prompts: mtbench (77 tokens on average, 418 at most), summaries (1693, 1984), or MEAN:MOST"""
     prompts: str | None = None
@@ -108,6 +110,8 @@ class Options:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
         if not self.at_once or min(self.at_once) < 1:
             raise ConfigError(f"--at-once must be at least 1 each. Got {list(self.at_once)} instead.")
+        if self.step_tokens < 1:
+            raise ConfigError(f"--step-tokens must be at least 1. Got {self.step_tokens} instead.")
         for cache in self.cache:
             check_cache(cache)
         if not self.cache:

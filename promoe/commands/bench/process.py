@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -170,6 +171,7 @@ OpenSystem = Served | Worker
 
 def _serve(connection: Connection) -> None:
     """Run the process: open a system, then call its methods until the other end closes. Errors are sent back."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     connection.send(None)  # ready: from here on memory is the system's own
@@ -188,6 +190,14 @@ def _serve(connection: Connection) -> None:
                 connection.send((False, f"{type(error).__name__}: {error}"))
     if served is not None:
         served.close()
+
+
+def _end_with_parent() -> None:
+    """End the process as soon as the one that started it has ended: killed, it could not say so, and answers take minutes."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _open(opening: Opening, threads: int) -> Served:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from promoe.commands.bench.many import STEP_TOKENS, Many, ManyAnswers, Way, lengths
+from promoe.commands.bench.many import Many, ManyAnswers, Way, lengths
 from promoe.commands.bench.messages import Facts, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
@@ -171,7 +171,8 @@ class ThroughputBench:
         return [self._many("alone", 1), *(self._many("padded", number) for number in self.groups), *together]
 
     def _many(self, way: Way, at_once: int) -> Many:
-        return Many(self.prompts[: max(ALONE, at_once)], self.options.max_new_tokens, way, at_once)
+        options, step_tokens = self.options, max(self.options.step_tokens, at_once)
+        return Many(self.prompts[: max(ALONE, at_once)], options.max_new_tokens, way, at_once, step_tokens)
 
     def _rows(
         self, worker: Worker, system: System, ways: Sequence[Many], references: References | None
@@ -200,7 +201,7 @@ class ThroughputBench:
     def _limited(self, sizes: Sizes, slots_bytes: int) -> int:
         """Return the memory of each system: what steps take, the KV cache, and the attention mask of a step."""
         many = self._many("together", self.groups[-1])
-        step = max(STEP_TOKENS, many.at_once)
+        step = many.step_tokens
         planned = next((model for model in self._expected.values() if model is not None), None)
         kv_bytes = 0 if planned is None else planned.kv_bytes(many.kv_tokens)
         return self.bench.limit_bytes(sizes, slots_bytes, step) + kv_bytes + 4 * step * (many.kv_tokens + step)
@@ -232,7 +233,7 @@ class ThroughputBench:
         if system.is_quantised:  # as many bytes hold more of them
             plain = self._expected.get(EXACT)
             rate = min(1.0, rate * plain.sizes.slots_bytes / model.sizes.slots_bytes) if plain is not None else rate
-        setting = Setting(many.at_once, max(STEP_TOKENS, many.at_once), many.kv_tokens, rate, kernels)
+        setting = Setting(many.at_once, many.step_tokens, many.kv_tokens, rate, kernels)
         return BatchModel(model.sizes, model.machine, work).expected(setting).tokens_per_s
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from promoe.commands.plan.many_prompts import BatchPlan
 from promoe.commands.plan.show import entry
 from promoe.commands.plan.sizes import rate_name
-from promoe.commands.plan.throughput import BatchWork, Expected, Wanted, memory_rows
+from promoe.commands.plan.throughput import BatchWork, Expected, Step, Wanted, memory_rows
 from promoe.units import aligned, format_memory, format_number, format_seconds, format_times
 
 # Numbers of sequences at once that are shown beside the chosen one.
@@ -39,10 +39,11 @@ def work_lines(work: BatchWork, memory_bytes: int | None) -> list[str]:
 def measured_lines(plan: BatchPlan) -> list[str]:
     """Say what was measured, and where its roofs meet."""
     machine = plan.model.machine
+    alone_s = machine.others(Step(1, 1, 0))
     lines = entry(
         "steps",
-        f"{format_seconds(machine.others(1, 0))} for a token alone without routed experts, and "
-        f"{format_seconds(machine.others(65, 0) - machine.others(1, 0))} more for 64 more tokens",
+        f"{format_seconds(alone_s)} for a token alone without routed experts, and "
+        f"{format_seconds(machine.others(Step(64, 64, 0)) - alone_s)} more for 64 sequences",
     )
     for kernels, curve in machine.experts.items():
         times = ", ".join(f"{format_seconds(seconds)} for {format_number(rows)}" for rows, seconds in curve.points)

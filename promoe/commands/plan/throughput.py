@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from promoe.commands.plan.sizes import WORKSPACE_BYTES, ModelSizes
 from promoe.commands.plan.time_model import Curve
-from promoe.config import STREAMED_SHARE
 from promoe.runtime.paged import PAGE_TOKENS
+from promoe.scheduler.many_tokens import STREAMED_SHARE
 from promoe.units import ratio
 
 # What is tried: sequences at once, and tokens of a step.
@@ -79,18 +79,14 @@ class StepCost:
 
     def __call__(self, step: Step) -> float:
         """Return the seconds of a step."""
-        return (
-            self.fixed_s
-            + self.sequence_s * step.sequences
-            + step.tokens * (self.token_s + self.pair_s * step.kept)
-        )
+        return self.fixed_s + self.sequence_s * step.sequences + step.tokens * (self.token_s + self.pair_s * step.kept)
 
     @classmethod
     def fitted(cls, steps: Sequence[tuple[Step, float]]) -> StepCost:
         """Fit steps and their seconds: the least relative squares among costs that are not negative."""
-        terms = np.array(
-            [[1.0, step.sequences, step.tokens, step.tokens * step.kept] for step, _ in steps]
-        ) / np.array([[seconds] for _, seconds in steps])
+        terms = np.array([[1.0, step.sequences, step.tokens, step.tokens * step.kept] for step, _ in steps]) / np.array(
+            [[seconds] for _, seconds in steps]
+        )
         best, least = np.zeros(4), math.inf
         for used in map(list, chain.from_iterable(combinations(range(4), count) for count in range(1, 5))):
             found = np.linalg.lstsq(terms[:, used], np.ones(len(steps)), rcond=None)[0]

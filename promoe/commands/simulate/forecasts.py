@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from promoe.errors import ConfigError
+from promoe.scheduler.many_tokens import of_all, shown
 from promoe.training.baselines import KINDS, Kind, used
 from promoe.training.kinds import NAMES_OF_HIDDEN_KINDS
 from promoe.training.routing_traces import RoutingTrace
@@ -62,11 +63,12 @@ class TraceForecasts:
         """
         if len(tokens) == 1:
             return self.of_token(tokens[0], layer_idx)
-        found = [self.of_token(token_idx, layer_idx) for token_idx in tokens]
-        return [
-            (ahead, target_idx, 1.0 - np.prod([1.0 - one[number][2] for one in found], axis=0))
-            for number, (ahead, target_idx, _) in enumerate(found[0])
-        ]
+        found = [self.of_token(token_idx, layer_idx) for token_idx in tokens[shown(len(tokens))]]
+        joined = []
+        for number, (ahead, target_idx, _) in enumerate(found[0]):
+            any_shown = 1.0 - np.prod([1.0 - one[number][2] for one in found], axis=0)
+            joined.append((ahead, target_idx, of_all(any_shown, len(found), len(tokens))))
+        return joined
 
     def of_token(self, token_idx: int, layer_idx: int) -> Sequence[tuple[int, int, Probabilities]]:
         """Forecast for one token: `(steps_ahead, layer_idx, probabilities [num_experts])`, nearest layer first."""

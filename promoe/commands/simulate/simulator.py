@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from promoe.config import MAX_PREDICTED_TOKENS, STREAMED_SHARE
 from promoe.scheduler import Lease, Scheduler, SchedulerConfig, most_needed_first
 from promoe.scheduler.eviction import Static
+from promoe.scheduler.many_tokens import uses_most
 from promoe.scheduler.reuse import LearnedReuse
 from promoe.stats.counts import Phase
 from promoe.stats.recorder import Recorder
@@ -80,7 +80,7 @@ class Simulator:
             phase: whether it reads a prompt or decodes.
             visits: each MoE layer, and the experts of each token there, `[num_tokens][top_k]`.
             work: what computing takes.
-            forecasts: asked in each layer once its gate has chosen.
+            forecasts: asked in each layer once its gate has chosen, unless the next one's experts are fetched in order.
             stream: whether a long prompt fetches the next layer's experts ahead.
             num_sequences: tokens of the next pass.
             after_visit: called with each visit when it is over.
@@ -90,9 +90,9 @@ class Simulator:
         for layer_idx, tokens in visits:
             num_used = len({expert_idx for token in tokens for expert_idx in token})
             layer_s, expert_s = work(layer_idx, len(tokens), num_used)
-            uses_most = num_used >= STREAMED_SHARE * self.config.num_experts[layer_idx]
-            stream_next = stream and uses_most and len(tokens) > MAX_PREDICTED_TOKENS
-            self.visit(layer_idx, tokens, layer_s, expert_s, forecasts, stream_next, num_sequences)
+            stream_next = stream and uses_most(len(tokens), num_used, self.config.num_experts[layer_idx])
+            asked = None if stream_next else forecasts
+            self.visit(layer_idx, tokens, layer_s, expert_s, asked, stream_next, num_sequences)
             if after_visit is not None:
                 after_visit(layer_idx, tokens)
         seconds = self.now_s - start_s

@@ -92,7 +92,9 @@ def test_what_has_no_slot_comes_over_the_link() -> None:
 def test_experts_that_are_used_most_have_the_slots() -> None:
     usage = np.array([0.9, 0.9, 0.05, 0.05, 0.025, 0.025, 0.025, 0.025])
     skewed, even = batch_model(usage=(usage,) * 2), batch_model()
-    assert skewed.step(Step(1, 1, 0), setting(rate=0.25)).link_s < even.step(Step(1, 1, 0), setting(rate=0.25)).link_s / 2
+    assert (
+        skewed.step(Step(1, 1, 0), setting(rate=0.25)).link_s < even.step(Step(1, 1, 0), setting(rate=0.25)).link_s / 2
+    )
 
 
 def test_the_limit_is_named() -> None:
