@@ -61,8 +61,8 @@ class LayerVisit:
         pass_idx: number of this forward pass of the model.
         phase: "prefill" or "decode".
         layer_idx: MoE layer.
-        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Of many tokens, it has
-            some.
+        gate_input: `[num_tokens, hidden_dim]`, a copy without gradients that the predictor may keep. Of many sequences that
+            are decoded together, it has some. Predictors are not asked about long prompts.
         chosen: experts chosen for each of these tokens, `[num_tokens][top_k]`.
         gate_args: the gate's positional arguments after its input.
         gate_kwargs: the gate's keyword arguments.
@@ -83,27 +83,31 @@ class LayerVisit:
 
     def of_some(self, tokens: slice) -> LayerVisit:
         """Return the visit of some of its tokens, in copies."""
+        gate_input = self.gate_input[tokens].clone()
+        shape = (*(1 for _ in self.token_shape[1:]), len(gate_input))
 
         def some(value: Any) -> Any:
             if not self.is_of_tokens(value):
                 return value
-            return value.reshape(-1, *value.shape[max(1, len(self.token_shape)) :])[tokens].clone()
+            rest = value.shape[max(1, len(self.token_shape)) :]
+            return value.reshape(-1, *rest)[tokens].reshape(*shape, *rest).clone()
 
-        gate_input = self.gate_input[tokens].clone()
         return replace(
             self,
             gate_input=gate_input,
             chosen=self.chosen[tokens],
             gate_args=tuple(map(some, self.gate_args)),
             gate_kwargs={name: some(value) for name, value in self.gate_kwargs.items()},
-            token_shape=(len(gate_input),),
+            token_shape=shape,
             all_tokens=len(self.gate_input),
         )
 
     def is_of_tokens(self, value: Any) -> bool:
         """Return whether a gate's argument holds one entry per token: whether its first dimensions are the tokens'."""
         shape = self.token_shape or (len(self.gate_input),)
-        return isinstance(value, torch.Tensor) and tuple(value.shape[: len(shape)]) == shape
+        # A vector of floats is a bias of the experts, of which there may be as many as tokens.
+        is_bias = isinstance(value, torch.Tensor) and value.dim() == 1 and value.is_floating_point()
+        return isinstance(value, torch.Tensor) and not is_bias and tuple(value.shape[: len(shape)]) == shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +157,8 @@ class Traits:
     Args:
         quick: it predicts in less time than it takes to hand a visit to another thread, some 0.4 ms. Then it runs in the
             forward if the model computes on every core, and otherwise, like any other, in a thread of its own.
-        needs_every_visit: it has to be asked about every visit. Of others, visits are skipped when they come faster than
-            they are predicted from, or when a forecast could have no effect.
+        needs_every_visit: it has to be asked about every visit but those of long prompts. Of others, visits are skipped when
+            they come faster than they are predicted from, or when a forecast could have no effect.
         reuse: what the reuse prior starts from; None: nothing was learned of the model.
     """
 

@@ -35,13 +35,13 @@ class CorrelationPredictor:
             for count, after in zip(counts, self._next, strict=True)
         ]
         self._tokens = [np.full(count, PRIOR_TOKENS) for count in counts]
-        self._last: tuple[int, int, list[list[int]]] | None = None
+        self._last: tuple[int, int, int, list[list[int]]] | None = None
 
     def predict(self, visit: LayerVisit) -> list[Forecast]:
         """Learn from the pair of visits that this one completes, and forecast the next layer."""
         chosen = [list(token) for token in visit.chosen]
         self._learn(visit, chosen)
-        self._last = (visit.layer_idx, visit.pass_idx, chosen)
+        self._last = (visit.layer_idx, visit.pass_idx, visit.all_tokens, chosen)
         after = self._next[visit.layer_idx]
         # After the last layer, each sequence goes on with one token.
         going_on = chosen if after or visit.phase == "decode" else chosen[-1:]
@@ -50,9 +50,9 @@ class CorrelationPredictor:
     def _learn(self, visit: LayerVisit, chosen: list[list[int]]) -> None:
         if self._last is None:
             return
-        layer_idx, pass_idx, before = self._last
+        layer_idx, pass_idx, all_tokens, before = self._last
         follows = visit.layer_idx == self._next[layer_idx] and visit.pass_idx == pass_idx + (visit.layer_idx == 0)
-        if not follows or len(before) != len(chosen):
+        if not follows or (all_tokens, len(before)) != (visit.all_tokens, len(chosen)):
             return
         for one, other in zip(before, chosen, strict=True):
             if one and other:

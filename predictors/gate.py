@@ -94,7 +94,7 @@ class GatePredictor:
 
 def _is_followed_by(origin: LayerVisit, visit: LayerVisit) -> bool:
     """Return whether a forecast from `origin` is about `visit`: same tokens, or those with which the sequences went on."""
-    if len(origin.gate_input) != len(visit.gate_input):
+    if (len(origin.gate_input), origin.all_tokens) != (len(visit.gate_input), visit.all_tokens):
         return False
     if origin.layer_idx < visit.layer_idx:
         return origin.pass_idx == visit.pass_idx

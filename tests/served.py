@@ -27,7 +27,7 @@ from promoe.predictors import Predictor
 from promoe.predictors.folded import FoldedPredictor
 from promoe.predictors.reference import OraclePredictor
 from promoe.runtime.assembly import predictor_context
-from promoe.scheduler.many_tokens import uses_most
+from promoe.scheduler.many_tokens import MOST_SHOWN
 from promoe.stores import Store
 from promoe.transfer.links import EmulatedLink, FaultyLink, FileLink, HostLink, Link
 from promoe.transfer.links.faults import seeded
@@ -193,15 +193,12 @@ def watched(
         def on_gate(gate: nn.Module, args: Any, output: Any) -> None:
             index = gate_indices(output)
             assert index is not None
-            used = tuple(sorted(set(index.flatten().tolist())))
-            num_experts = layers[layer_idx].num_experts
-            if not uses_most(len(index), sum(idx < num_experts for idx in used), num_experts):
-                visits.append((layer_idx, used))
+            if len(index) <= MOST_SHOWN:
+                visits.append((layer_idx, tuple(sorted(set(index.flatten().tolist())))))
 
         return on_gate
 
-    layers = promoe.find_moe_layers(model)
-    hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in layers]
+    hooks = [layer.gate.register_forward_hook(tap(layer.layer_idx)) for layer in promoe.find_moe_layers(model)]
     try:
         return greedy(model, prompt), tuple(visits)
     finally:

@@ -129,7 +129,7 @@ class Runtime:
         _refuse_capture(index)
         on_host, tokens, ids = self._ids.at_gate(layer.name, index)
         if layer.num_ids > layer.num_experts:
-            ids, tokens = _only_with_weights(layer, ids, on_host.tolist() if tokens is None else tokens)
+            ids = [idx for idx in ids if idx < layer.num_experts]
         state = self.passes.current()
         state.gated.add(layer.layer_idx)
         state.hint = (layer.layer_idx, ids, self.engine.hint(layer.layer_idx, ids))
@@ -137,7 +137,11 @@ class Runtime:
         if self._stream and uses_most(len(index), len(ids), layer.num_experts):
             if layer is not self.layers[-1]:
                 self.engine.stream(layer.layer_idx + 1)
-        elif self.forecaster is not None and self.forecaster.of_use:
+        elif (
+            self.forecaster is not None
+            and self.forecaster.of_use
+            and (len(index) <= MOST_SHOWN or state.phase == "decode")
+        ):
             self._predict(layer, state, args, kwargs, on_host if tokens is None else tokens)
 
     def run(self, layer: MoELayer) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -220,9 +224,11 @@ class Runtime:
         shape = tuple(gate_input.shape)
         if len(shape) != 2:
             gate_input = gate_input.reshape(-1, shape[-1])
-        tokens = chosen if isinstance(chosen, list) else chosen.tolist()
         few = len(gate_input) <= MOST_SHOWN
         own = gate_input.clone() if few else gate_input
+        tokens = chosen if isinstance(chosen, list) else chosen.tolist()
+        if layer.num_ids > layer.num_experts:
+            _, tokens = _only_with_weights(layer, [], tokens)
         visit = LayerVisit(state.pass_idx, state.phase, layer.layer_idx, own, tokens, args[1:], kwargs, shape[:-1])
         if not few:
             visit = visit.of_some(shown(len(gate_input)))

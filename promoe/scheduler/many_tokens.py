@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# A predictor is shown no more tokens of a visit than this; of more, it is shown some.
+# A predictor is shown no more tokens of a visit than this. Of more sequences that are decoded together it is shown some, and
+# longer prompts it is not asked about.
 MOST_SHOWN = 8
 # A visit of more tokens that uses at least this share of its layer's experts is not predicted from: the next layer will
 # use nearly all of its own, which are fetched in order.

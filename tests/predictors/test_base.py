@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -38,15 +39,17 @@ def test_more_tokens_never_make_an_expert_less_likely() -> None:
 
 
 def test_some_tokens_of_a_visit_with_what_belongs_to_them() -> None:
-    of_tokens, other = torch.arange(12).reshape(2, 3, 2), torch.arange(3)
+    of_tokens, other, bias = torch.arange(12).reshape(2, 3, 2), torch.arange(3), torch.zeros(6)
     chosen = [[token, token + 1] for token in range(6)]
     hidden = torch.arange(6.0)[:, None]
     visit = LayerVisit(3, "decode", 1, hidden, chosen, (of_tokens, other), {"a": of_tokens, "b": "c"}, (2, 3))
+    assert not replace(visit, token_shape=(6,)).is_of_tokens(bias), "there may be as many experts as tokens"
     some = visit.of_some(slice(None, None, 4))
     assert (some.pass_idx, some.phase, some.layer_idx, some.all_tokens) == (3, "decode", 1, 6)
     assert some.gate_input.tolist() == [[0.0], [4.0]]
     assert some.chosen == [[0, 1], [4, 5]]
-    assert some.gate_args[0].tolist() == some.gate_kwargs["a"].tolist() == [[0, 1], [8, 9]]
+    assert some.token_shape == (1, 2)
+    assert some.gate_args[0].tolist() == some.gate_kwargs["a"].tolist() == [[[0, 1], [8, 9]]]
     assert some.gate_args[1] is other
     assert some.gate_kwargs["b"] == "c"
     assert some.is_of_tokens(some.gate_args[0])

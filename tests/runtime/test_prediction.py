@@ -477,9 +477,14 @@ def test_it_is_not_asked_about_long_prompts_that_use_most_experts() -> None:
     assert [visit.phase for visit in predictor.visits] == ["decode"] * 3
 
 
-def test_of_many_tokens_that_use_few_experts_it_is_shown_some() -> None:
-    model = build(FAMILY, num_experts=32)
-    prompt = {"input_ids": torch.arange(1, 12)[None], "attention_mask": torch.ones(1, 11, dtype=torch.long)}
+def few_of_32_experts(shape: tuple[int, int]) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model, and 11 tokens that use less than 70% of its experts."""
+    ids = torch.arange(1, 12).reshape(shape)
+    return build(FAMILY, num_experts=32), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def test_of_many_sequences_that_use_few_experts_it_is_shown_some() -> None:
+    model, prompt = few_of_32_experts((11, 1))
     wanted = gate_calls(model, prompt)[:LAYERS]
     predictor = Predictor(lambda visit: [Forecast(1, (visit.layer_idx + 1) % LAYERS, np.full(32, 0.3))])
     promoe.patch(model, cache="50%", store="host", link=promoe.EmulatedLink(1e12), predictor=predictor)
@@ -493,6 +498,15 @@ def test_of_many_tokens_that_use_few_experts_it_is_shown_some() -> None:
         assert len(visit.chosen) == 6
         assert torch.equal(visit.gate_input, gate_input[shown(11)])
         assert visit.chosen == chosen[shown(11)]
+
+
+def test_it_is_not_asked_about_a_long_prompt_that_uses_few_experts() -> None:
+    model, prompt = few_of_32_experts((1, 11))
+    predictor = Predictor()
+    promoe.patch(model, cache="50%", store="host", link=promoe.EmulatedLink(1e12), predictor=predictor)
+    greedy(model, prompt, new_tokens=0)
+    promoe.unpatch(model)
+    assert predictor.visits == []
 
 
 def test_of_a_gate_called_twice_the_last_call_is_predicted() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from promoe.commands.plan.batch_measuring import measure_experts, measure_steps
-from promoe.commands.plan.measuring import measure_link
+from promoe.commands.plan.measuring import group_cost_s, measure_link
 from promoe.commands.plan.reading import ReadModel
 from promoe.commands.plan.routing import SELDOM, Routing, made_up, usage
 from promoe.commands.plan.sizes import ModelSizes
@@ -133,6 +133,7 @@ def measure_machine(read: ReadModel, memory_bytes: int | None, routing: Routing 
         with closing(StandIn(read.model, read.layers, experts_bytes, formats)) as stand_in:
             others = measure_steps(stand_in)
             curves = {kernels: measure_experts(stand_in, kernels) for kernels in ("exact", "fast")}
+            group_s = group_cost_s(stand_in)
             link = measure_link(stand_in, read.store, read.folder, mode, PromoeConfig().workers)
     except PromoeError:
         raise
@@ -146,6 +147,7 @@ def measure_machine(read: ReadModel, memory_bytes: int | None, routing: Routing 
         expert_bytes=curves["exact"][1],
         bytes_per_s=into_slots(sizes, link, link.bytes_per_s),
         slowdown=link.slowdown,
+        group_s=group_s,
         usage=usage(routing, sizes),
     )
 

@@ -59,13 +59,13 @@ def measure_compute(stand_in: StandIn, prompt_tokens: int) -> ComputeTimes:
             tuple((rows, median(run.experts_s / run.experts_used for run in runs)) for _, rows, runs in points)
         ),
         expert_bytes=tokens[0].experts_bytes // tokens[0].experts_used,
-        group_s=_group_cost_s(stand_in),
+        group_s=group_cost_s(stand_in),
         how=f"{len(stand_in.blocks)} of {stand_in.num_blocks} blocks, with made-up weights"
         + (f", {stand_in.form}" if stand_in.form else ""),
     )
 
 
-def _group_cost_s(stand_in: StandIn) -> float:
+def group_cost_s(stand_in: StandIn) -> float:
     """Return by how much a layer's time grows per group if its experts come one by one, after a short sleep each."""
     found, cache = [], None
     for ids in token_ids(stand_in.model, GROUP_PASSES)[0].split(1):

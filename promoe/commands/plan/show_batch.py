@@ -18,6 +18,7 @@ SHOWN = (1, 8, 32, 128)
 WHAT_HELPS = {
     "products": "a processor that multiplies faster, or fast kernels",
     "memory": "more sequences at once, or fewer bits",
+    "few slots": "more memory for slots, so that more experts run together",
     "the link": "more memory for slots, fewer bits, or a faster disk",
     "attention and the rest": "shorter prompts; experts are not the limit",
 }

@@ -107,6 +107,7 @@ class BatchMachine:
         expert_bytes: bytes of the expert that was measured.
         bytes_per_s: bytes in slots that the link brings per second while the model computes.
         slowdown: how many times as long computing takes meanwhile.
+        group_s: what it costs to run an expert by itself, in place of together with others.
         usage: for each layer, the share of tokens that use each expert `[num_experts]`.
     """
 
@@ -115,6 +116,7 @@ class BatchMachine:
     expert_bytes: int
     bytes_per_s: float
     slowdown: float
+    group_s: float
     usage: tuple[Usage, ...]
 
 
@@ -144,6 +146,7 @@ class StepTime:
     Args:
         total_s: with what overlaps.
         others_s: everything but routed experts: attention, gates, head, drawing tokens.
+        groups_s: what it costs to run experts by themselves, where there are slots for few of a layer's.
         products_s: routed experts, where their products limit them.
         memory_s: routed experts, where reading their weights from memory limits them.
         link_s: experts that have no slot, over the link.
@@ -151,6 +154,7 @@ class StepTime:
 
     total_s: float = 0.0
     others_s: float = 0.0
+    groups_s: float = 0.0
     products_s: float = 0.0
     memory_s: float = 0.0
     link_s: float = 0.0
@@ -158,7 +162,7 @@ class StepTime:
     @property
     def compute_s(self) -> float:
         """The seconds of the processor."""
-        return self.others_s + self.products_s + self.memory_s
+        return self.others_s + self.groups_s + self.products_s + self.memory_s
 
     def times(self, factor: float) -> StepTime:
         """Return what so many of these steps take."""
@@ -185,13 +189,14 @@ class Expected:
 
     @property
     def limit(self) -> str:
-        """What takes longest: "the link", or of computing "products", "memory" or "attention and the rest"."""
+        """What takes longest: "the link", or of computing "products", "memory", "few slots" or "attention and the rest"."""
         spent = self.spent
         if spent.link_s > spent.compute_s:
             return "the link"
         roofs = {
             "products": spent.products_s,
             "memory": spent.memory_s,
+            "few slots": spent.groups_s,
             "attention and the rest": spent.others_s,
         }
         return max(roofs, key=lambda name: roofs[name])
@@ -227,7 +232,8 @@ class BatchModel:
 
     def _step_uncached(self, step: Step, rate: float, kernels: str) -> StepTime:
         machine, curve, tokens = self.machine, self.machine.experts[kernels], step.tokens
-        products_s = memory_s = missing_bytes = used = 0.0
+        products_s = memory_s = groups_s = missing_bytes = used = 0.0
+        slots = rate * self.sizes.num_experts
         for layer, usage in zip(self.sizes.layers, machine.usage, strict=True):
             probable = np.sort(1 - (1 - usage) ** tokens)[::-1]
             active = float(probable.sum())
@@ -242,21 +248,23 @@ class BatchModel:
             kept_experts = float(probable[: int(whole)].sum())
             if int(whole) < len(probable):
                 kept_experts += part * float(probable[int(whole)])
+            if rate < 1:  # with slots for a layer's experts and the next one's, many run together
+                groups_s += max(0.0, 1 - slots / (2 * active)) * active * machine.group_s
             missing_bytes += max(0.0, active - kept_experts) * nbytes
             used += active / layer.num_experts
         link_s = 0.0 if rate >= 1 else missing_bytes / machine.bytes_per_s
         others_s = machine.others(step)
-        computing = products_s + memory_s
+        computing = products_s + memory_s + groups_s
         if used >= STREAMED_SHARE * len(self.sizes.layers):  # the next layer's experts come beforehand
             total_s = _overlapped(others_s + computing, link_s, machine.slowdown)
         else:
             total_s = others_s + _overlapped(computing, link_s, machine.slowdown)
-        return StepTime(total_s, others_s, products_s, memory_s, link_s)
+        return StepTime(total_s, others_s, groups_s, products_s, memory_s, link_s)
 
     def expected(self, setting: Setting) -> Expected:
         """Return what a setting gives: prompts are read in full steps, then each step writes a token per sequence."""
         work = self.work
-        at_once = min(setting.at_once, max(1, setting.kv_tokens // self._kv_tokens_each))
+        at_once = min(setting.at_once, max(1, int(setting.kv_tokens / self._kv_tokens_each)))
         rounds = math.ceil(work.answers / at_once)
         sequences = work.answers / rounds
         prompts = sequences * work.prompt_tokens
@@ -283,12 +291,12 @@ class BatchModel:
 
     def kv_tokens(self, at_once: int) -> int:
         """Return the tokens of a KV cache in which so many sequences have room, in whole pages."""
-        longest = math.ceil(self.work.longest / PAGE_TOKENS) * PAGE_TOKENS
-        return max(longest, at_once * self._kv_tokens_each)
+        tokens = max(float(self.work.longest), at_once * self._kv_tokens_each)
+        return math.ceil(tokens / PAGE_TOKENS) * PAGE_TOKENS
 
     @property
-    def _kv_tokens_each(self) -> int:
-        return math.ceil((self.work.prompt_tokens + self.work.new_tokens) / PAGE_TOKENS) * PAGE_TOKENS
+    def _kv_tokens_each(self) -> float:
+        return self.work.prompt_tokens + self.work.new_tokens + PAGE_TOKENS / 2  # the last page is half full
 
     def settings(self, memory_bytes: int | None, wanted: Wanted) -> Iterator[Setting]:
         """Yield all settings of the grid that fit: slots have what the KV cache leaves.

@@ -36,6 +36,7 @@ def machine(bytes_per_s: float = 1e9, **fields: object) -> BatchMachine:
         expert_bytes=4 * MIB,
         bytes_per_s=bytes_per_s,
         slowdown=1.0,
+        group_s=0.0,
         usage=(np.full(8, 0.25),) * 2,
     )
     return replace(made, **fields)  # type: ignore[arg-type]
@@ -89,6 +90,15 @@ def test_what_has_no_slot_comes_over_the_link() -> None:
     assert slowed.total_s == pytest.approx(found.link_s + max(0, found.compute_s - found.link_s / 2))
 
 
+def test_with_few_slots_experts_run_by_themselves() -> None:
+    model = batch_model(group_s=0.01)
+    active = 8 * (1 - 0.75**64)
+    for rate, share in ((1.0, 0.0), (0.5, 1 - 8 / (2 * active)), (0.125, 1 - 2 / (2 * active))):
+        found = model.step(Step(64, 64, 0), setting(rate=rate))
+        assert found.groups_s == pytest.approx(2 * active * share * 0.01)
+        assert found.total_s == pytest.approx(max(found.link_s, found.compute_s))
+
+
 def test_experts_that_are_used_most_have_the_slots() -> None:
     usage = np.array([0.9, 0.9, 0.05, 0.05, 0.025, 0.025, 0.025, 0.025])
     skewed, even = batch_model(usage=(usage,) * 2), batch_model()
@@ -103,6 +113,7 @@ def test_the_limit_is_named() -> None:
     assert batch_model().expected(setting(1, rate=1.0)).limit == "memory"
     slow = StepCost(1.0, 0.0, 0.0, 0.0)
     assert batch_model(others=slow).expected(setting()).limit == "attention and the rest"
+    assert batch_model(group_s=1.0).expected(setting(rate=0.125)).limit == "few slots"
 
 
 def test_expected_throughput_counts_prompts_and_answers() -> None:
@@ -116,7 +127,7 @@ def test_expected_throughput_counts_prompts_and_answers() -> None:
 
 def test_a_small_kv_cache_computes_fewer_sequences_together() -> None:
     model = batch_model(BatchWork(640, 50.0, 14.0, 64))
-    few = replace(setting(32, 1.0), kv_tokens=8 * 64)
+    few = replace(setting(32, 1.0), kv_tokens=8 * (64 + 16) + 16)  # half a page of each is empty
     assert model.expected(few).spent == model.expected(setting(8, 1.0)).spent
 
 
