@@ -4,8 +4,8 @@
 
 Slots and KV cache share a part of what all experts take. Prints a row for each number of sequences at once and share of the
 KV cache: tokens per second, planned and measured. Then the same of what the plan chooses, and its speed over the best row's.
-Last, with the slots of the smallest KV cache, from how many sequences at once on the link takes no longer than computing
-(Klotski's inequality 7), planned and measured in steps of factor 2. Takes 15 minutes.
+Last, for each split, from how many sequences at once on loading takes no longer than computing (Klotski's inequality 7),
+planned and measured. Takes 10 minutes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.sizes import cache_argument
 from promoe.commands.plan.throughput import BatchMachine, BatchModel, BatchWork, Setting, Wanted, workspace_bytes
 from promoe.units import format_megabytes, format_number, format_percent
-
-KNEE = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,13 @@ class Measured:
         slowdown = 1 + (machine.slowdown - 1) * min(1.0, speed / machine.bytes_per_s)
         return replace(machine, bytes_per_s=min(speed, machine.bytes_per_s), slowdown=slowdown)
 
-    def __call__(self, setting: Setting, count: int | None = None) -> Row:
-        """Answer the first `count` prompts; None: all."""
+    def __call__(self, setting: Setting) -> Row:
+        """Answer the prompts."""
         speed = self._link_bytes_per_s
         link = None if speed is None else promoe.EmulatedLink(speed)
         model = open_slots(self._checkpoint, cache_argument(setting.rate), link=link, kernels=setting.kernels)
         model.generation_config.eos_token_id = None
-        prompts = [promoe.BatchPrompt(ids, self._new_tokens) for ids in self._prompts[:count]]
-        planned = BatchModel(self.model.sizes, self.model.machine, replace(self.model.work, answers=len(prompts)))
+        prompts = [promoe.BatchPrompt(ids, self._new_tokens) for ids in self._prompts]
         sizes = {name: getattr(setting, name) for name in ("at_once", "step_tokens", "kv_tokens")}
         try:
             list(promoe.generate_batch(model, prompts[:2], **sizes))  # the first products allocate and compile
@@ -120,7 +117,7 @@ class Measured:
         finally:
             model.promoe.close()
         assert tokens == len(prompts) * self._new_tokens, tokens
-        expected = planned.expected(setting)
+        expected = self.model.expected(setting)
         link_s, compute_s = total.bytes_total / self.model.machine.bytes_per_s, took_s - total.stall_s
         hidden = expected.spent.link_s <= expected.spent.compute_s, link_s <= compute_s
         return Row(setting, expected.tokens_per_s, tokens / took_s, link_s, compute_s, hidden)
@@ -158,17 +155,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kv", type=float, nargs="+", default=[0.125, 0.25, 0.5], help="shares of it for the KV cache")
     parser.add_argument("--step-tokens", type=int, default=512, help="most tokens of a step in the grid (default: 512)")
     parser.add_argument("--kernels", nargs="+", default=["exact"], help="exact, fast, or both (default: exact)")
-    parser.add_argument("--no-knee", action="store_true", help="leave out from where on loading is hidden")
     parser.add_argument("--prompts", type=int, default=128, help="how many (default: 128)")
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer (default: 16)")
     options = parser.parse_args(arguments)
     text = torch.cat([ids[0] for ids in heldout_prompts(24)]).tolist()
-    counts = lengths("mtbench", max(options.prompts, KNEE[-1]))
+    counts = lengths("mtbench", options.prompts)
     text *= -(-sum(counts) // len(text))
     starts = [sum(counts[:number]) for number in range(len(counts))]
     prompts = [text[start : start + count] for start, count in zip(starts, counts, strict=True)]
     speed = None if options.link_gb_s is None else 1e9 * options.link_gb_s
-    measured = Measured(widened_demo(options.width), prompts[: options.prompts], options.new_tokens, speed)
+    measured = Measured(widened_demo(options.width), prompts, options.new_tokens, speed)
     model = measured.model
     share_bytes = int(options.memory * model.sizes.slots_bytes)
     memory_bytes = model.sizes.other_bytes + workspace_bytes(options.step_tokens, 0) + share_bytes
@@ -197,24 +193,18 @@ def main(arguments: Sequence[str]) -> None:
     table.append(found.cells(model, "chosen"))
     print_table(table)
     print(f"\nchosen over the best of the grid: {found.measured / best:.2f}")
-    knee = []
-    for number in () if options.no_knee else KNEE:
-        setting = replace(rows[0].setting, at_once=number, kv_tokens=model.kv_tokens(number))
-        knee.append(measured(setting, number))
-        if knee[-1].hidden == (True, True):
-            break
-    for number, name in enumerate(("planned", "measured")):
-        first = next((row.setting.at_once for row in knee if row.hidden[number]), None)
-        print(f"the link takes no longer than computing, {name}: from {first} at once on")
-    if knee:
-        print_table([head, *(row.cells(model) for row in knee)])
+    for rate in sorted({row.setting.rate for row in rows}, reverse=True):
+        some = [row for row in rows if row.setting.rate == rate]
+        first = [next((row.setting.at_once for row in some if row.hidden[idx]), None) for idx in (0, 1)]
+        print(
+            f"slots {rate:.1%}: loading takes no longer than computing from {first[0]} at once on (measured: {first[1]})"
+        )
     save(
         options.json,
         {
             "arguments": list(arguments),
             "rows": [asdict(row) for row in rows],
             "chosen": asdict(found),
-            "knee": [asdict(row) for row in knee],
         },
     )
 
