@@ -64,7 +64,7 @@ def fit_overlap(
         warm, tokens, token_s = _run(stand_in.model, layers)
     finally:
         unpatch(stand_in.model)
-    scale = {layer.layer_idx: layer.layout.payload_bytes / compute.expert_bytes for layer in layers}
+    scale = [layout.payload_bytes / compute.expert_bytes for layout in layouts]
 
     def work(layer_idx: int, num_tokens: int, num_used: int) -> tuple[float, float]:
         return stand_in.layer_s, scale[layer_idx] * compute.expert(1)

@@ -46,7 +46,7 @@ class Timed:
         others_s: the whole model without its routed experts: blocks that were left out take as long as those like them.
         experts_s: the routed experts in the blocks that there are.
         experts_used: how many these were.
-        experts_bytes: the bytes of their weights.
+        experts_bytes: the bytes of their weights, as they lie in slots.
         pairs: pairs of a token and an expert in these blocks.
     """
 
@@ -158,7 +158,7 @@ class StandIn:
             result = call.run_resident(rows) if self.pause_s is None else call.run_groups(self._one_by_one(rows))
             self._timed.experts_s += time.perf_counter() - start_s
             self._timed.experts_used += len(ids)
-            self._timed.experts_bytes += len(ids) * layer.layout.payload_bytes
+            self._timed.experts_bytes += len(ids) * self._pools[layer.layout].layout.payload_bytes
             self._timed.pairs += index.numel()
             return result
 

@@ -6,13 +6,16 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tiny_checkpoint import write_checkpoint
 
 from commands.plan.test_stand_in import read
 from promoe.commands.plan import batch_measuring
 from promoe.commands.plan.batch_measuring import measure_experts, measure_steps
+from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.stand_in import StandIn
 from promoe.commands.plan.throughput import Step
 from promoe.errors import UnsupportedModelError
+from promoe.experts.kernels.formats import formats_in
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,14 @@ def test_experts_take_longer_with_more_rows(tmp_path: Path, kernels: str) -> Non
     assert rows == sorted(rows)
     assert rows[0] == 1.0
     assert rows[-1] > 2.0
+
+
+def test_quantised_experts_have_the_bytes_of_their_slots(tmp_path: Path) -> None:
+    found = read_model(str(write_checkpoint(tmp_path / "checkpoint", hidden=64, intermediate=64)), experts="int8")
+    layout = found.sizes.layers[0].layout
+    with closing(StandIn(found.model, found.layers, 2**16, formats_in([layout]))) as stand_in:
+        nbytes = measure_experts(stand_in, "exact")[1]
+    assert nbytes == layout.payload_bytes < found.layers[0].layout.payload_bytes
 
 
 def test_a_model_of_padded_batches_is_not_measured(tmp_path: Path) -> None:
