@@ -21,7 +21,7 @@ import torch
 from common import heldout_prompts, make_parser, open_slots, print_table, save, widened_demo
 
 import promoe
-from promoe.commands.bench.many import lengths
+from promoe.commands.bench.many import cut_up, lengths
 from promoe.commands.plan.many_prompts import measure_machine
 from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.sizes import cache_argument
@@ -81,9 +81,8 @@ class Measured:
         self._link_bytes_per_s = link_bytes_per_s
         sizes = [len(ids) for ids in prompts]
         work = BatchWork(len(prompts), sum(sizes) / len(sizes), new_tokens, max(sizes) + new_tokens)
-        if (
-            link_bytes_per_s is not None
-        ):  # where links are slower, copies need no core; here, keeping the time needs one
+        if link_bytes_per_s is not None:
+            # Where links are slower, copies need no core; here, keeping the time needs one.
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         read = read_model(str(checkpoint))
         assert read.store is not None
@@ -159,10 +158,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--new-tokens", type=int, default=16, help="of each answer (default: 16)")
     options = parser.parse_args(arguments)
     text = torch.cat([ids[0] for ids in heldout_prompts(24)]).tolist()
-    counts = lengths("mtbench", options.prompts)
-    text *= -(-sum(counts) // len(text))
-    starts = [sum(counts[:number]) for number in range(len(counts))]
-    prompts = [text[start : start + count] for start, count in zip(starts, counts, strict=True)]
+    prompts = cut_up(text, lengths("mtbench", options.prompts))
     speed = None if options.link_gb_s is None else 1e9 * options.link_gb_s
     measured = Measured(widened_demo(options.width), prompts, options.new_tokens, speed)
     model = measured.model

@@ -129,7 +129,7 @@ class Runtime:
         _refuse_capture(index)
         on_host, tokens, ids = self._ids.at_gate(layer.name, index)
         if layer.num_ids > layer.num_experts:
-            ids = [idx for idx in ids if idx < layer.num_experts]
+            ids = _with_weights(layer, ids)
         state = self.passes.current()
         state.gated.add(layer.layer_idx)
         state.hint = (layer.layer_idx, ids, self.engine.hint(layer.layer_idx, ids))
@@ -158,7 +158,7 @@ class Runtime:
             hits = state.hits_at_gate(layer.layer_idx, ids)
             real_tokens = state.real_tokens(on_host, tokens)
             if layer.num_ids > layer.num_experts:
-                ids, real_tokens = _only_with_weights(layer, ids, real_tokens)
+                ids, real_tokens = _with_weights(layer, ids), [_with_weights(layer, one) for one in real_tokens]
             if self._live:
                 self._live[layer.layer_idx].check(ids)
             call = LayerCall(layer, hidden, index, weights, tokens, on_host if self.on_device else None, self.fast)
@@ -228,7 +228,7 @@ class Runtime:
         own = gate_input.clone() if few else gate_input
         tokens = chosen if isinstance(chosen, list) else chosen.tolist()
         if layer.num_ids > layer.num_experts:
-            _, tokens = _only_with_weights(layer, [], tokens)
+            tokens = [_with_weights(layer, one) for one in tokens]
         visit = LayerVisit(state.pass_idx, state.phase, layer.layer_idx, own, tokens, args[1:], kwargs, shape[:-1])
         if not few:
             visit = visit.of_some(shown(len(gate_input)))
@@ -304,7 +304,6 @@ def _bypass_error(layers: Sequence[MoELayer], what: str) -> PromoeError:
     )
 
 
-def _only_with_weights(layer: MoELayer, ids: list[int], tokens: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+def _with_weights(layer: MoELayer, ids: list[int]) -> list[int]:
     """Leave out the ids that need no weights, because nothing has to be fetched for them."""
-    num_experts = layer.num_experts
-    return [idx for idx in ids if idx < num_experts], [[idx for idx in one if idx < num_experts] for one in tokens]
+    return [idx for idx in ids if idx < layer.num_experts]

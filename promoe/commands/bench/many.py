@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -85,6 +86,13 @@ def lengths(name: str, count: int) -> list[int]:
     drawn = [math.exp(draw.gauss(0.0, SPREAD)) for _ in range(count)]
     scale = mean * count / sum(drawn)
     return [max(1, min(most, round(scale * one))) for one in drawn]
+
+
+def cut_up(text: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """Return prompts of so many tokens each, one after the other from a text, which is repeated where it is too short."""
+    tokens = list(text) * -(-sum(counts) // len(text))
+    ends = list(itertools.accumulate(counts))
+    return [tokens[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def answer_many(model: Any, many: Many, pad_token_id: int) -> ManyAnswers:

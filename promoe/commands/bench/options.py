@@ -103,15 +103,13 @@ class Options:
     def __post_init__(self) -> None:
         from promoe.runtime.sizes import check_cache
 
-        check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens)
+        check_at_least(1, pairs=self.pairs, max_new_tokens=self.max_new_tokens, step_tokens=self.step_tokens)
         if any(length < 1 for length in self.prompt_tokens):
             raise ConfigError(f"--prompt-tokens must be at least 1 token each. Got {list(self.prompt_tokens)} instead.")
         if not self.seconds_per_answer > 0:
             raise ConfigError(f"--seconds-per-answer must be more than 0. Got {self.seconds_per_answer} instead.")
         if not self.at_once or min(self.at_once) < 1:
             raise ConfigError(f"--at-once must be at least 1 each. Got {list(self.at_once)} instead.")
-        if self.step_tokens < 1:
-            raise ConfigError(f"--step-tokens must be at least 1. Got {self.step_tokens} instead.")
         for cache in self.cache:
             check_cache(cache)
         if not self.cache:

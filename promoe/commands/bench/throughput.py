@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from promoe.commands.bench.many import Many, ManyAnswers, Way, lengths
+from promoe.commands.bench.many import Many, ManyAnswers, Way, cut_up, lengths
 from promoe.commands.bench.messages import Facts, Sizes
 from promoe.commands.bench.options import Options
 from promoe.commands.bench.process import Worker, WorkerError
@@ -102,9 +102,7 @@ class ThroughputBench:
         text = [token for prompt in self.bench.tasks[0].prompts for token in prompt.ids]
         self.pad_token_id = self.bench.tasks[0].prompts[0].pad_token_id or 0
         counts = lengths(options.lengths, max(*groups, ALONE))
-        text *= -(-sum(counts) // len(text))
-        starts = [sum(counts[:number]) for number in range(len(counts))]
-        self.prompts = [text[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        self.prompts = cut_up(text, counts)
         self.groups = groups
         self.failed: dict[str, str] = {}
         self._limit_bytes: int | None = None
