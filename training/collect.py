@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 import promoe
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError
 from promoe.experts.moe_layers import MoELayer, find_moe_layers
+from promoe.model.context import context_tokens
 from promoe.model.gguf.finding import is_gguf
 from promoe.model.hub import base_of
 from promoe.model.model_class import class_to_open
@@ -162,8 +163,8 @@ def gate_width(layer: MoELayer) -> int | None:
 
 def check_positions(model: Any, options: Collect) -> None:
     """Raise ConfigError if sequences may become longer than the model has positions."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and options.max_sequence > positions:
+    positions = context_tokens(model.config)
+    if positions is not None and options.max_sequence > positions:
         raise ConfigError(
             f"Prompts of {options.max_prompt_tokens:,} tokens and what is generated, {options.max_sequence:,} in all, are more "
             f"than the model's {positions:,} positions. Choose a smaller --max-prompt-tokens or --decode-share."

@@ -5,7 +5,7 @@ It runs in a thread of its own. An error there ends it, and is raised here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
 
@@ -15,8 +15,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 from promoe.errors import PatchStateError, PromoeError, UnsupportedModelError
-from promoe.runtime.noise import with_noise
-from promoe.runtime.sampling import Sampling, cut, end_ids
+from promoe.runtime.sampling import cut, end_ids
+from promoe.runtime.token_choice import TokenChoice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,12 +65,13 @@ class PagedRunner:
     def __init__(self, model: PreTrainedModel, at_once: int, step_tokens: int, kv_tokens: int) -> None:
         pages = -(-kv_tokens // PAGE_TOKENS)
         self.kv_tokens = pages * PAGE_TOKENS
-        # Nothing else of the model's own settings: some would be left out there, and others fail.
+        # The model's other settings are in each sequence's `TokenChoice`: some would be left out here, and others fail.
         self._ends = end_ids(model) or [-1]  # -1 is no token
         self._generation = GenerationConfig(
             eos_token_id=self._ends, pad_token_id=model.generation_config.pad_token_id, do_sample=False
         )
         self._model: Any = model
+        self._choices: dict[str, TokenChoice] = {}
         self._settings = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=pages,
@@ -97,9 +98,8 @@ class PagedRunner:
                 'attn_implementation="sdpa".'
             ) from error
         processors = self._manager.logit_processor
-        processors.logits_processor.append(_Noise())
+        processors.logits_processor.append(_Choosing(self._choices))
         processors.tensors_required += 1
-        processors.supported_keys.update(_Noise.supported_kwargs)
         processors.do_processing = True
         self._manager.start()
         _RUNNING.add(self._model)
@@ -113,16 +113,19 @@ class PagedRunner:
             _RUNNING.discard(self._model)
             self._manager.destroy()
 
-    def add(self, number: int, ids: Sequence[int], max_new_tokens: int, sampling: Sampling) -> None:
-        """Queue a sequence."""
-        self._manager.add_request(
-            list(ids),
-            request_id=str(number),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=self._ends,
-            sampling=sampling,
-            prompt_tokens=len(ids),
-        )
+    def add(self, number: int, ids: Sequence[int], max_new_tokens: int, choice: TokenChoice | None = None) -> None:
+        """Queue a sequence.
+
+        Args:
+            number: its number.
+            ids: the prompt's tokens.
+            max_new_tokens: longest answer, in tokens.
+            choice: chooses its tokens; None: the most likely ones.
+        """
+        name = str(number)
+        if choice is not None and not choice.plain:
+            self._choices[name] = choice
+        self._manager.add_request(list(ids), request_id=name, max_new_tokens=max_new_tokens, eos_token_id=self._ends)
 
     def next(self) -> tuple[int, list[int], bool]:
         """Wait for the next answer: its number, its tokens without the one that ended it, and whether there is one.
@@ -139,7 +142,9 @@ class PagedRunner:
                 continue
             if output.error is not None:
                 raise self._failed(output.error)
-            return int(output.request_id), *cut(list(output.generated_tokens), self._ends)
+            tokens, ended = cut(list(output.generated_tokens), self._ends)
+            choice = self._choices.pop(output.request_id, None)
+            return int(output.request_id), tokens, ended or (choice is not None and choice.stopped)
 
     def _failed(self, error: object) -> BaseException:
         if isinstance(error, PromoeError):
@@ -152,35 +157,40 @@ class PagedRunner:
         return failure
 
 
-class _Noise(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
-    """Draws the tokens of each sequence of a step."""
+class _Choosing(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]
+    """Chooses the token of each sequence of a step.
 
-    supported_kwargs: ClassVar = {"sampling": Sampling, "prompt_tokens": int}
+    Args:
+        choices: by the name of a sequence; all others take the most likely token.
+    """
+
+    supported_kwargs: ClassVar[dict[str, type]] = {}
     ignored_kwargs: ClassVar = ()
 
-    def __init__(self) -> None:
-        self._drawn: list[tuple[Sampling, int]] = []
+    def __init__(self, choices: Mapping[str, TokenChoice]) -> None:
+        self._choices = choices
+        self._rows: list[tuple[int, Any, TokenChoice]] = []
 
     def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
         """Do nothing: what is needed is kept here."""
 
     def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """Note how the tokens of a step are drawn, before it."""
-        self._drawn = [_drawn(request.state) for request in requests_with_new_token]
-        return torch.zeros(len(self._drawn), dtype=torch.int32, device="cpu")
+        """Note the sequences of a step, before it."""
+        states = [request.state for request in requests_with_new_token]
+        self._rows = [
+            (row, state, choice)
+            for row, state in enumerate(states)
+            if (choice := self._choices.get(state.request_id)) is not None
+        ]
+        return torch.zeros(len(states), dtype=torch.int32, device="cpu")
 
     def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
         """Return scores `[rows, vocabulary]` whose largest ones are the tokens; rows after the sequences' are padding."""
-        for row, (sampling, position) in enumerate(self._drawn):
-            if not sampling.greedy:
-                scores[row] = with_noise(scores[row], sampling, position)
+        for row, state, choice in self._rows:
+            # A sequence that had to leave the KV cache comes back with what there is of its answer as a part of its prompt.
+            token = choice([*state.initial_tokens, *state.generated_tokens], scores[row])
+            scores[row] = -torch.inf
+            scores[row, token] = 0
+            if choice.stopped:
+                state._eos_token_ids.add(token)  # so that it leaves with this step
         return scores
-
-
-def _drawn(state: Any) -> tuple[Sampling, int]:
-    """Return how a sequence's next token is drawn, and how many tokens of its answer there are.
-
-    A sequence that had to leave the KV cache comes back with what there is of its answer as a part of its prompt.
-    """
-    known = state.logit_processor_kwargs
-    return known["sampling"], len(state.initial_tokens) + len(state.generated_tokens) - known["prompt_tokens"]

@@ -18,7 +18,7 @@ import promoe
 from promoe.errors import ConfigError, PatchStateError, PromoeError, UnsupportedModelError
 from promoe.runtime import batches
 from promoe.runtime.batches import BatchAnswer, BatchPrompt, generate_batch
-from promoe.runtime.sampling import Sampling, cut
+from promoe.runtime.sampling import Sampling, cut, end_ids
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "mixtral")
 SIZES: dict[str, Any] = {"at_once": 4, "step_tokens": 16, "kv_tokens": 256}
@@ -75,13 +75,144 @@ def test_answers_are_the_unmodified_models(family: str, cache: str, predictor: s
 
 def test_greedy_answers_are_those_of_one_prompt_by_itself() -> None:
     model = build("qwen3_moe")  # in fp32, where the order of additions hardly matters
-    asked = [prompt for prompt in prompts() if prompt.sampling.greedy]
+    asked = [prompt for prompt in prompts() if prompt.sampling.temperature == 0]
     found = answered(model, asked)
     for number, prompt in enumerate(asked):
         ids = torch.tensor([list(prompt.ids)])
         alone = model.generate(ids, max_new_tokens=prompt.max_new_tokens, do_sample=False, pad_token_id=0)
         tokens, ended = cut(alone[0, ids.shape[1] :].tolist(), [])
         assert (found[number].tokens, found[number].ended) == (tokens, ended)
+
+
+# Settings of `generation_config.json`, of which models have some; each changes the answers.
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 1},
+    "suppress_tokens": {"suppress_tokens": list(range(5, VOCAB_SIZE, 2))},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(5, VOCAB_SIZE, 2))},
+    "bad_words_ids": {"bad_words_ids": [[token] for token in range(0, VOCAB_SIZE, 3)]},
+    "min_new_tokens": {"min_new_tokens": 6, "eos_token_id": list(range(0, VOCAB_SIZE, 2))},
+    "forced_eos_token_id": {"forced_eos_token_id": 7},
+    "eos_token_id": {"eos_token_id": list(range(0, VOCAB_SIZE, 5))},
+}
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_what_prompts_do_not_say_comes_from_the_models_settings(
+    name: str, paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "is_paged", lambda model: paged)
+    model = build("qwen3_moe")
+    asked = [BatchPrompt(prompt.ids, 9) for prompt in prompts(7)]
+    plain = answered(model, asked)
+    model.generation_config.update(**OWN_SETTINGS[name])
+    before = model.generation_config.to_dict()
+    found = answered(model, asked)
+    for number, prompt in enumerate(asked):
+        ids = torch.tensor([list(prompt.ids)])
+        alone = model.generate(ids, max_new_tokens=9, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        ends = end_ids(model)
+        tokens, ended = cut(alone, ends)
+        assert (found[number].tokens, found[number].ended) == (tokens, ended), number
+    assert found != plain
+    assert model.generation_config.to_dict() == before
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+def test_the_models_settings_of_sampling_hold_where_a_prompt_says_nothing(
+    paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "is_paged", lambda model: paged)
+    model = build("qwen3_moe")
+    greedy = [BatchPrompt(prompt.ids, 6, Sampling(0.0, seed=idx)) for idx, prompt in enumerate(prompts(6))]
+    silent = [BatchPrompt(one.ids, 6, Sampling(seed=one.sampling.seed)) for one in greedy]
+    said = [BatchPrompt(one.ids, 6, Sampling(1.5, top_p=0.9, top_k=7, seed=one.sampling.seed)) for one in greedy]
+    expected = answered(model, greedy)
+    assert answered(model, silent) == expected
+    drawn = answered(model, said)
+    assert drawn != expected
+    model.generation_config.update(do_sample=True, temperature=1.5, top_p=0.9, top_k=7)
+    assert answered(model, silent) == drawn
+    assert answered(model, greedy) == expected
+
+
+def test_settings_that_a_batch_does_not_have_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("qwen3_moe")
+    expected = answered(model, prompts(3))
+    model.generation_config.num_beams = 4
+    model.generation_config.guidance_scale = 1.5
+    assert answered(model, prompts(3)) == expected
+    assert "has num_beams=4, guidance_scale=1.5, which answers of a batch do not follow" in caplog.text
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+def test_settings_that_cannot_be_used_are_an_error_before_anything_is_computed(
+    paged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "is_paged", lambda model: paged)
+    for name, value in {"repetition_penalty": -1.0, "bad_words_ids": [], "top_k": -3}.items():
+        model = build("qwen3_moe")
+        setattr(model.generation_config, name, value)
+        with pytest.raises(ConfigError, match=r"generation_config cannot be used: .* change model.generation_config"):
+            answered(model, prompts(3))
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+def test_a_stopped_sequence_leaves_at_that_step(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "is_paged", lambda model: paged)
+    model = build("qwen3_moe")
+    passes: list[int] = []
+    model.register_forward_pre_hook(lambda *args: passes.append(1))
+    ids = [list(prompt.ids) for prompt in prompts(4, 8)]
+    whole = answered(model, [BatchPrompt(one, 30) for one in ids])
+    assert all(len(answer.tokens) == 30 and not answer.ended for answer in whole.values())
+    passes.clear()
+    asked = [
+        BatchPrompt(one, 30, ends_at=lambda tokens, length=3 + number: len(tokens) == length)  # type: ignore[misc]
+        for number, one in enumerate(ids)
+    ]
+    found = answered(model, asked, step_tokens=64)
+    for number, answer in found.items():
+        assert answer == BatchAnswer(number, whole[number].tokens[: 3 + number], ended=True)
+    assert len(passes) == 6
+
+
+def test_a_stopped_sequence_makes_room_for_the_next_one() -> None:
+    """Also where sequences have to leave the KV cache and come back."""
+    model = build("qwen3_moe")
+    ids = [list(prompt.ids) for prompt in prompts(12, 20)]
+    whole = answered(model, [BatchPrompt(one, 30, Sampling(0.8, seed=3)) for one in ids])
+    asked = [
+        BatchPrompt(one, 30, Sampling(0.8, seed=3), lambda tokens, length=1 + 2 * number: len(tokens) >= length)  # type: ignore[misc]
+        for number, one in enumerate(ids)
+    ]
+    found = answered(model, asked, kv_tokens=64, at_once=3)
+    assert {number: answer.tokens for number, answer in found.items()} == {
+        number: answer.tokens[: 1 + 2 * number] for number, answer in whole.items()
+    }
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "padded"])
+def test_what_is_longer_than_the_models_context_is_refused(paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "is_paged", lambda model: paged)
+    model = build("qwen3_moe", max_position_embeddings=64)
+    asked = [
+        BatchPrompt([5] * 65, 1),
+        BatchPrompt([5] * 64),
+        BatchPrompt([5] * 40, 25),
+        BatchPrompt([5] * 40, 24),
+        BatchPrompt([5] * 60),
+    ]
+    found = answered(model, asked)
+    assert (
+        found[0].error
+        == "The model's context is 64 tokens. The prompt has 65, and an answer of 1 was asked for. Shorten either."
+    )
+    assert found[1].error == "The model's context is 64 tokens. The prompt has 64. Shorten it."
+    assert "an answer of 25 was asked for" in str(found[2].error)
+    assert len(found[3].tokens) == 24
+    assert len(found[4].tokens) == 4
 
 
 def test_samples_do_not_depend_on_the_schedule() -> None:

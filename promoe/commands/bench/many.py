@@ -15,6 +15,7 @@ import torch
 from promoe.errors import ConfigError, shown
 from promoe.runtime.batches import BatchPrompt, generate_batch
 from promoe.runtime.paged import PAGE_TOKENS
+from promoe.runtime.sampling import Sampling
 
 Way = Literal["alone", "padded", "together"]
 STEP_TOKENS = 512
@@ -113,7 +114,7 @@ def answer_many(model: Any, many: Many, pad_token_id: int) -> ManyAnswers:
 
 def _answers(model: Any, many: Many, pad_token_id: int) -> Iterator[tuple[int, list[int]]]:
     if many.way == "together":
-        asked = [BatchPrompt(ids, many.new_tokens) for ids in many.prompts]
+        asked = [BatchPrompt(ids, many.new_tokens, Sampling(0.0)) for ids in many.prompts]
         sizes = {"at_once": many.at_once, "step_tokens": many.step_tokens, "kv_tokens": many.kv_tokens}
         for answer in generate_batch(model, asked, **sizes):
             if answer.error is not None:

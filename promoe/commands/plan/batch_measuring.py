@@ -13,7 +13,6 @@ from promoe.commands.plan.time_model import Curve
 from promoe.errors import UnsupportedModelError
 from promoe.experts.kernels.fast import FastProducts
 from promoe.runtime.paged import PagedRunner, is_paged
-from promoe.runtime.sampling import Sampling
 
 # Sequences at once, tokens of each prompt, tokens of a step: few and many sequences, short and long ones.
 STEPS = ((2, 32, 128), (32, 64, 512), (4, 384, 256))
@@ -53,7 +52,7 @@ def _steps(stand_in: StandIn, sequences: int, prompt: int, step_tokens: int) -> 
         runner = stack.enter_context(PagedRunner(model, sequences, step_tokens, kv_tokens))
         for number in range(sequences):
             ids = token_ids(model, prompt + number)[0, number:].tolist()
-            runner.add(number, ids, NEW_TOKENS, Sampling())
+            runner.add(number, ids, NEW_TOKENS)
         for _ in range(sequences):
             runner.next()
     return watch.steps

@@ -25,6 +25,7 @@ from promoe.commands.quality.sample import Sample
 from promoe.commands.quality.spool import LogitsSpool
 from promoe.commands.terminal import opening_bar
 from promoe.errors import CheckpointError, ConfigError
+from promoe.model.context import context_tokens
 from promoe.model.tokenizer import check_known
 from promoe.runtime.loading import from_pretrained
 
@@ -122,7 +123,7 @@ def _opened(options: Options, form: Form) -> Iterator[PreTrainedModel]:
 
 
 def _check_window(model: PreTrainedModel, window: int) -> None:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    most = context_tokens(model.config)
     if most is not None and window > most:
         raise ConfigError(f"--window {window} is longer than the {most} positions of this model. Give at most {most}.")
 

@@ -21,6 +21,7 @@ from promoe.commands.serve.requests import Limits, is_loopback
 from promoe.commands.serve.turns import Turns
 from promoe.commands.terminal import opening_bar
 from promoe.errors import ConfigError, UnsupportedModelError
+from promoe.model.context import context_tokens
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
 from promoe.runtime.sizes import fixed_bytes
@@ -169,7 +170,7 @@ def _limits(model: PreTrainedModel, options: Options) -> Limits:
         prompt_tokens=options.max_prompt_tokens,
         new_tokens=options.max_new_tokens,
         waiting=options.max_waiting,
-        context=getattr(text, "max_position_embeddings", None),
+        context=context_tokens(model.config),
         vocabulary=getattr(text, "vocab_size", None),
     )
 

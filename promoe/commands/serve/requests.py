@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from promoe.errors import PromoeError
+from promoe.errors import ConfigError, PromoeError
+from promoe.model.context import longest_answer
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
@@ -139,16 +139,11 @@ class Asked:
                 param="prompt" if self.path == COMPLETION else "messages",
                 code="context_length_exceeded",
             )
-        left = math.inf if limits.context is None else limits.context - prompt_tokens
-        least = 1 if self.new_tokens is None else self.new_tokens
-        if least > left:
-            raise Refused(
-                f"The model's context is {limits.context} tokens. The prompt has {prompt_tokens}, and an answer of {least} was "
-                "asked for. Shorten either.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        generation.max_new_tokens = int(min(self.new_tokens or limits.new_tokens, left))
+        try:
+            longest = longest_answer(limits.context, prompt_tokens, self.new_tokens, limits.new_tokens)
+        except ConfigError as error:
+            raise Refused(str(error), param="max_tokens", code="context_length_exceeded") from None
+        generation.max_new_tokens = longest
         if self.samples is not None:
             generation.do_sample = self.samples
         for name, value in self.settings.items():
