@@ -164,11 +164,20 @@ def loads(content: bytes, *, constants: bool = True) -> Any:
     text = content.decode("utf-8")
     try:
         value = json.loads(text, object_pairs_hook=_keys_once, parse_constant=None if constants else _no_constant)
-        if _SURROGATE.search(text):  # half a character, which nothing can write or print
-            json.dumps(value, ensure_ascii=False).encode()
+        if _SURROGATE.search(text):
+            _check_whole_characters(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return value
+
+
+def _check_whole_characters(value: Any) -> None:
+    """Raise ValueError if a text has half of a surrogate pair: such a character cannot be written or printed."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("unicode_escape").decode()
+        raise ValueError(f"a text has half a character, {half}, without its other half") from None
 
 
 def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

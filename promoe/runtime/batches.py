@@ -55,12 +55,14 @@ class BatchAnswer:
         number: the prompt's, from 0 in the order in which prompts were given.
         tokens: the answer's. A token of the model's that ended it is left out; one that `ends_at` stopped at is not.
         ended: whether the model or `ends_at` ended it; else it is as long as it may be.
+        end: the model's token that ended it; None: none did.
         error: why there is none; None: there is one.
     """
 
     number: int
     tokens: list[int]
     ended: bool = False
+    end: int | None = None
     error: str | None = None
 
 
@@ -150,9 +152,9 @@ def _paged(
                 waiting.add(number)
             if not waiting:
                 return
-            number, tokens, ended = runner.next()
-            waiting.remove(number)
-            yield BatchAnswer(number, tokens, ended)
+            answer = BatchAnswer(*runner.next())
+            waiting.remove(answer.number)
+            yield answer
 
 
 def _padded(

@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def padded_batch(model: PreTrainedModel, batch: Sequence[Admitted]) -> Iterator[tuple[int, list[int], bool]]:
+def padded_batch(
+    model: PreTrainedModel, batch: Sequence[Admitted]
+) -> Iterator[tuple[int, list[int], bool, int | None]]:
     """Answer some prompts together, padded to the longest.
 
     Yields:
-        For each prompt its number, the tokens of its answer, and whether the answer ended before it was as long as it may be.
+        For each prompt its number, the tokens of its answer, whether it ended, and the model's token that ended it.
     """
     longest = max(len(one.ids) for one in batch)
     own = model.generation_config
@@ -46,8 +48,8 @@ def padded_batch(model: PreTrainedModel, batch: Sequence[Admitted]) -> Iterator[
             stopping_criteria=[_CompleteRows(rows)],
         )
     for one, tokens in zip(batch, output[:, rows.start :].tolist(), strict=True):
-        tokens, ended = cut(tokens[: rows.lengths.get(one.number, one.max_new_tokens)], ends)
-        yield one.number, tokens, ended or one.choice.stopped
+        tokens, end = cut(tokens[: rows.lengths.get(one.number, one.max_new_tokens)], ends)
+        yield one.number, tokens, end is not None or one.choice.stopped, end
 
 
 @contextmanager

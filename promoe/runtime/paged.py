@@ -52,6 +52,14 @@ def is_paged(model: PreTrainedModel) -> bool:
     )
 
 
+def kv_token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that a token takes in the paged KV cache of all layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+
+
 class PagedRunner:
     """Continuous batching of one model, while the context is open.
 
@@ -127,8 +135,8 @@ class PagedRunner:
             self._choices[name] = choice
         self._manager.add_request(list(ids), request_id=name, max_new_tokens=max_new_tokens, eos_token_id=self._ends)
 
-    def next(self) -> tuple[int, list[int], bool]:
-        """Wait for the next answer: its number, its tokens without the one that ended it, and whether there is one.
+    def next(self) -> tuple[int, list[int], bool, int | None]:
+        """Wait for the next answer: its number, its tokens, whether it ended, and the model's token that ended it.
 
         Raises:
             PromoeError: the thread has failed.
@@ -142,9 +150,9 @@ class PagedRunner:
                 continue
             if output.error is not None:
                 raise self._failed(output.error)
-            tokens, ended = cut(list(output.generated_tokens), self._ends)
+            tokens, end = cut(list(output.generated_tokens), self._ends)
             choice = self._choices.pop(output.request_id, None)
-            return int(output.request_id), tokens, ended or (choice is not None and choice.stopped)
+            return int(output.request_id), tokens, end is not None or (choice is not None and choice.stopped), end
 
     def _failed(self, error: object) -> BaseException:
         if isinstance(error, PromoeError):

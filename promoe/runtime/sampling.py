@@ -54,10 +54,10 @@ class Sampling:
         return said if samples is None else {**said, "do_sample": samples}
 
 
-def cut(tokens: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
-    """Return the tokens before the first one that ends an answer, and whether there is such a token."""
+def cut(tokens: list[int], ends: Sequence[int]) -> tuple[list[int], int | None]:
+    """Return the tokens before the first one that ends an answer, and that one; None: there is none."""
     first = next((place for place, token in enumerate(tokens) if token in ends), None)
-    return (tokens, False) if first is None else (tokens[:first], True)
+    return (tokens, None) if first is None else (tokens[:first], tokens[first])
 
 
 def end_ids(model: PreTrainedModel) -> list[int]:

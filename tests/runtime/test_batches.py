@@ -80,8 +80,8 @@ def test_greedy_answers_are_those_of_one_prompt_by_itself() -> None:
     for number, prompt in enumerate(asked):
         ids = torch.tensor([list(prompt.ids)])
         alone = model.generate(ids, max_new_tokens=prompt.max_new_tokens, do_sample=False, pad_token_id=0)
-        tokens, ended = cut(alone[0, ids.shape[1] :].tolist(), [])
-        assert (found[number].tokens, found[number].ended) == (tokens, ended)
+        assert found[number].tokens == alone[0, ids.shape[1] :].tolist()
+        assert not found[number].ended
 
 
 # Settings of `generation_config.json`, of which models have some; each changes the answers.
@@ -112,9 +112,9 @@ def test_what_prompts_do_not_say_comes_from_the_models_settings(
     for number, prompt in enumerate(asked):
         ids = torch.tensor([list(prompt.ids)])
         alone = model.generate(ids, max_new_tokens=9, pad_token_id=0)[0, ids.shape[1] :].tolist()
-        ends = end_ids(model)
-        tokens, ended = cut(alone, ends)
-        assert (found[number].tokens, found[number].ended) == (tokens, ended), number
+        tokens, end = cut(alone, end_ids(model))
+        assert (found[number].tokens, found[number].end) == (tokens, end), number
+        assert found[number].ended == (end is not None)
     assert found != plain
     assert model.generation_config.to_dict() == before
 

@@ -31,6 +31,6 @@ def test_what_is_not_said_is_left_to_the_model(sampling: Sampling, settings: dic
 
 
 def test_an_answer_ends_before_its_end() -> None:
-    assert cut([4, 5, 6, 5], [5, 9]) == ([4], True)
-    assert cut([4, 6], [5]) == ([4, 6], False)
-    assert cut([], [5]) == ([], False)
+    assert cut([4, 5, 6, 5], [5, 9]) == ([4], 5)
+    assert cut([4, 6], [5]) == ([4, 6], None)
+    assert cut([], [5]) == ([], None)

@@ -15,12 +15,15 @@ import transformers
 from tqdm import tqdm
 
 from promoe.commands.batch.answering import Answering, Done, refused
-from promoe.commands.batch.lines import LineError, Request, read_request
+from promoe.commands.batch.lines import Request
 from promoe.commands.batch.options import Options
-from promoe.commands.batch.planned import Sizes, sizes_for
+from promoe.commands.batch.planned import Sizes, may_be_planned, sizes_for
+from promoe.commands.batch.prompts import PromptLengths
+from promoe.commands.batch.reading import read_batch
 from promoe.commands.batch.results import ResultFile
 from promoe.commands.terminal import opening_bar
 from promoe.errors import ConfigError
+from promoe.model.identity import identity_of
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.loading import from_pretrained
 from promoe.stats.text_report import text_report
@@ -65,11 +68,12 @@ def run_batch(options: Options) -> Totals:
     source, out = options.source, Path(options.out)
     if source.column is None and out.exists() and os.path.exists(source.name) and os.path.samefile(out, source.name):
         raise ConfigError(f"--out {out} is the file of prompts. Choose another file for the answers.")
-    num_lines = source.count()
     transformers.logging.disable_progress_bar()
     with ResultFile(out) as results:
         tokenizer = load_tokenizer(options.model)
-        sizes = sizes_for(options, tokenizer, results.done, num_lines)
+        results.belong_to(identity_of(options.model, options.experts, options.kernels), options.model)
+        num_lines, missing, lengths = _survey(options, tokenizer, results)
+        sizes = sizes_for(options, lengths, missing)
         with _Batch(options, results, num_lines) as batch:
             if options.replicas is None:
                 report = _here(options, tokenizer, sizes, batch)
@@ -82,6 +86,34 @@ def run_batch(options: Options) -> Totals:
         if report is not None:
             print(report, file=sys.stderr)
     return batch.totals
+
+
+def _survey(
+    options: Options, tokenizer: PreTrainedTokenizerBase, results: ResultFile
+) -> tuple[int, int, PromptLengths | None]:
+    """Read all lines once, before anything is computed.
+
+    Returns:
+        The number of lines, the number of those that are not answered, and the lengths of their prompts; None: no plan needs
+        these.
+
+    Raises:
+        ConfigError: the source cannot be read, or a line was changed since it was answered.
+    """
+    lengths = PromptLengths(tokenizer, options.max_tokens) if may_be_planned(options) else None
+    num_lines = missing = 0
+    answered: dict[str, str] = {}
+    lines = read_batch(options.source, options.seed, options.max_tokens)
+    for line in tqdm(lines, unit="line", desc="reading prompts", disable=None, delay=2.0, leave=False):
+        num_lines += 1
+        if line.name in results.done:
+            answered[line.name] = line.digest
+            continue
+        missing += 1
+        if lengths is not None and line.request is not None:
+            lengths.add(line.request)
+    results.check_unchanged(answered)
+    return num_lines, missing, lengths
 
 
 def _here(options: Options, tokenizer: PreTrainedTokenizerBase, sizes: Sizes, batch: _Batch) -> str:
@@ -105,7 +137,7 @@ class _Batch:
         self._looked_s = 0.0
         self._bar = tqdm(total=num_lines, unit="answer", desc="answering", disable=None, delay=1e-3)
         self._before = frozenset(results.done)
-        self._seen: set[str] = set()
+        self._digests: dict[str, str] = {}
 
     def __enter__(self) -> _Batch:
         return self
@@ -135,46 +167,23 @@ class _Batch:
 
     def _requests(self) -> Iterator[Request]:
         """Yield the requests that are not answered yet. Lines that cannot be are refused here."""
-        for line_number, line in self._options.source.lines():
-            claimed = False
-            try:
-                request = read_request(line_number, line, self._options.seed)
-                self._claim(request.custom_id, line_number)
-                claimed = True
-                if request.custom_id in self._before:
-                    self._keep()
-                else:
-                    yield request
-            except LineError as error:
-                self._refuse(error if claimed else self._claimed(error, line_number))
-
-    def _claim(self, name: str, number: int) -> None:
-        if name in self._seen:
-            raise LineError(
-                f"line-{number}", f"Another line has the 'custom_id' {name!r}, too. Give each line its own."
-            )
-        self._seen.add(name)
-
-    def _claimed(self, error: LineError, number: int) -> LineError:
-        """Return the error under a name that no other line has."""
-        try:
-            self._claim(error.custom_id, number)
-        except LineError as twice:
-            return twice
-        return error
+        for line in read_batch(self._options.source, self._options.seed, self._options.max_tokens):
+            if line.name in self._before:
+                self._keep()
+                continue
+            self._digests[line.name] = line.digest
+            if line.request is not None:
+                yield line.request
+            else:
+                assert line.error is not None, "a line is answered or refused"
+                self._write(refused(line.error))
 
     def _keep(self) -> None:
         self.totals.kept += 1
         self._bar.update()
 
-    def _refuse(self, error: LineError) -> None:
-        if error.custom_id in self._before:
-            self._keep()
-        else:
-            self._write(refused(error))
-
     def _write(self, done: Done) -> None:
-        self._results.add(done.line)
+        self._results.add(done.line, self._digests.pop(done.line["custom_id"]))
         totals = self.totals
         if done.answered:
             totals.answers += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import zlib
 from collections.abc import Collection, Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from promoe.commands.openai_bodies import IGNORED, UNSUPPORTED, asks_for_nothing, check_messages, plain_messages
 from promoe.errors import PromoeError, shown
 from promoe.files import loads, open_plain
 from promoe.runtime.sampling import Sampling
@@ -18,24 +20,23 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 32 * 2**20
 MAX_CHOICES = 128
 MAX_ID_CHARACTERS = 512
-# Fields of a line beside its body, and of a body that say nothing about the answer's text.
+# Fields of a line beside its body.
 _ENVELOPE = ("custom_id", "method", "url", "body")
-_IGNORED = frozenset(["metadata", "model", "service_tier", "store", "stream_options", "user"])
+# Fields that say nothing about the answer: it is this command's model that answers.
+_IGNORED = IGNORED | {"model"}
 # Fields that would change the answer, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, Collection[Any]] = {
+    **UNSUPPORTED,
     "stream": (False,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "response_format": ({"type": "text"},),
+    "logit_bias": ({},),
+    "tools": ([],),
 }
 _OWN = {CHAT: "messages", COMPLETION: "prompt"}
 # The names of lines without a custom_id.
 _UNNAMED = re.compile(r"line-\d+")
-_NUMBERS = ("max_completion_tokens", "max_tokens", "temperature", "top_p", "top_k", "seed", "n")
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+_NUMBERS = (*_LENGTHS, "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ class Request:
         custom_id: the line's name, which its answer has, too.
         url: CHAT or COMPLETION.
         content: a list of messages (CHAT), or a text or token ids (COMPLETION).
-        max_tokens: longest answer; None: not said.
-        choices: how many answers.
+        max_tokens: longest answer, in tokens; None: it was not said.
+        choices: number of answers.
         stops: texts that end an answer, and are not in it.
-        sampling: of the first choice; the others have other seeds.
+        sampling: how the tokens of the first choice are drawn; the others have other seeds.
     """
 
     custom_id: str
@@ -90,12 +91,12 @@ def read_request(number: int, line: bytes, seed: int) -> Request:
     """Return what a line asks for.
 
     Args:
-        number: the line's, from 1 on.
+        number: number of the line, from 1 on.
         line: one JSON object.
-        seed: of the whole file.
+        seed: seed of the whole file.
 
     Raises:
-        LineError: it cannot be read, or asks for what there is not.
+        LineError: it cannot be read, or asks for an unsupported feature.
     """
     unnamed = f"line-{number}"
     if len(line) > MAX_LINE_BYTES:
@@ -103,11 +104,11 @@ def read_request(number: int, line: bytes, seed: int) -> Request:
     try:
         value = loads(line, constants=False)
     except ValueError as error:
-        raise LineError(unnamed, f"The line cannot be read as JSON: {error}.") from None
+        raise LineError(_name_in(line, unnamed), f"The line cannot be read as JSON: {error}.") from None
     if not isinstance(value, dict):
         raise LineError(unnamed, f"The line must be a JSON object. Got {shown(value)} instead.")
     custom_id = value.get("custom_id", unnamed)
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_ID_CHARACTERS:
+    if not _is_name(custom_id):
         raise LineError(
             unnamed, f"'custom_id' must be a text of 1 to {MAX_ID_CHARACTERS} characters. Got {shown(custom_id)}."
         )
@@ -119,28 +120,53 @@ def read_request(number: int, line: bytes, seed: int) -> Request:
         raise LineError(custom_id, str(error)) from None
 
 
+def _is_name(custom_id: Any) -> bool:
+    return isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_ID_CHARACTERS
+
+
+def _name_in(line: bytes, unnamed: str) -> str:
+    """Return the `custom_id` of a line that cannot be answered, where it can be told."""
+    try:
+        pairs: Any = json.loads(line.decode("utf-8", "replace"), object_pairs_hook=tuple)
+        (name,) = (value for key, value in pairs if key == "custom_id")  # a line with two says none
+        name.encode()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return unnamed
+    return name if _is_name(name) and not _UNNAMED.fullmatch(name) else unnamed
+
+
 def _request(custom_id: str, value: dict[str, Any], seed: int) -> Request:
     url, body = _body(value)
     body = {name: field for name, field in body.items() if field is not None and name not in _IGNORED}
-    content = body.pop(_OWN[url], None)
-    _check_content(url, content)
+    if body.get("tool_choice") == "none":
+        body.pop("tools", None)
+    content = _content(url, body.pop(_OWN[url], None))
     for name in sorted(body.keys() & _UNSUPPORTED.keys()):
         found = body.pop(name)
-        if not any(found == neutral and type(found) is type(neutral) for neutral in _UNSUPPORTED[name]):
+        if not asks_for_nothing(found, _UNSUPPORTED[name]):
             raise ValueError(f"'{name}' is not supported. Got {shown(found)}. Leave it out.")
     stops = _stops(body.pop("stop", ()))
     if unknown := sorted(body.keys() - set(_NUMBERS)):
         raise ValueError(f"There is no field {shown(unknown[0])} for {url}. Leave it out.")
-    own_seed = _number(body, "seed", -(2**63), 2**63 - 1, None, whole=True)
-    sampling = Sampling(
-        temperature=_number(body, "temperature", 0, 2, 0.0),
-        top_p=_number(body, "top_p", 0, 1, 1.0),
-        top_k=max(0, _number(body, "top_k", -1, 2**31, 0, whole=True)),
-        seed=zlib.crc32(custom_id.encode(), seed & 0xFFFFFFFF) if own_seed is None else own_seed,
-    )
-    longest = [_number(body, name, 1, 2**31, None, whole=True) for name in _NUMBERS[:2]]
-    choices = _number(body, "n", 1, MAX_CHOICES, 1, whole=True)
+    longest = [_number(body, name, 1, 2**31, whole=True) for name in _LENGTHS]
+    choices = _number(body, "n", 1, MAX_CHOICES, whole=True) or 1
+    sampling = _sampling(custom_id, body, seed, choices)
     return Request(custom_id, url, content, longest[0] or longest[1], choices, stops, sampling)
+
+
+def _sampling(custom_id: str, body: dict[str, Any], seed: int, choices: int) -> Sampling:
+    own_seed = _number(body, "seed", -(2**63), 2**63 - 1, whole=True)
+    temperature = _number(body, "temperature", 0, 2)
+    top_k = _number(body, "top_k", -1, 2**31, whole=True)
+    return Sampling(
+        temperature=temperature,
+        top_p=_number(body, "top_p", 0, 1),
+        top_k=None if top_k is None else max(0, top_k),  # -1 is other servers' word for all tokens
+        seed=zlib.crc32(custom_id.encode(), seed & 0xFFFFFFFF) if own_seed is None else own_seed,
+        min_p=_number(body, "min_p", 0, 1),
+        repetition_penalty=_number(body, "repetition_penalty", 0.01, 10),
+        do_sample=True if choices > 1 and temperature is None else None,
+    )
 
 
 def _body(value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -159,22 +185,17 @@ def _body(value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return url, body
 
 
-def _check_content(url: str, content: Any) -> None:
+def _content(url: str, content: Any) -> Any:
+    """Return the checked prompt: token ids or a text as they are, messages as chat templates take them."""
     if url == CHAT:
-        good = isinstance(content, list) and bool(content) and all(map(_is_message, content))
-        what = "'messages' must be a list of objects whose 'role' and 'content' are texts"
-    else:
-        ids = isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
-        good = bool(content) and (isinstance(content, str) or ids)
-        what = "'prompt' must be a text or a list of token ids, and not empty"
-    if not good:
-        raise ValueError(f"{what}. Got {shown(content)} instead.")
-
-
-def _is_message(message: Any) -> bool:
-    return (
-        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-    )
+        check_messages(content)
+        return plain_messages(content)
+    ids = isinstance(content, list) and all(type(token) is int and 0 <= token < 2**31 for token in content)
+    if not content or not (isinstance(content, str) or ids):
+        raise ValueError(
+            f"'prompt' must be a text or a list of token ids, and not empty. Got {shown(content)} instead."
+        )
+    return content
 
 
 def _stops(stops: Any) -> tuple[str, ...]:
@@ -184,9 +205,10 @@ def _stops(stops: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _number(body: dict[str, Any], name: str, least: float, most: float, default: Any, whole: bool = False) -> Any:
+def _number(body: dict[str, Any], name: str, least: float, most: float, whole: bool = False) -> Any:
+    """Return the number of a field; None: it is not there."""
     if name not in body:
-        return default
+        return None
     value = body[name]
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:

@@ -15,7 +15,8 @@ class Options(ModelOptions):
 
     INPUT has a JSON object per line: an OpenAI batch request (custom_id, method, url, body), or a "prompt" or "messages" with
     the fields of such a body. Answers are written to --out as they are completed, in OpenAI's format; a line that cannot be
-    answered gets an error there. The same command again answers what is missing. For many lines the machine is measured first,
+    answered gets an error there. The same command again answers what is missing; answers of another model, or to lines that
+    were changed, are refused. For many lines the machine is measured first,
     which takes half a minute, and the sizes that were not given are planned (`promoe plan MODEL --batch INPUT` says why).
 
     Example: `promoe batch MODEL questions.jsonl --out answers.jsonl --cache 25%`
@@ -34,7 +35,7 @@ class Options(ModelOptions):
     split: str = "train"
     """of the data set"""
     max_tokens: int = 256
-    """longest answer, in tokens, for lines that do not say it"""
+    """longest answer, in tokens, for lines that do not say it; less where the model's context leaves less"""
     seed: int = 0
     """seed of sampling; each line has a seed of its own that follows from it, unless the line says one"""
     cache: str = "plan"
@@ -47,7 +48,7 @@ class Options(ModelOptions):
     step_tokens: int | None = None
     """the most tokens of a step; planned by default"""
     kv_tokens: int | None = None
-    """tokens of the KV cache, which all sequences share: a prompt and its answer must fit; planned by default"""
+    """tokens of the KV cache, which all sequences share; planned by default. Lines that need more are answered last"""
 
     replicas: int | None = None
     """answer with so many models in processes of a Ray cluster (needs the extra "ray"); sizes are those of each"""

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from promoe.commands.batch.options import Options
-from promoe.commands.batch.prompts import read_work
+from promoe.commands.batch.prompts import PromptLengths
 from promoe.commands.model_options import cache_size
-from promoe.commands.plan.many_prompts import BatchPlan, context_of, memory_for, plan_batch
+from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
 from promoe.commands.plan.reading import read_model
 from promoe.commands.plan.show_batch import fast_advice, said
 from promoe.commands.plan.sizes import Room, cache_argument
 from promoe.commands.plan.throughput import Wanted
 from promoe.errors import PromoeError, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from promoe.model.context import context_tokens
 
 # With fewer lines than this, nothing is measured: they take less time than that.
 WORTH_PLANNING = 200
@@ -42,19 +38,28 @@ class Sizes:
     plan: BatchPlan | None = None
 
 
-def sizes_for(options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], num_lines: int) -> Sizes:
+def may_be_planned(options: Options) -> bool:
+    """Return whether sizes are planned if there are many lines."""
+    all_given = all(getattr(options, name) is not None for name in UNPLANNED) and options.cache != "plan"
+    return not all_given and options.device == "cpu" and options.replicas is None
+
+
+def sizes_for(options: Options, lengths: PromptLengths | None, num_lines: int) -> Sizes:
     """Return the sizes of a batch, and say to stderr what was planned.
+
+    Args:
+        options: the command's.
+        lengths: lengths of the prompts that are to be answered; None: nothing is planned.
+        num_lines: number of lines that are to be answered.
 
     Raises:
         PromoeError: nothing fits into the memory.
     """
     given = {name: value for name in UNPLANNED if (value := getattr(options, name)) is not None}
-    all_given = len(given) == len(UNPLANNED) and options.cache != "plan"
     cache = cache_size("auto" if options.cache == "plan" else options.cache)
-    elsewhere = options.device != "cpu" or options.replicas is not None
-    if all_given or elsewhere or num_lines - len(done) < WORTH_PLANNING:
-        return Sizes(cache, UNPLANNED | given)
-    plan = _planned(options, tokenizer, done, given)
+    plan = None
+    if lengths is not None and num_lines >= WORTH_PLANNING:
+        plan = _planned(options, lengths, given)
     if plan is None:
         return Sizes(cache, UNPLANNED | given)
     print(f"planned: {said(plan)}. {plan.chosen.limit} will limit it.", file=sys.stderr)
@@ -66,9 +71,7 @@ def sizes_for(options: Options, tokenizer: PreTrainedTokenizerBase, done: Collec
     return Sizes(cache, {name: int(getattr(setting, name)) for name in UNPLANNED}, plan)
 
 
-def _planned(
-    options: Options, tokenizer: PreTrainedTokenizerBase, done: Collection[str], given: dict[str, int]
-) -> BatchPlan | None:
+def _planned(options: Options, lengths: PromptLengths, given: dict[str, int]) -> BatchPlan | None:
     memory_bytes = memory_for(options.memory)
     try:
         read = read_model(options.model, experts=options.experts)
@@ -76,7 +79,7 @@ def _planned(
         _say_not_planned(error)
         return None
     with nullcontext() if read.store is None else closing(read.store):
-        work = read_work(options.source, tokenizer, options.max_tokens, context_of(read.model), done)
+        work = lengths.work(context_tokens(read.model.config))
         if work is None:
             return None
         rate = None

@@ -1,20 +1,17 @@
-"""The prompts of a batch file as tokens, and how much work they are."""
+"""The prompts of a batch as tokens, and how much work they are."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Collection
+from array import array
 from typing import TYPE_CHECKING, Any
 
-from promoe.commands.batch.lines import CHAT, LineError, Request, read_request
-from promoe.commands.batch.source import Source
+from promoe.commands.batch.lines import CHAT, LineError, Request
 from promoe.commands.plan.throughput import BatchWork
+from promoe.errors import ConfigError
+from promoe.model.context import longest_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Lines that are encoded to learn how long prompts are: spread evenly over the file, and the longest.
-SAMPLED, LONGEST = 256, 8
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
@@ -40,61 +37,43 @@ def encoded(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
     return list(ids)
 
 
-def read_work(
-    source: Source, tokenizer: PreTrainedTokenizerBase, max_tokens: int, context: int, done: Collection[str] = ()
-) -> BatchWork | None:
-    """Return how much work a file is; None: no line can be answered.
+class PromptLengths:
+    """The lengths of all prompts of a batch and of the answers that they ask for, a few bytes each.
 
     Args:
-        source: the prompts.
-        tokenizer: the model's.
-        max_tokens: the longest answer of lines that do not say it. All answers are taken to be as long as they may be.
-        context: tokens that the model has positions for. Lines that ask for more are left out.
-        done: names of lines that are answered.
-
-    Raises:
-        ConfigError: they cannot be read.
+        tokenizer: the model's tokenizer.
+        max_tokens: longest answer, in tokens, of requests that do not say it.
     """
-    every = max(1, source.count() // SAMPLED)
-    answers = new_tokens = number = 0
-    prompts: list[int] = []
-    longest: list[tuple[int, int, int]] = []  # bytes, number, longest answer
-    for line_number, line in source.lines():
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_tokens = max_tokens
+        # Tokens of the prompt, tokens of the answer that was asked for (0: not said), and answers.
+        self._lengths = array("q")
+
+    def add(self, request: Request) -> None:
+        """Add a request. One that cannot be encoded will be refused, and takes no time."""
         try:
-            request = read_request(line_number, line, seed=0)
-            allowed = max_tokens if request.max_tokens is None else request.max_tokens
-            if request.custom_id in done or allowed > context:
-                continue
-            if number % every == 0:
-                prompts.append(len(encoded(tokenizer, request)))
-            heapq.heappush(longest, (len(line), line_number, allowed))
+            prompt = len(encoded(self._tokenizer, request))
         except LineError:
-            continue
-        if len(longest) > LONGEST:
-            heapq.heappop(longest)
-        number += 1
-        answers += request.choices
-        new_tokens += request.choices * allowed
-    if not prompts:
-        return None
-    return BatchWork(
-        answers,
-        sum(prompts) / len(prompts),
-        new_tokens / answers,
-        min(
-            context,
-            _longest(source, tokenizer, {line_number: allowed for _, line_number, allowed in longest}, max(prompts)),
-        ),
-    )
+            return
+        self._lengths.extend((prompt, request.max_tokens or 0, request.choices))
 
+    def work(self, context: int | None) -> BatchWork | None:
+        """Return how much work there is; None: no line can be answered. All answers are taken to be as long as they may be.
 
-def _longest(source: Source, tokenizer: PreTrainedTokenizerBase, some: dict[int, int], prompt: int) -> int:
-    """Return the tokens of the longest of some lines with its answer; at least those of a prompt with the longest answer."""
-    found = prompt + max(some.values())
-    for line_number, line in source.lines():
-        if line_number in some:
+        Args:
+            context: tokens of the model's context; None: unknown. Lines that ask for more are left out.
+        """
+        answers = prompts = new_tokens = longest = 0
+        for start in range(0, len(self._lengths), 3):
+            prompt, asked, choices = self._lengths[start : start + 3]
             try:
-                found = max(found, len(encoded(tokenizer, read_request(line_number, line, seed=0))) + some[line_number])
-            except LineError:
+                answer = longest_answer(context, prompt, asked or None, self._max_tokens)
+            except ConfigError:
                 continue
-    return found
+            answers += choices
+            prompts += choices * prompt
+            new_tokens += choices * answer
+            longest = max(longest, prompt + answer)
+        return BatchWork(answers, prompts / answers, new_tokens / answers, longest) if answers else None

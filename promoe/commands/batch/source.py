@@ -42,10 +42,6 @@ class Source:
                 f"The prompts cannot be read: {error}. INPUT must be a file of JSON lines, or with --column a data set."
             ) from error
 
-    def count(self) -> int:
-        """Return the number of lines."""
-        return sum(1 for _ in self.lines())
-
     def _rows(self, column: str) -> Iterator[tuple[int, bytes]]:
         try:
             import datasets

@@ -11,11 +11,12 @@ from typing import Any, TextIO
 
 import transformers
 
-from promoe.commands.batch.prompts import read_work
+from promoe.commands.batch.prompts import PromptLengths
+from promoe.commands.batch.reading import read_batch
 from promoe.commands.batch.source import Source
 from promoe.commands.plan import show, show_batch
 from promoe.commands.plan.choice import Choice, choose, rates_to_try
-from promoe.commands.plan.many_prompts import BatchPlan, context_of, memory_for, plan_batch
+from promoe.commands.plan.many_prompts import BatchPlan, memory_for, plan_batch
 from promoe.commands.plan.measuring import measure_compute, measure_link
 from promoe.commands.plan.options import Options
 from promoe.commands.plan.overlap import fit_overlap
@@ -31,6 +32,7 @@ from promoe.config import PromoeConfig
 from promoe.errors import ConfigError, PromoeError
 from promoe.experts.kernels.formats import Formats, formats_in
 from promoe.files import check_writable
+from promoe.model.context import context_tokens
 from promoe.model.packing import packable
 from promoe.model.tokenizer import load_tokenizer
 from promoe.training.evaluate import open_trace
@@ -127,7 +129,11 @@ class _Plan:
             PromoeError: the file cannot be read, no line of it can be answered, or nothing fits.
         """
         options, sizes = self.options, self.sizes
-        work = read_work(source, load_tokenizer(options.model), options.max_tokens, context_of(self.read.model))
+        lengths = PromptLengths(load_tokenizer(options.model), options.max_tokens)
+        for line in read_batch(source, 0, options.max_tokens):
+            if line.request is not None:
+                lengths.add(line.request)
+        work = lengths.work(context_tokens(self.read.model.config))
         if work is None:
             raise ConfigError(f"No line of {source.name} can be answered. `promoe batch` says why, line by line.")
         memory_bytes = memory_for(options.memory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from promoe.commands.plan.batch_measuring import measure_experts, measure_steps
 from promoe.commands.plan.measuring import group_cost_s, measure_link
@@ -29,9 +28,6 @@ from promoe.runtime.sizes import fixed_bytes
 from promoe.transfer.links.disk import choose_mode
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.units import format_memory
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Free memory that is left to the system.
 SPARE_BYTES = 2**30
@@ -77,12 +73,6 @@ def memory_for(memory: str | None) -> int | None:
         return fixed_bytes(memory)
     free_bytes = free_ram_bytes()
     return None if free_bytes is None else max(0, free_bytes - SPARE_BYTES)
-
-
-def context_of(model: PreTrainedModel) -> int:
-    """Return the tokens that a model has positions for; a very large number where it does not say."""
-    found = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else 2**31
 
 
 def plan_batch(

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from promoe.commands.openai_bodies import IGNORED, UNSUPPORTED, asks_for_nothing, check_messages
 from promoe.commands.serve.requests import CHAT, COMPLETION, Asked, Limits, Refused
 from promoe.errors import shown
 from promoe.files import loads
@@ -18,40 +19,8 @@ from promoe.runtime.sampling import LEAST_TEMPERATURE
 # Transformers compares each with every token of the vocabulary before it generates.
 MAX_STOPS, MAX_STOP_CHARACTERS = 4, 32
 
-# Fields that say nothing about the answer's text; the server ignores them.
-_IGNORED = frozenset(
-    [
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "stream_options",
-        "user",
-        "verbosity",
-    ]
-)
-# Fields that would change the answer but that Transformers' server ignores, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, Collection[Any]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "logprobs": (False, 0),
-    "top_logprobs": (0,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "tool_choice": ("auto", "none"),
-    "audio": (),
-    "function_call": (),
-    "functions": (),
-    "prediction": (),
-    "web_search_options": (),
-    "generation_config": (),
-}
+# Transformers' server ignores these, too.
+_UNSUPPORTED: dict[str, Collection[Any]] = {**UNSUPPORTED, "n": (1,)}
 # Numbers: least and most. Transformers takes a frequency penalty x for a repetition penalty 1 + x.
 _RANGES = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "frequency_penalty": (0.0, 2.0)}
 # Numbers that OpenAI's interface does not have and other servers do, under the names that they have in Transformers.
@@ -85,7 +54,7 @@ def read_requests(path: str, content: bytes, limits: Limits) -> list[tuple[Asked
         raise Refused(f"The body cannot be read as JSON: {error}.") from None
     if not isinstance(body, dict):
         raise Refused(f"The body must be a JSON object. Got {shown(body)} instead.")
-    body = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    body = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     if path == CHAT:
         _check_chat(body)
         return [_read(path, body, limits)]
@@ -191,9 +160,7 @@ def _check_unsupported(body: dict[str, Any]) -> None:
         body.pop("tools", None)
     for name in sorted(body.keys() & _UNSUPPORTED.keys()):
         value = body.pop(name)
-        if not any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in _UNSUPPORTED[name]
-        ):
+        if not asks_for_nothing(value, _UNSUPPORTED[name]):
             raise Refused(
                 f"'{name}' is not supported. Got {shown(value)}. Leave it out.", param=name, code="unsupported_value"
             )
@@ -254,51 +221,18 @@ def _check_bias(body: dict[str, Any], limits: Limits) -> None:
 
 
 def _check_chat(body: dict[str, Any]) -> None:
-    messages: Any = body.get("messages")
-    _must_be(isinstance(messages, list) and bool(messages), "messages", "a list that is not empty", messages)
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(
-                f"Message {number} must be an object with a 'role'. Got {shown(message)} instead.", param="messages"
-            )
-        if not _is_text(message.get("content")):
-            raise Refused(
-                f"The content of message {number} must be text, or parts of type text: this server reads no pictures, sounds "
-                f"or files. Got {shown(message.get('content'))} instead.",
-                param="messages",
-            )
-        _check_calls(message, number)
+    try:
+        check_messages(body.get("messages"))
+    except ValueError as error:
+        raise Refused(str(error), param="messages") from None
+    for message in body["messages"]:
+        # Clients send an answer back as they got it; with this field, Transformers would leave its text out.
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
     arguments = body.get("chat_template_kwargs", {})
     _must_be(
         isinstance(arguments, dict) and not arguments.keys() & _TEMPLATE_PARAMETERS,
         "chat_template_kwargs",
         "an object of the template's own variables",
         arguments,
-    )
-
-
-def _check_calls(message: dict[str, Any], number: int) -> None:
-    calls = message.get("tool_calls")
-    if calls in (None, []):
-        # Clients send an answer back as they got it; with this field, Transformers would leave its text out.
-        message.pop("tool_calls", None)
-        return
-    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
-        raise Refused(
-            f"The 'tool_calls' of message {number} must be a list of objects whose 'function' has a 'name' and 'arguments'. "
-            f"Got {shown(calls)} instead.",
-            param="messages",
-        )
-
-
-def _is_call(call: Any) -> bool:
-    function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function
-
-
-def _is_text(content: Any) -> bool:
-    if content is None or isinstance(content, str):
-        return True
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
     )

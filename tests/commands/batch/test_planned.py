@@ -15,7 +15,9 @@ from commands.plan.test_throughput import EXACT, FAST
 from promoe import cli
 from promoe.commands.batch import planned
 from promoe.commands.batch.options import Options
-from promoe.commands.batch.planned import UNPLANNED, sizes_for
+from promoe.commands.batch.planned import UNPLANNED, may_be_planned, sizes_for
+from promoe.commands.batch.prompts import PromptLengths
+from promoe.commands.batch.reading import read_batch
 from promoe.commands.plan import many_prompts
 from promoe.commands.plan.batch_measuring import measure_steps
 from promoe.commands.plan.many_prompts import memory_for
@@ -39,9 +41,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def sized(checkpoint: str, source: Path, done: tuple[str, ...] = (), **fields: Any) -> Any:
+def sized(checkpoint: str, source: Path, answered: int = 0, **fields: Any) -> Any:
     options = Options(checkpoint, str(source), out="unused.jsonl", max_tokens=8, **fields)
-    found = sizes_for(options, load_tokenizer(checkpoint), done, 40)
+    lengths = PromptLengths(load_tokenizer(checkpoint), 8) if may_be_planned(options) else None
+    lines = list(read_batch(options.source, 0, 8))[answered:]
+    for line in lines:
+        if lengths is not None and line.request is not None:
+            lengths.add(line.request)
+    found = sizes_for(options, lengths, len(lines))
     return found.cache, found.of_batch, found.plan
 
 
@@ -73,8 +80,7 @@ def test_what_is_given_is_kept(checkpoint: str, source: Path) -> None:
 
 
 def test_few_lines_are_not_planned(checkpoint: str, source: Path) -> None:
-    done = tuple(f"r{idx}" for idx in range(35))
-    assert sized(checkpoint, source, done) == ("auto", UNPLANNED, None)
+    assert sized(checkpoint, source, 35) == ("auto", UNPLANNED, None)
 
 
 def test_what_cannot_be_planned_is_answered_all_the_same(
