@@ -68,7 +68,7 @@ def spool(
             header = header_of({"layer": layer.name}, layer.num_experts, layout)
             write_layer(path, header, slots_of(layer, layout, live, _pack))
         drop_files(paths)  # otherwise the page cache keeps what was written, as much as all experts
-        files = TensorFiles.open(paths)
+        files = TensorFiles.open(paths, keep_open=True)
         return SpooledStore(files, layouts, live.num_experts, chunk_bytes, source), folder
     except BaseException as error:
         if folder is not None:

@@ -9,6 +9,7 @@
     checkpoint_plan     which byte range of which file holds which piece of which expert
     encodings/          how checkpoints keep weights in fewer bits
     expert_conversion   converts experts that a checkpoint holds in another form, as they arrive
+    open_files          keeps files open, and no more of them than the process may have
     fingerprint         notices when a file has changed since it was opened
 
 Stores know bytes and offsets. They do not know slots or policies.

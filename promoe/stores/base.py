@@ -74,6 +74,11 @@ class SourceFile(Protocol):
         """Whether the store closed it because it holds no chunk."""
         ...
 
+    @property
+    def keep_open(self) -> bool:
+        """Whether it must stay open, because nobody may be able to open it again."""
+        ...
+
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when the store opened it."""
         ...

@@ -75,7 +75,7 @@ class FileStore(PlannedStore):
         return FileStore(TensorFiles(self.files), CheckpointPlan(tuple(layers)))
 
     def close_others(self) -> None:
-        """Close the files without experts: a large checkpoint has more files than a process may have open."""
+        """Close the files without experts, of which nothing is read any more."""
         for file_idx, file in enumerate(self.files):
             if file_idx not in self._needed:
                 file.close()
@@ -110,6 +110,6 @@ class FileStore(PlannedStore):
         return f"tensor {names[0]}{more}, file {file.path.name}, offset {start}"
 
     def close(self) -> None:
-        """Close the files; no thread may be reading. Closing twice is allowed."""
+        """Close the files once the reads in flight have ended. Closing twice is allowed."""
         for file in self.files:
             file.close()

@@ -50,12 +50,16 @@ class Fingerprint:
             _samples_crc(fd, status.st_size),
         )
 
+    def is_of(self, status: os.stat_result) -> bool:
+        """Return whether these are the file, the size and the time of the fingerprint."""
+        return self._same_file(status) and status.st_mtime_ns == self.modified_ns
+
     def look_again(self, fd: int, own_fd: int, path: Path) -> tuple[Fingerprint, str]:
         """Compare an open file with this fingerprint.
 
         Args:
             fd: the file, open for reading; may have O_DIRECT.
-            own_fd: the descriptor that the fingerprint was taken from, without O_DIRECT: its bytes are compared.
+            own_fd: the file that the fingerprint was taken from, open without O_DIRECT: its bytes are compared.
             path: the file's path, where a file that has replaced it is read.
 
         Returns:
@@ -63,17 +67,20 @@ class Fingerprint:
             if there are none.
         """
         now = os.fstat(fd)
-        same_file = now.st_size == self.size_bytes and now.st_ino == self.inode and now.st_dev == self.device
-        if same_file and now.st_mtime_ns == self.modified_ns:
+        if self.is_of(now):
             return self, ""
         if (now.st_dev, now.st_ino) != (self.device, self.inode):
             return self, self._differences(now, self._at(path))
         header, samples = _header_crc(own_fd), _samples_crc(own_fd, now.st_size)
-        if same_file and (header, samples) == (self.header_crc, self.samples_crc):
+        if self._same_file(now) and (header, samples) == (self.header_crc, self.samples_crc):
             logger.info("%s has a new date; its size, its header and samples of its bytes are as before.", path)
             return replace(self, modified_ns=now.st_mtime_ns), ""
         same = "same header" if header == self.header_crc else "another header"
         return self, self._differences(now, same if samples == self.samples_crc else f"{same}, other bytes")
+
+    def _same_file(self, status: os.stat_result) -> bool:
+        expected = (self.size_bytes, self.inode, self.device)
+        return (status.st_size, status.st_ino, status.st_dev) == expected
 
     def _at(self, path: Path) -> str:
         try:

@@ -1,5 +1,7 @@
 """Finds, opens, checks and reads a checkpoint's files, safetensors or GGUF. They are read with `preadv`, never mapped.
 
+A checkpoint may have more files than a process may have open (`promoe.stores.open_files`).
+
 It knows files and tensors by name; not models, experts or slots.
 """
 
@@ -8,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -19,6 +20,7 @@ from promoe.files import LFS_BEGINS, is_lfs_pointer, open_plain, read_json
 from promoe.stores.fingerprint import Fingerprint
 from promoe.stores.gguf_header import MAGIC, GgufHeader, read_gguf_header
 from promoe.stores.gguf_parts import SUFFIX, check_parts
+from promoe.stores.open_files import OPEN_FILES, Descriptor, KeptFile, reopened
 from promoe.stores.safetensors_header import TensorRange, read_header
 
 WEIGHTS_NAME = "model.safetensors"
@@ -26,34 +28,35 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 class TensorFile:
-    """An open file of tensors. Its header was checked against its size; each read checks that the file is unchanged.
+    """A file of tensors. Its header was checked against its size; each read checks that the file is unchanged.
 
     Attributes:
         tensors: by name.
         metadata: what else a GGUF file says, by key; None: it is a safetensors file.
+        keep_open: whether it stays open until it is closed, because its name may go.
     """
 
     def __init__(
         self,
         path: Path,
-        fd: int,
+        descriptor: Descriptor,
         fingerprint: Fingerprint,
         tensors: Mapping[str, TensorRange],
         metadata: Mapping[str, Any] | None = None,
+        keep_open: bool = False,
     ) -> None:
         self.path = path
-        self.fd = fd
         self.fingerprint = fingerprint
         self.tensors = tensors
         self.metadata = metadata
-        # If Ctrl-C interrupts opening, nobody calls close().
-        self._closing = weakref.finalize(self, os.close, fd)
-        self._closing.atexit = False
+        self.keep_open = keep_open
+        self._absolute = Path(os.path.abspath(path))  # the program may change its directory
+        self._file = KeptFile(descriptor, keep_open)
 
     @property
     def closed(self) -> bool:
         """Whether it was closed."""
-        return self.fd < 0
+        return self._file.closed
 
     @property
     def size_bytes(self) -> int:
@@ -61,7 +64,7 @@ class TensorFile:
         return self.fingerprint.size_bytes
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], file_idx: int = 0) -> TensorFile:
+    def open(cls, path: str | os.PathLike[str], file_idx: int = 0, keep_open: bool = False) -> TensorFile:
         """Open `path` for reading; every tensor of its header gets `file_idx`.
 
         Raises:
@@ -72,12 +75,10 @@ class TensorFile:
         with _opened(path) as fd:
             fingerprint = Fingerprint.of(fd)
             header = _header(path, fd, fingerprint.size_bytes, file_idx)
-        if hasattr(os, "posix_fadvise"):
-            # Each read has a known size; reading ahead would only fill the page cache with bytes that nobody asked for.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        descriptor = _descriptor(path, fd)
         if isinstance(header, GgufHeader):
-            return cls(path, fd, fingerprint, header.tensors, header.metadata)
-        return cls(path, fd, fingerprint, header)
+            return cls(path, descriptor, fingerprint, header.tensors, header.metadata, keep_open)
+        return cls(path, descriptor, fingerprint, header, None, keep_open)
 
     def read_into(self, offset_bytes: int, destination: memoryview) -> None:
         """Fill `destination` from `offset_bytes` on. Thread-safe; the GIL is released while reading.
@@ -88,34 +89,44 @@ class TensorFile:
         """
         view = destination.cast("B") if destination.format != "B" else destination
         expected_bytes, found_bytes = len(view), 0
+        what = f"Cannot read {expected_bytes} bytes at offset {offset_bytes}"
+        if self.closed:
+            raise OSError(errno.EBADF, f"{what}: closed", str(self.path))
+        descriptor = self._descriptor()
         while found_bytes < expected_bytes:
-            if self.fd < 0:
-                raise OSError(
-                    errno.EBADF, f"Cannot read {expected_bytes} bytes at offset {offset_bytes}: closed", str(self.path)
-                )
             try:
-                count = os.preadv(self.fd, [view[found_bytes:]], offset_bytes + found_bytes)
+                count = os.preadv(descriptor.fd, [view[found_bytes:]], offset_bytes + found_bytes)
             except OSError as error:
-                what = f"Cannot read {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
+                raise OSError(error.errno, f"{what}, found {found_bytes}: {error.strerror}", str(self.path)) from error
             if count == 0:
                 what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                _, changes = self.fingerprint.look_again(self.fd, self.fd, self.path)
+                _, changes = self.fingerprint.look_again(descriptor.fd, descriptor.fd, self.path)
                 raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
-        self.check_unchanged(self.fd)  # after the read: a file gets its new time before its new bytes can be read
+        self.check_unchanged(descriptor.fd)  # after the read: a file gets its new time before its new bytes can be read
 
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
-        self.fingerprint, changes = self.fingerprint.look_again(fd, self.fd, self.path)
+        if not self.fingerprint.is_of(os.fstat(fd)):
+            self._look_again(fd, self._descriptor().fd)
+
+    def close(self) -> None:
+        """Close the file once the reads in flight have ended. Closing twice is allowed."""
+        self._file.close()
+
+    def _descriptor(self) -> Descriptor:
+        return self._file.descriptor(self._reopened)
+
+    def _reopened(self) -> Descriptor:
+        descriptor = reopened(self._absolute, lambda: _descriptor(self.path, open_plain(self._absolute)))
+        self._look_again(descriptor.fd, descriptor.fd)
+        return descriptor
+
+    def _look_again(self, fd: int, own_fd: int) -> None:
+        self.fingerprint, changes = self.fingerprint.look_again(fd, own_fd, self.path)
         if changes:
             what = f"The file changed since the model was opened ({changes}). Put it back as it was, or open the model again"
             raise OSError(errno.ESTALE, what, str(self.path))
-
-    def close(self) -> None:
-        """Close the descriptor; no thread may be reading. Closing twice is allowed."""
-        self.fd = -1
-        self._closing()
 
 
 class TensorFiles:
@@ -128,8 +139,12 @@ class TensorFiles:
             self.tensors.update(file.tensors)
 
     @classmethod
-    def open(cls, paths: Iterable[str | os.PathLike[str]]) -> TensorFiles:
+    def open(cls, paths: Iterable[str | os.PathLike[str]], keep_open: bool = False) -> TensorFiles:
         """Open files. Their headers say what is in them: an index may be stale, and only names the files.
+
+        Args:
+            paths: the files.
+            keep_open: whether they stay open until they are closed, because their names may go.
 
         Raises:
             CheckpointError: a file is missing, damaged or truncated, or GGUF files are not the parts of one checkpoint.
@@ -137,7 +152,7 @@ class TensorFiles:
         files: list[TensorFile] = []
         try:
             for file_idx, path in enumerate(paths):
-                files.append(TensorFile.open(path, file_idx))
+                files.append(TensorFile.open(path, file_idx, keep_open))
             _check_kinds(files)
         except BaseException:
             for file in files:
@@ -163,6 +178,15 @@ def check_files(paths: Iterable[Path]) -> None:
         os.close(fd)
 
 
+def _descriptor(path: Path, fd: int) -> Descriptor:
+    """Return the descriptor of a file that was opened for reads of tensors."""
+    descriptor = Descriptor(path, fd)
+    if hasattr(os, "posix_fadvise"):
+        # Each read has a known size; reading ahead would only fill the page cache with bytes that nobody asked for.
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+    return descriptor
+
+
 def _header(path: Path, fd: int, size_bytes: int, file_idx: int) -> GgufHeader | dict[str, TensorRange]:
     """Return the header of a file of either kind, which its first bytes or its name tell."""
     begins = os.pread(fd, len(LFS_BEGINS), 0)
@@ -186,7 +210,7 @@ def _check_kinds(files: Sequence[TensorFile]) -> None:
 def _opened(path: Path) -> Iterator[int]:
     """Open a checkpoint's file for the body of the `with`. It stays open unless the body fails."""
     try:
-        fd = open_plain(path)
+        fd = OPEN_FILES.opened(lambda: open_plain(path))
     except OSError as error:
         raise unreadable(path, error) from error
     try:
@@ -290,8 +314,8 @@ def remedy(error: OSError) -> str:
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (
-            f"This process may have {limit} files open, and a served checkpoint needs one or two for each of its files: raise "
-            f"the limit (`ulimit -n {max(4 * limit, 4096)}` before Python is started; the system allows {most})."
+            f"This process may have {limit} files open, and has them open, not counting those that promoe can close: raise the "
+            f"limit (`ulimit -n {max(4 * limit, 4096)}` before Python is started; the system allows {most})."
         )
     if error.errno == errno.EINVAL:
         return "Put the file itself there, not a folder, a device or a pipe."

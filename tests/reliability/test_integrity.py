@@ -20,6 +20,7 @@ from waiting import settle
 
 import promoe
 from promoe.errors import CheckpointError, ConfigError, ExpertLoadError, PatchStateError
+from promoe.stores.open_files import OPEN_FILES
 from promoe.transfer.links import Fault, FaultyLink
 from promoe.transfer.links.direct import DirectFiles
 
@@ -86,6 +87,13 @@ def write_the_same(shard: Path) -> None:
     """Write as a tool does that restores a backup in place."""
     with shard.open("r+b") as file:
         file.write(shard.read_bytes())
+
+
+def replace_by_a_copy(shard: Path) -> None:
+    """Give the name to another file with the same bytes, date and size."""
+    other = shard.with_name("other")
+    shutil.copy2(shard, other)
+    other.replace(shard)
 
 
 @pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
@@ -158,16 +166,53 @@ def test_file_replaced_or_removed(folder: Path, read_mode: Any) -> None:
         assert_right(model)
 
 
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (rewrite, "modified .*, same header, other bytes"),
+        (replace_by_a_copy, "another file in its place.*same header"),
+        (Path.unlink, "Cannot open the file again: No such file"),
+        (touch, None),
+        (lambda shard: None, None),
+    ],
+)
+def test_file_changed_while_it_was_closed(
+    folder: Path,
+    tmp_path: Path,
+    read_mode: Any,
+    change: Callable[[Path], None],
+    what: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint has more files than may be open at once: here, one. It is served again when it is as it was."""
+    monkeypatch.setattr(OPEN_FILES, "_limit", 1)
+    with opened(folder, read_mode=read_mode) as model:
+        assert_right(model)
+        kept = {shard: (shard.read_bytes(), shard.stat().st_mtime_ns) for shard in shards(folder)}
+        for number, shard in enumerate(kept):
+            os.link(shard, tmp_path / str(number))
+            change(shard)
+        if what is not None:
+            assert_told(model, ExpertLoadError, CHANGED + what, "padded")
+            for number, (shard, (content, modified_ns)) in enumerate(kept.items()):
+                (tmp_path / str(number)).replace(shard)
+                with shard.open("r+b") as file:
+                    file.write(content)
+                os.utime(shard, ns=(modified_ns, modified_ns))
+        assert_right(model, "padded")
+
+
 def test_file_replaced_while_it_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """O_DIRECT opens a file by name, after its header was read."""
     plain = DirectFiles.__init__
 
-    def replacing(self: DirectFiles, paths: Any) -> None:
+    def replacing(self: DirectFiles, paths: Any, *rest: Any) -> None:
         replaced = next(iter(paths.values()))
         other = replaced.with_name("other")
         other.write_bytes(os.urandom(replaced.stat().st_size))
         other.replace(replaced)
-        plain(self, paths)
+        plain(self, paths, *rest)
 
     monkeypatch.setattr(DirectFiles, "__init__", replacing)
     with (

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from untouched import open_files, opened_since
+from untouched import open_files as files_open_now
+from untouched import opened_since
 
 from promoe.errors import CheckpointError
-from promoe.stores import tensor_files
+from promoe.stores import open_files, tensor_files
 from promoe.stores.safetensors_header import TORCH_DTYPES, TensorRange
 from promoe.stores.tensor_files import TensorFile, TensorFiles, locate_files, remedy
 from stores.checkpoints import read_header, save, shards, write_header
@@ -36,7 +37,7 @@ def open_error(path: Path) -> str:
 
 
 def test_what_nobody_closed_is_closed_when_it_is_gone(file: Path) -> None:
-    files = open_files()
+    files = files_open_now()
     opened = TensorFile.open(file)
     assert opened_since(files)
     del opened
@@ -158,6 +159,87 @@ def test_reading_after_close(file: Path) -> None:
         opened.read_into(8, memoryview(bytearray(4)))
 
 
+@pytest.fixture
+def one_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all files, only the one that was read last stays open."""
+    monkeypatch.setattr(open_files.OPEN_FILES, "_limit", 1)
+
+
+@pytest.mark.usefixtures("one_stays_open")
+class TestOpenedAgain:
+    def test_reads_are_right(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The path was relative, and the program has changed its directory since."""
+        monkeypatch.chdir(save(tmp_path / "model", shard_size="50KB").parent)
+        before = files_open_now()
+        files = TensorFiles.open([path.relative_to(tmp_path) for path in shards(tmp_path / "model")])
+        assert len(files.files) > 3
+        monkeypatch.chdir("/")
+        for tensor in files.tensors.values():
+            content = bytearray(tensor.nbytes)
+            files.read_into(tensor, memoryview(content))
+            path = tmp_path / files.files[tensor.file_idx].path
+            start = tensor.offset_bytes
+            assert content == path.read_bytes()[start : start + tensor.nbytes]
+        assert len(opened_since(before)) == 1
+        files.close()
+        assert not opened_since(before)
+
+    @pytest.mark.parametrize(
+        ("change", "number", "what"),
+        [
+            ("another", errno.ESTALE, r"changed since the model was opened \(another file in its place.*same header\)"),
+            ("shorter", errno.ESTALE, r"changed since the model was opened \(size \d+ -> \d+ bytes, .*another header"),
+            (
+                "gone",
+                errno.ENOENT,
+                r"Cannot open the file again: No such file.*Put it back as it was, or open the model",
+            ),
+            ("a folder", errno.EINVAL, r"Cannot open the file again: Not a plain file.*Put it back as it was"),
+            ("touched", None, ""),
+        ],
+    )
+    def test_another_file(self, file: Path, tmp_path: Path, change: str, number: int | None, what: str) -> None:
+        other = tmp_path / "other.safetensors"
+        other.write_bytes(file.read_bytes())
+        opened, last = TensorFile.open(file), TensorFile.open(other)
+        status = file.stat()
+        if change == "another":  # which has the same name, size, time and content
+            file.rename(tmp_path / "kept")
+            file.write_bytes(other.read_bytes())
+            os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+        elif change == "shorter":
+            file.write_bytes(b"{}")
+        elif change == "touched":
+            os.utime(file, ns=(0, 0))
+        else:
+            file.unlink()
+            if change == "a folder":
+                file.mkdir()
+        content = bytearray(48)
+        if number is None:
+            opened.read_into(opened.tensors["a"].offset_bytes, memoryview(content))
+            assert torch.equal(torch.frombuffer(content, dtype=torch.float32), torch.arange(12.0))
+        else:
+            with pytest.raises(OSError, match=what) as raised:
+                opened.read_into(opened.tensors["a"].offset_bytes, memoryview(content))
+            assert (raised.value.errno, raised.value.filename) == (number, str(file))
+            assert content == bytes(48), "nothing was read"
+        opened.close()
+        last.close()
+
+    def test_a_file_that_must_stay_open(self, file: Path, tmp_path: Path) -> None:
+        """Nobody can open it again: its name is gone."""
+        other = tmp_path / "other.safetensors"
+        other.write_bytes(file.read_bytes())
+        opened, last = TensorFile.open(file, keep_open=True), TensorFile.open(other)
+        file.unlink()
+        content = bytearray(48)
+        opened.read_into(opened.tensors["a"].offset_bytes, memoryview(content))
+        assert torch.equal(torch.frombuffer(content, dtype=torch.float32), torch.arange(12.0))
+        opened.close()
+        last.close()
+
+
 def test_reads_in_pieces_are_put_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:5]], offset))
@@ -270,14 +352,15 @@ class TestRemedies:
         with pytest.raises(CheckpointError, match=r"is a Git LFS pointer of \d+ bytes, .*`git lfs pull`"):
             TensorFile.open(path)
 
-    def test_more_files_than_a_process_may_have_open(self, tmp_path: Path) -> None:
+    def test_a_process_that_may_not_open_one_more_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         save(tmp_path, shard_size="50KB")
+        monkeypatch.setattr(open_files, "raise_limit", lambda: False)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest_free = os.dup(0)
         os.close(lowest_free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 2, limits[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
         try:
-            with pytest.raises(CheckpointError, match=rf"may have {lowest_free + 2} files open.*`ulimit -n \d+`"):
+            with pytest.raises(CheckpointError, match=rf"may have {lowest_free} files open.*`ulimit -n \d+`"):
                 TensorFiles.open(locate_files(tmp_path))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -15,10 +15,12 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from promoe.stores.open_files import OPEN_FILES, Descriptor, KeptFile, reopened
 from promoe.transfer.links.staging import Staging
 from promoe.transfer.memory import HugePageRegion
 
@@ -63,29 +65,26 @@ def direct_alignment(fd: int) -> Alignment:
     return Alignment(offset_bytes, memory_bytes)
 
 
-class Descriptor:
-    """An open file that closes when nobody reads it any more.
+class DirectDescriptor(Descriptor):
+    """A file that is open with O_DIRECT.
 
-    If its number were closed under a running read, another file could be opened under that number, and the read would
-    find that one: a wrong weight without an error. So readers hold the object, and the number lives as long as they do.
+    Args:
+        path: the file.
+        flags: how to open it.
+        alignment: what its file system requires.
     """
 
-    def __init__(self, path: Path, flags: int) -> None:
-        self.fd = -1
-        self.path = path
-        self.alignment = WHOLE_PAGES
-        self.fd = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
+    def __init__(self, path: Path, flags: int, alignment: Alignment = WHOLE_PAGES) -> None:
+        super().__init__(path, os.open(path, flags | getattr(os, "O_CLOEXEC", 0)))
+        self.alignment = alignment
 
 
 class DirectFiles:
-    """O_DIRECT descriptors of files, and reads of arbitrary ranges of them. Thread-safe.
+    """Files that are opened with O_DIRECT, and reads of arbitrary ranges of them. Thread-safe.
 
     Args:
         paths: `file_idx` -> the file.
+        keep_open: those that stay open until they are closed, because their names may go.
 
     Raises:
         DirectUnsupportedError: one of them is on a file system without O_DIRECT (tmpfs of older kernels, some network
@@ -93,30 +92,38 @@ class DirectFiles:
         OSError: one of them cannot be opened or read.
     """
 
-    def __init__(self, paths: Mapping[int, Path]) -> None:
+    def __init__(self, paths: Mapping[int, Path], keep_open: Collection[int] = ()) -> None:
         self._staging = Staging()
-        self._descriptors: dict[int, Descriptor] | None = {idx: self._open(path) for idx, path in paths.items()}
+        self._paths = {idx: Path(os.path.abspath(path)) for idx, path in paths.items()}
+        self._alignments: dict[int, Alignment] = {}
+        self._files: dict[int, KeptFile[DirectDescriptor]] = {}
+        for idx in paths:
+            first = OPEN_FILES.opened(partial(self._open, idx))
+            self._alignments[idx] = first.alignment
+            self._files[idx] = KeptFile(first, idx in keep_open)
 
-    @property
-    def descriptors(self) -> Mapping[int, Descriptor]:
-        """The open files by number. Each stays open for as long as somebody holds it."""
-        if self._descriptors is None:
-            raise OSError(errno.EBADF, "The link is closed")
-        return self._descriptors
+    def descriptor(self, file_idx: int) -> DirectDescriptor:
+        """Return an open file, which stays open for as long as the caller holds it.
 
-    def read(self, file_idx: int, offset_bytes: int, target: memoryview, address: int) -> None:
+        It need not be the file that was opened first: another may have taken its name.
+
+        Raises:
+            OSError: the files are closed, or the file cannot be opened again.
+        """
+        return self._files[file_idx].descriptor(partial(self._reopen, file_idx))
+
+    def read(self, descriptor: DirectDescriptor, offset_bytes: int, target: memoryview, address: int) -> None:
         """Fill `target`, which is at `address`, from `offset_bytes` of a file on.
 
         Raises:
-            OSError: the device fails, the file ends early, or the files are closed. The message names path, offset and
-                bytes.
+            OSError: the device fails, or the file ends early. The message names path, offset and bytes.
         """
-        descriptor, nbytes = self.descriptors[file_idx], len(target)
+        nbytes = len(target)
         block_bytes, memory_bytes = descriptor.alignment
         head_bytes = min(-offset_bytes % block_bytes, nbytes)
         middle_bytes = (nbytes - head_bytes) // block_bytes * block_bytes
         if (address + head_bytes) % memory_bytes or middle_bytes == 0:
-            region, start = self._stage(descriptor, offset_bytes, nbytes)
+            region, start = self.stage(descriptor, offset_bytes, nbytes)
             # ctypes, not a memoryview assignment: it lets other threads run during a copy of megabytes.
             ctypes.memmove(address, region.address + start, nbytes)
             return
@@ -135,7 +142,7 @@ class DirectFiles:
         if tail_bytes:
             target[tail_start:] = tail[:tail_bytes]
 
-    def stage(self, file_idx: int, offset_bytes: int, nbytes: int) -> tuple[HugePageRegion, int]:
+    def stage(self, descriptor: DirectDescriptor, offset_bytes: int, nbytes: int) -> tuple[HugePageRegion, int]:
         """Read a range into the calling thread's buffer.
 
         Returns:
@@ -144,13 +151,6 @@ class DirectFiles:
         Raises:
             OSError: see `read`.
         """
-        return self._stage(self.descriptors[file_idx], offset_bytes, nbytes)
-
-    def close(self) -> None:
-        """Close the files as soon as the reads in flight have ended. Closing twice is allowed."""
-        self._descriptors = None
-
-    def _stage(self, descriptor: Descriptor, offset_bytes: int, nbytes: int) -> tuple[HugePageRegion, int]:
         block_bytes = descriptor.alignment.offset_bytes
         start = offset_bytes % block_bytes
         staged_bytes = -(-(start + nbytes) // block_bytes) * block_bytes
@@ -158,12 +158,22 @@ class DirectFiles:
         _read_blocks(descriptor, offset_bytes, nbytes, [region.memory[:staged_bytes]])
         return region, start
 
-    def _open(self, path: Path) -> Descriptor:
+    def close(self) -> None:
+        """Close the files as soon as the reads in flight have ended. Closing twice is allowed."""
+        for file in self._files.values():
+            file.close()
+
+    def _reopen(self, file_idx: int) -> DirectDescriptor:
+        path = self._paths[file_idx]
+        return reopened(path, lambda: DirectDescriptor(path, os.O_RDONLY | os.O_DIRECT, self._alignments[file_idx]))
+
+    def _open(self, file_idx: int) -> DirectDescriptor:
+        path = self._paths[file_idx]
         flag = getattr(os, "O_DIRECT", None)
         if flag is None:
             raise DirectUnsupportedError(errno.ENOTSUP, "This operating system has no O_DIRECT", str(path))
         try:
-            descriptor = Descriptor(path, os.O_RDONLY | flag)
+            descriptor = DirectDescriptor(path, os.O_RDONLY | flag)
             self._try_read(descriptor, WHOLE_PAGES)  # some file systems accept the flag and refuse the read
         except OSError as error:
             if error.errno in REFUSALS:
@@ -178,14 +188,14 @@ class DirectFiles:
                 raise
         return descriptor
 
-    def _try_read(self, descriptor: Descriptor, alignment: Alignment) -> None:
+    def _try_read(self, descriptor: DirectDescriptor, alignment: Alignment) -> None:
         """Read one block to an address that is aligned no better than required."""
         offset_bytes, memory_bytes = alignment
         memory = self._staging.region(2 * PAGE_BYTES).memory
         os.preadv(descriptor.fd, [memory[memory_bytes : memory_bytes + offset_bytes]], offset_bytes)
 
 
-def _read_blocks(descriptor: Descriptor, offset_bytes: int, nbytes: int, buffers: list[memoryview]) -> None:
+def _read_blocks(descriptor: DirectDescriptor, offset_bytes: int, nbytes: int, buffers: list[memoryview]) -> None:
     """Read the blocks around a range with one `preadv`, or more only if the kernel stops half way."""
     block_bytes = descriptor.alignment.offset_bytes
     lead_bytes = offset_bytes % block_bytes

@@ -61,9 +61,11 @@ class FileLink(Link):
         )
         if self.mode == "direct":
             try:
-                self._direct = DirectFiles({i: file.path for i, file in enumerate(store.files) if not file.closed})
-                for file_idx, descriptor in self._direct.descriptors.items():
-                    store.files[file_idx].check_unchanged(descriptor.fd)
+                files = {i: file for i, file in enumerate(store.files) if not file.closed}
+                paths = {i: file.path for i, file in files.items()}
+                self._direct = DirectFiles(paths, [i for i, file in files.items() if file.keep_open])
+                for i, file in files.items():
+                    file.check_unchanged(self._direct.descriptor(i).fd)
             except DirectUnsupportedError as error:
                 self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
                 logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)
@@ -81,12 +83,12 @@ class FileLink(Link):
             self._read_parts(direct, chunk)
             convert_into_slot(chunk, self._staging.region(chunk.source_nbytes), 0, destination)
             return
-        descriptor = direct.descriptors[chunk.source_idx]
+        descriptor = direct.descriptor(chunk.source_idx)
         if chunk.dtype is None:
             start, end = chunk.slot_offset_bytes, chunk.slot_offset_bytes + chunk.nbytes
-            direct.read(chunk.source_idx, chunk.source_offset_bytes, destination[start:end], address + start)
+            direct.read(descriptor, chunk.source_offset_bytes, destination[start:end], address + start)
         else:
-            region, start = direct.stage(chunk.source_idx, chunk.source_offset_bytes, chunk.source_nbytes)
+            region, start = direct.stage(descriptor, chunk.source_offset_bytes, chunk.source_nbytes)
             convert_into_slot(chunk, region, start, destination)
         self._store.files[chunk.source_idx].check_unchanged(descriptor.fd)
 
@@ -95,8 +97,8 @@ class FileLink(Link):
         region = self._staging.region(chunk.source_nbytes)
         for part in chunk.parts:
             start, end = part.offset_bytes, part.offset_bytes + part.nbytes
-            descriptor = direct.descriptors[part.source_idx]
-            direct.read(part.source_idx, part.source_offset_bytes, region.memory[start:end], region.address + start)
+            descriptor = direct.descriptor(part.source_idx)
+            direct.read(descriptor, part.source_offset_bytes, region.memory[start:end], region.address + start)
             self._store.files[part.source_idx].check_unchanged(descriptor.fd)
 
     def describe(self) -> str:

@@ -12,16 +12,19 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from promoe.errors import ConfigError
+from promoe.files import open_plain
 from promoe.scheduler import ExpertKey
 from promoe.stores.base import Chunk, Store
-from promoe.transfer.links.direct import PAGE_BYTES, Descriptor, DirectFiles
+from promoe.stores.open_files import OPEN_FILES, Descriptor, KeptFile
+from promoe.transfer.links.direct import PAGE_BYTES, DirectFiles
 from promoe.transfer.memory import HugePageRegion
 
 MIB = 1024 * 1024
@@ -136,12 +139,7 @@ def _probe(
     seed: int,
 ) -> ReadBandwidth:
     random.Random(seed).shuffle(requests)
-    numbered = dict(enumerate(paths))
-    descriptors = (
-        DirectFiles(numbered).descriptors
-        if mode == "direct"
-        else {i: Descriptor(path, os.O_RDONLY) for i, path in numbered.items()}
-    )
+    files = DirectFiles(dict(enumerate(paths))) if mode == "direct" else _BufferedFiles(paths)
     nbytes = max(1, DESTINATION_BYTES // request_bytes) * request_bytes
     buffers = [HugePageRegion(nbytes, prefault=True) for _ in range(depth)]
     todo = itertools.cycle(requests)
@@ -149,12 +147,27 @@ def _probe(
 
     def read_for_a_while(buffer: HugePageRegion) -> tuple[int, float, float]:
         start_together.wait()
-        return _read_until(descriptors, todo, buffer.memory, request_bytes, seconds)
+        return _read_until(files, todo, buffer.memory, request_bytes, seconds)
 
     with ThreadPoolExecutor(depth, thread_name_prefix="promoe-probe") as pool:
         results = list(pool.map(read_for_a_while, buffers))
     bytes_read, started_s, ended_s = zip(*results, strict=True)
     return ReadBandwidth(mode, request_bytes, depth, sum(bytes_read), max(ended_s) - min(started_s))
+
+
+class _BufferedFiles:
+    """The same as `DirectFiles`, through the page cache."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._opens = [partial(_open_buffered, path) for path in paths]
+        self._files = [KeptFile(OPEN_FILES.opened(open_one)) for open_one in self._opens]
+
+    def descriptor(self, file_idx: int) -> Descriptor:
+        return self._files[file_idx].descriptor(self._opens[file_idx])
+
+
+def _open_buffered(path: Path) -> Descriptor:
+    return Descriptor(path, open_plain(path))
 
 
 def _requests(chunks: Iterable[Chunk], request_bytes: int) -> list[_Request]:
@@ -176,7 +189,7 @@ def _requests(chunks: Iterable[Chunk], request_bytes: int) -> list[_Request]:
 
 
 def _read_until(
-    descriptors: Mapping[int, Descriptor],
+    files: DirectFiles | _BufferedFiles,
     todo: Iterator[_Request],
     buffer: memoryview,
     request_bytes: int,
@@ -189,7 +202,8 @@ def _read_until(
     while True:
         file_idx, offset_bytes, nbytes = next(todo)
         place = next(places)
-        bytes_read += os.preadv(descriptors[file_idx].fd, [buffer[place : place + nbytes]], offset_bytes)
+        descriptor = files.descriptor(file_idx)  # held while it is read
+        bytes_read += os.preadv(descriptor.fd, [buffer[place : place + nbytes]], offset_bytes)
         now_s = time.perf_counter()
         if now_s - start_s >= seconds:
             return bytes_read, start_s, now_s

@@ -18,6 +18,7 @@ class RawFile:
     path: Path
     content: bytes
     closed: bool = False
+    keep_open: bool = False
 
     def check_unchanged(self, fd: int) -> None:
         """Accept every file."""

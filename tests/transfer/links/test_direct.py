@@ -60,7 +60,7 @@ def test_reads_that_stop_half_way_are_continued(
     region = HugePageRegion(shift_bytes + nbytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", stops_half_way)
-        files.read(0, offset_bytes, region.memory[shift_bytes:], region.address + shift_bytes)
+        files.read(files.descriptor(0), offset_bytes, region.memory[shift_bytes:], region.address + shift_bytes)
     assert bytes(region.memory[shift_bytes:]) == raw_files[0].content[offset_bytes : offset_bytes + nbytes]
 
 
@@ -74,7 +74,7 @@ def test_a_read_that_ends_on_a_block_but_early_is_an_error(files: DirectFiles, m
     monkeypatch.setattr(os, "preadv", ends)
     region = HugePageRegion(20_000)
     with pytest.raises(OSError, match="expected 20000 bytes at offset 4196, found 8092") as raised:
-        files.read(1, 4196, region.memory, region.address)
+        files.read(files.descriptor(1), 4196, region.memory, region.address)
     assert calls == [4096, 4096 + 2 * PAGE_BYTES]
     assert raised.value.filename.endswith("part-1.bin")
 
@@ -94,25 +94,22 @@ def test_one_call_reads_head_middle_and_tail(
     for offset_bytes, nbytes in ((100, 20_000), (4096, 8192), (4096, 8193), (100, 3996 + 4096), (5, 8000)):
         shift_bytes = offset_bytes % PAGE_BYTES
         target = region.memory[shift_bytes : shift_bytes + nbytes]
-        files.read(0, offset_bytes, target, region.address + shift_bytes)
+        files.read(files.descriptor(0), offset_bytes, target, region.address + shift_bytes)
         assert bytes(target) == raw_files[0].content[offset_bytes : offset_bytes + nbytes]
     # A range inside two blocks has no block of its own to go straight: it is staged.
     assert shapes == [[4096, 12_288, 4096], [8192], [8192, 4096], [4096, 4096], [8192]]
 
 
 def test_a_staged_range_starts_where_it_says(files: DirectFiles, raw_files: list[RawFile]) -> None:
-    region, start = files.stage(0, 5_000, 10_000)
+    region, start = files.stage(files.descriptor(0), 5_000, 10_000)
     assert start == 5_000 - 4096
     assert bytes(region.memory[start : start + 10_000]) == raw_files[0].content[5_000:15_000]
 
 
 def test_closed_files_refuse(files: DirectFiles) -> None:
     files.close()
-    region = HugePageRegion(100)
     with pytest.raises(OSError, match="closed"):
-        files.read(0, 7, region.memory, region.address)
-    with pytest.raises(OSError, match="closed"):
-        _ = files.descriptors
+        files.descriptor(0)
 
 
 def test_skip() -> None:
@@ -137,13 +134,13 @@ def test_a_device_that_asks_for_less_than_a_page_gets_more_straight_reads(
     if finest == WHOLE_PAGES:
         pytest.skip("the file system asks for whole pages, or does not tell")
     files = DirectFiles({i: file.path for i, file in enumerate(raw_files)})
-    assert files.descriptors[0].alignment == finest
-    monkeypatch.setattr(files, "_stage", lambda *args: pytest.fail("the range was staged"))
+    assert files.descriptor(0).alignment == finest
+    monkeypatch.setattr(files, "stage", lambda *args: pytest.fail("the range was staged"))
     block_bytes, memory_bytes = finest
     region = HugePageRegion(40_000)
     for offset_bytes, shift_bytes in ((block_bytes, 0), (3 * block_bytes, memory_bytes), (block_bytes - 8, 4096 - 8)):
         target = region.memory[shift_bytes : shift_bytes + 20_000]
-        files.read(0, offset_bytes, target, region.address + shift_bytes)
+        files.read(files.descriptor(0), offset_bytes, target, region.address + shift_bytes)
         assert bytes(target) == raw_files[0].content[offset_bytes : offset_bytes + 20_000]
     files.close()
 
@@ -153,9 +150,9 @@ def test_an_alignment_that_the_kernel_refuses_is_not_believed(
 ) -> None:
     monkeypatch.setattr("promoe.transfer.links.direct.direct_alignment", lambda fd: Alignment(1, 1))
     files = DirectFiles({i: file.path for i, file in enumerate(raw_files)})
-    assert [descriptor.alignment for descriptor in files.descriptors.values()] == [WHOLE_PAGES, WHOLE_PAGES]
+    assert [files.descriptor(idx).alignment for idx in range(2)] == [WHOLE_PAGES, WHOLE_PAGES]
     region = HugePageRegion(20_003)
-    files.read(0, 80_000, region.memory, region.address)
+    files.read(files.descriptor(0), 80_000, region.memory, region.address)
     assert bytes(region.memory) == raw_files[0].content[80_000:]
     files.close()
 
