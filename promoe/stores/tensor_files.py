@@ -88,22 +88,29 @@ class TensorFile:
                 names offset and bytes, or what changed.
         """
         view = destination.cast("B") if destination.format != "B" else destination
-        expected_bytes, found_bytes = len(view), 0
-        what = f"Cannot read {expected_bytes} bytes at offset {offset_bytes}"
         if self.closed:
-            raise OSError(errno.EBADF, f"{what}: closed", str(self.path))
+            what = f"Cannot read {len(view)} bytes at offset {offset_bytes}: closed"
+            raise OSError(errno.EBADF, what, str(self.path))
         descriptor = self._descriptor()
+        try:
+            self._fill(descriptor.fd, offset_bytes, view)
+        finally:
+            del descriptor  # otherwise the traceback of an error would keep the file open
+
+    def _fill(self, fd: int, offset_bytes: int, view: memoryview) -> None:
+        expected_bytes, found_bytes = len(view), 0
         while found_bytes < expected_bytes:
             try:
-                count = os.preadv(descriptor.fd, [view[found_bytes:]], offset_bytes + found_bytes)
+                count = os.preadv(fd, [view[found_bytes:]], offset_bytes + found_bytes)
             except OSError as error:
-                raise OSError(error.errno, f"{what}, found {found_bytes}: {error.strerror}", str(self.path)) from error
+                what = f"Cannot read {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
+                raise OSError(error.errno, f"{what}: {error.strerror}", str(self.path)) from error
             if count == 0:
                 what = f"File ends early: expected {expected_bytes} bytes at offset {offset_bytes}, found {found_bytes}"
-                _, changes = self.fingerprint.look_again(descriptor.fd, descriptor.fd, self.path)
+                _, changes = self.fingerprint.look_again(fd, fd, self.path)
                 raise OSError(errno.EIO, f"{what} ({changes})" if changes else what, str(self.path))
             found_bytes += count
-        self.check_unchanged(descriptor.fd)  # after the read: a file gets its new time before its new bytes can be read
+        self.check_unchanged(fd)  # after the read: a file gets its new time before its new bytes can be read
 
     def check_unchanged(self, fd: int) -> None:
         """Raise OSError, saying what changed, unless `fd` is this file, open, as it was when it was opened."""
@@ -119,8 +126,11 @@ class TensorFile:
 
     def _reopened(self) -> Descriptor:
         descriptor = reopened(self._absolute, lambda: _descriptor(self.path, open_plain(self._absolute)))
-        self._look_again(descriptor.fd, descriptor.fd)
-        return descriptor
+        try:
+            self._look_again(descriptor.fd, descriptor.fd)
+            return descriptor
+        finally:
+            del descriptor  # as above
 
     def _look_again(self, fd: int, own_fd: int) -> None:
         self.fingerprint, changes = self.fingerprint.look_again(fd, own_fd, self.path)

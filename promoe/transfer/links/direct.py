@@ -15,7 +15,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -85,30 +85,36 @@ class DirectFiles:
     Args:
         paths: `file_idx` -> the file.
         keep_open: those that stay open until they are closed, because their names may go.
+        check: called with `file_idx` and descriptor of a file whenever it is opened; raises OSError if it is another file.
 
     Raises:
         DirectUnsupportedError: one of them is on a file system without O_DIRECT (tmpfs of older kernels, some network
             and stacked file systems, macOS).
-        OSError: one of them cannot be opened or read.
+        OSError: one of them cannot be opened or read, or see `check`.
     """
 
-    def __init__(self, paths: Mapping[int, Path], keep_open: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        paths: Mapping[int, Path],
+        keep_open: Collection[int] = (),
+        check: Callable[[int, int], None] = lambda file_idx, fd: None,
+    ) -> None:
+        self._check = check
         self._staging = Staging()
         self._paths = {idx: Path(os.path.abspath(path)) for idx, path in paths.items()}
         self._alignments: dict[int, Alignment] = {}
         self._files: dict[int, KeptFile[DirectDescriptor]] = {}
         for idx in paths:
             first = OPEN_FILES.opened(partial(self._open, idx))
+            check(idx, first.fd)
             self._alignments[idx] = first.alignment
             self._files[idx] = KeptFile(first, idx in keep_open)
 
     def descriptor(self, file_idx: int) -> DirectDescriptor:
         """Return an open file, which stays open for as long as the caller holds it.
 
-        It need not be the file that was opened first: another may have taken its name.
-
         Raises:
-            OSError: the files are closed, or the file cannot be opened again.
+            OSError: the files are closed, the file cannot be opened again, or another has taken its name.
         """
         return self._files[file_idx].descriptor(partial(self._reopen, file_idx))
 
@@ -165,7 +171,13 @@ class DirectFiles:
 
     def _reopen(self, file_idx: int) -> DirectDescriptor:
         path = self._paths[file_idx]
-        return reopened(path, lambda: DirectDescriptor(path, os.O_RDONLY | os.O_DIRECT, self._alignments[file_idx]))
+        flags, alignment = os.O_RDONLY | os.O_DIRECT, self._alignments[file_idx]
+        descriptor = reopened(path, lambda: DirectDescriptor(path, flags, alignment))
+        try:
+            self._check(file_idx, descriptor.fd)
+            return descriptor
+        finally:
+            del descriptor  # otherwise the traceback of an error would keep the file open
 
     def _open(self, file_idx: int) -> DirectDescriptor:
         path = self._paths[file_idx]

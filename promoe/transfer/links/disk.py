@@ -62,10 +62,11 @@ class FileLink(Link):
         if self.mode == "direct":
             try:
                 files = {i: file for i, file in enumerate(store.files) if not file.closed}
-                paths = {i: file.path for i, file in files.items()}
-                self._direct = DirectFiles(paths, [i for i, file in files.items() if file.keep_open])
-                for i, file in files.items():
-                    file.check_unchanged(self._direct.descriptor(i).fd)
+                self._direct = DirectFiles(
+                    {i: file.path for i, file in files.items()},
+                    [i for i, file in files.items() if file.keep_open],
+                    lambda file_idx, fd: files[file_idx].check_unchanged(fd),
+                )
             except DirectUnsupportedError as error:
                 self.mode, self._why = "page_cache", f"no O_DIRECT: {error.strerror}"
                 logger.warning("Reading experts through the page cache: %s (%s)", error.strerror, error.filename)
