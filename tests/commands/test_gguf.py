@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf_checkpoints
 import pytest
 import torch
 from gguf_checkpoints import dequantised_model, write_gguf
 from training.recordings import assert_same_rows
 
+import promoe
 from promoe import cli
 from promoe.commands.bench import process
 from promoe.commands.bench.messages import Opening
@@ -20,6 +22,7 @@ from promoe.commands.bench.systems import KNOWN
 from promoe.commands.bench.tasks import make_tasks
 from promoe.commands.simulate.command import read_geometry
 from promoe.model.tokenizer import load_tokenizer, prompt_inputs
+from promoe.runtime.batches import BatchPrompt, generate_batch
 from promoe.training import cli as training_cli
 from promoe.training.trace_folder import model_folder
 
@@ -52,6 +55,48 @@ def test_run(path: Path, more: list[str], capsys: pytest.CaptureFixture[str]) ->
 def test_serve(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(path, monkeypatch) as served:
         assert served.chat(6).choices[0].message.content == answer(path, 6)
+
+
+@pytest.fixture(scope="module")
+def ending(path: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int], list[int]]:
+    """A file whose model says a token with the text "<|im_end|>", of no special type, which its header does not name.
+
+    Returns:
+        It, a prompt, and the answer to that up to this token.
+    """
+    prompt = prompt_inputs(load_tokenizer(str(path)), PROMPT)["input_ids"]
+    model: Any = dequantised_model(path, "qwen3_moe", torch.bfloat16)
+    output = model.generate(prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0)
+    answer = output[0, prompt.shape[1] :].tolist()
+    known = set(prompt[0].tolist()) | set(range(3))
+    place = next(place for place in range(2, 24) if answer[place] not in known | set(answer[:place]))
+    texts = gguf_checkpoints._tokens()
+    texts[answer[place]] = "<|im_end|>"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_checkpoints, "_tokens", lambda: texts)
+        file = write_gguf(tmp_path_factory.mktemp("ending"), "qwen3_moe", weight_type="Q8_0")
+    return file, prompt[0].tolist(), answer[: place + 1]
+
+
+def test_answers_end_at_a_token_known_by_its_text(
+    ending: tuple[Path, list[int], list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, prompt, answer = ending
+    model: Any = promoe.from_pretrained(file, cache="50%")
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)
+    assert output[0, len(prompt) :].tolist() == answer
+    (found,) = generate_batch(model, [BatchPrompt(prompt, max_new_tokens=24)])
+    assert (found.tokens, found.ended) == (answer[:-1], True)
+    model.promoe.close()
+    text = load_tokenizer(str(file)).decode(answer[:-1], skip_special_tokens=True)
+    assert cli.main(["run", str(file), PROMPT, "--max-new-tokens", "24", "--cache", "50%"]) == 0
+    assert capsys.readouterr().out.removesuffix("\n") == text
+    with serving(file, monkeypatch) as served:
+        choice = served.chat(24).choices[0]
+        assert (choice.finish_reason, choice.message.content) == ("stop", text)
 
 
 def test_quantize_and_quality(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

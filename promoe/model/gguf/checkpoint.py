@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from promoe.errors import CheckpointError, UnsupportedModelError, shown
+from promoe.model.gguf.ends import end_tokens, named_token
 from promoe.model.gguf.families import FAMILIES, Family
 from promoe.model.gguf.finding import OPTION
 from promoe.model.hub import OF_THE_HUB
@@ -117,14 +118,13 @@ class GgufCheckpoint:
         """Set what a loaded model should know of the file: its path, where generation ends, and how prompts are padded."""
         model.config.name_or_path = str(self.path)
         model._weight_conversions = None  # they lead to GGUF names; without them, it is saved under Transformers' own
-        ends = [self._token(name) for name in ("eos", "eot", "eom")]
-        known = list(dict.fromkeys(one for one in ends if one is not None))
+        known = end_tokens(self.metadata)
         generation = getattr(model, "generation_config", None)
         if generation is None or not known:
             return
         generation.eos_token_id = known[0] if len(known) == 1 else known
-        generation.bos_token_id = self._token("bos")
-        padding = self._token("padding")
+        generation.bos_token_id = named_token(self.metadata, "bos")
+        padding = named_token(self.metadata, "padding")
         generation.pad_token_id = known[0] if padding is None else padding
 
     def forget_metadata(self) -> None:
@@ -132,10 +132,6 @@ class GgufCheckpoint:
         self.metadata = {}
         for file in self.files.files:
             file.metadata = {}
-
-    def _token(self, name: str) -> int | None:
-        found = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return found if type(found) is int else None
 
 
 def _family(path: Path, metadata: Mapping[str, Any], names: Sequence[str]) -> Family:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from promoe.errors import CheckpointError, shown
+from promoe.model.gguf.ends import end_tokens
 from promoe.model.gguf.pre_tokenizers import PRE_TOKENIZERS
 from promoe.stores.tensor_files import TensorFile
 
@@ -61,7 +62,7 @@ class _Description:
         if not self.tokens:
             raise self._error("it has no tokens")
         self.vocabulary = {token: idx for idx, token in enumerate(self.tokens)}
-        self._types = self._list("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
+        self._types = [*(self._list("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens))]
 
     def build(self) -> Any:
         """Return it as a tokenizer of the tokenizers library."""
@@ -72,6 +73,7 @@ class _Description:
             raise self._error(f"its kind is {shown(kind)}, and only 'gpt2', 'llama' and 'gemma4' can be made")
         try:
             made, adds_bos = self._byte_level() if kind == "gpt2" else self._sentencepiece(kind == "gemma4")
+            self._mend_types(made, by_bytes=kind == "gpt2")
             special = [AddedToken(token, normalized=False, special=True) for token in self._of_type(CONTROL)]
             plain = [AddedToken(token, normalized=False, special=False) for token in self._of_type(USER_DEFINED)]
             made.add_special_tokens(special)
@@ -139,6 +141,13 @@ class _Description:
                     found.append((-score, left, right, token[:cut], token[cut:]))
         found.sort(key=lambda one: one[:3])
         return [(left, right) for *_, left, right in found]
+
+    def _mend_types(self, made: Any, by_bytes: bool) -> None:
+        """Take ends of answers for control tokens, which answers do not show. What merges lead to stays a word."""
+        for idx in end_tokens(self._metadata):
+            is_word = self._types[idx] == NORMAL and (not by_bytes or idx in made.encode(self.tokens[idx]).ids)
+            if self._types[idx] in (NORMAL, USER_DEFINED) and not is_word:
+                self._types[idx] = CONTROL
 
     def _set_ends(self, made: Any, adds_bos: bool | None) -> None:
         """Let texts begin with BOS and end with EOS, if the file says so.

@@ -127,6 +127,21 @@ def test_the_tokenizer_of_qwen(tmp_path: Path) -> None:
     assert "<think>" in found.decode(found("<think>")["input_ids"], skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
+def test_ends_of_a_wrong_type(tmp_path: Path, kind: int) -> None:
+    """A token that ends answers is matched whole, and answers do not show it, as in llama.cpp."""
+    vocabulary, merges = parts_of(trained(True, Qwen2Tokenizer().backend_tokenizer.pre_tokenizer))
+    words = [token for token, _ in sorted(vocabulary.items(), key=lambda one: one[1])]
+    tokens = [*words, "<|endoftext|>", "<|eot_id|>", "<|other|>"]
+    types = [NORMAL] * len(words) + [CONTROL, kind, NORMAL]
+    path = write(tmp_path / "m.gguf", tokens, types, pre="qwen2", merges=merges, eos_token_id=len(words))
+    found = load_tokenizer(str(path))
+    ids = found("<|eot_id|>")["input_ids"]
+    assert ids == [len(words) + 1]
+    assert found.decode(ids, skip_special_tokens=True) == ""
+    assert len(found("<|other|>")["input_ids"]) > 1
+
+
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_every_way_to_cut_words(tmp_path: Path, pre: str) -> None:
     """A tokenizer that was trained with it has the same ids when it is read from a file."""
