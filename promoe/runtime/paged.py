@@ -86,6 +86,8 @@ class PagedRunner:
             max_batch_tokens=max(step_tokens, at_once),
             max_requests_per_batch=at_once,
             use_async_batching=False,
+            # Otherwise Transformers decides: with flash attention on a GPU, it captures the forward, which waits for experts.
+            use_cuda_graph=False,
             auto_switch_to_flash=False,
         )
 
