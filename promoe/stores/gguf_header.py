@@ -58,6 +58,19 @@ TYPES: dict[int, tuple[str, int, int]] = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
+# Numbers of types that ggml has withdrawn: their names, and types in which the same model can be quantised.
+WITHDRAWN = {
+    4: ("Q4_2", "Q4_K"),
+    5: ("Q4_3", "Q4_K"),
+    31: ("Q4_0_4_4", "Q4_0"),
+    32: ("Q4_0_4_8", "Q4_0"),
+    33: ("Q4_0_8_8", "Q4_0"),
+    36: ("IQ4_NL_4_4", "IQ4_NL"),
+    37: ("IQ4_NL_4_8", "IQ4_NL"),
+    38: ("IQ4_NL_8_8", "IQ4_NL"),
+}
+# Forks of llama.cpp have numbers of their own, of some hundreds. A larger one is damage.
+LARGEST_TYPE = 1023
 # By name: the number of a type in blocks, and the bytes of a block with how many elements.
 BLOCKS = {
     name: (kind, elements, nbytes) for kind, (name, elements, nbytes) in TYPES.items() if name not in TORCH_DTYPES
@@ -77,11 +90,16 @@ class GgufHeader:
     tensors: dict[str, TensorRange]
 
 
+class _OtherFormError(Exception):
+    """A file is whole, and in a form that cannot be read. The message says what to do."""
+
+
 def read_gguf_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> GgufHeader:
     """Return the header of an open GGUF file of `size_bytes`.
 
     Raises:
-        CheckpointError: the header is invalid, contradicts itself, describes a longer file, or is of another version.
+        CheckpointError: the header is invalid, contradicts itself, describes a longer file, or is of another version or
+            has types that are not known.
     """
     try:
         reader = ValueReader(fd, size_bytes)
@@ -94,6 +112,8 @@ def read_gguf_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> Ggu
         first_byte = -(-reader.offset_bytes // alignment) * alignment
         tensors = {name: _tensor(name, entry, file_idx, first_byte, alignment) for name, entry in entries.items()}
         _check_layout(tensors, size_bytes)
+    except _OtherFormError as error:
+        raise CheckpointError(f"Cannot open {path}: {error}") from error
     except ValueError as error:  # UnicodeDecodeError too
         raise CheckpointError(
             f"{path} is not a sound GGUF file: {error}. Download or copy the checkpoint again."
@@ -109,7 +129,12 @@ def _beginning(reader: ValueReader) -> tuple[int, int]:
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         kind = f"big-endian, version {swapped}" if swapped in (1, *VERSIONS) else f"version {version}"
-        raise ValueError(f"it is {kind}, and little-endian files of version 2 or 3 can be read")
+        what = f"it is {kind}, and little-endian files of version 2 or 3 can be read"
+        if version > max(VERSIONS) + 100 and swapped not in (1, *VERSIONS):
+            raise ValueError(what)
+        raise _OtherFormError(
+            f"{what}. Get another file of the model, or convert the original again with llama.cpp's convert_hf_to_gguf.py."
+        )
     num_tensors, num_keys = reader.numbers("QQ")
     reader.count(num_tensors, f"{num_tensors} tensors")
     reader.count(num_keys, f"{num_keys} keys")
@@ -153,7 +178,7 @@ def _tensor(
 ) -> TensorRange:
     shape, kind, offset_bytes = entry
     if kind not in TYPES:
-        raise ValueError(f"the tensor {name[:200]!r} has type {kind}, which is not known here")
+        raise _unknown_type(name, kind)
     dtype_name, block_elements, block_bytes = TYPES[kind]
     # Zeros are left out: torch also computes the strides of a tensor without elements.
     if math.prod(size for size in shape if size) * block_bytes >= END or offset_bytes >= END:
@@ -168,6 +193,22 @@ def _tensor(
         raise ValueError(f"the tensor {name[:200]!r} begins at byte {offset_bytes}, no multiple of {alignment}")
     nbytes = math.prod(shape) // block_elements * block_bytes
     return TensorRange(name, file_idx, first_byte + offset_bytes, nbytes, shape, dtype_name)
+
+
+def _unknown_type(name: str, kind: int) -> Exception:
+    what = f"the tensor {name[:200]!r} has type {kind}"
+    if kind in WITHDRAWN:
+        own, other = WITHDRAWN[kind]
+        return _OtherFormError(
+            f"{what} ({own}), which was withdrawn from ggml: llama.cpp does not read it either. Get a newer file of the model "
+            f"(in {other}, for example), or quantise the original again with llama-quantize."
+        )
+    if kind <= LARGEST_TYPE:
+        return _OtherFormError(
+            f"{what}, which this version of promoe does not know: it is newer, or of a fork of llama.cpp. Update promoe, or "
+            "open a file of the model in another type, such as Q4_K_M or Q8_0."
+        )
+    return ValueError(f"{what}, which GGUF does not have")
 
 
 def _check_layout(tensors: Mapping[str, TensorRange], size_bytes: int) -> None:

@@ -13,7 +13,7 @@ from gguf_bytes import array, file_bytes, key, sound, string, tensor
 
 from promoe.errors import CheckpointError
 from promoe.stores import gguf_header, gguf_values
-from promoe.stores.gguf_header import BLOCKS, TYPES, GgufHeader, read_gguf_header
+from promoe.stores.gguf_header import BLOCKS, TYPES, WITHDRAWN, GgufHeader, read_gguf_header
 from promoe.stores.safetensors_header import TensorRange
 
 
@@ -121,9 +121,7 @@ def test_versions(path: Path, version: int) -> None:
         (b"", "4 bytes at byte 0, and the file ends at byte 0 (truncated)"),
         (b"GGUF", "4 bytes at byte 4"),
         (b"GGML" + bytes(40), "begins with b'GGML'"),
-        (file_bytes(version=1), "version 1, and little-endian files of version 2 or 3"),
-        (file_bytes(version=4), "version 4"),
-        (file_bytes(order=">"), "big-endian, version 3"),
+        (file_bytes(version=2**20), f"version {2**20}"),
         (file_bytes(num_keys=2**63), f"more than {gguf_values.MAX_VALUES}"),
         (file_bytes(num_tensors=2**64 - 1), f"more than {gguf_values.MAX_VALUES}"),
         (file_bytes(num_keys=1), "truncated"),
@@ -140,7 +138,7 @@ def test_versions(path: Path, version: int) -> None:
         (file_bytes([key("general.alignment", "u32", 48)]), "general.alignment is 48"),
         (file_bytes([key("general.alignment", "str", "32")]), "general.alignment is 32, not"),
         (file_bytes([], [tensor("t", (1,) * 5, "F32", 0)], bytes(4)), "5 dimensions, and 4"),
-        (file_bytes([], [tensor("t", (1,), 99, 0)], bytes(4)), "'t' has type 99"),
+        (file_bytes([], [tensor("t", (1,), 2**20, 0)], bytes(4)), f"'t' has type {2**20}, which GGUF does not have"),
         (file_bytes([], [tensor("t", (31,), "Q8_0", 0)], bytes(64)), "blocks of 32, which do not divide 31"),
         (file_bytes([], [tensor("t", (), "Q8_0", 0)], bytes(64)), "do not divide 1"),
         (file_bytes([], [tensor("t", (2**32, 2**31), "F32", 0)], bytes(4)), "too large"),
@@ -154,6 +152,38 @@ def test_versions(path: Path, version: int) -> None:
 )  # fmt: skip
 def test_faults_are_named(path: Path, content: bytes, what: str) -> None:
     assert what in fault(path, content)
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (file_bytes(version=1), "version 1, and little-endian files of version 2 or 3 .*another file .*convert"),
+        (file_bytes(version=4), "version 4, .*another file .*convert"),
+        (file_bytes(order=">"), "big-endian, version 3, .*another file .*convert"),
+        *(
+            (
+                file_bytes([], [tensor("t", (32,), kind, 0)], bytes(64)),
+                rf"'t' has type {kind} \({name}\), which was withdrawn from ggml.*\(in {other}, .*quantise the original again",
+            )
+            for kind, (name, other) in WITHDRAWN.items()
+        ),
+        (
+            file_bytes([], [tensor("t", (1,), 99, 0)], bytes(4)),
+            "'t' has type 99, which this version .*Update promoe, or",
+        ),
+    ],
+)
+def test_whole_files_in_other_forms(path: Path, content: bytes, what: str) -> None:
+    """Downloading them again does not help."""
+    with pytest.raises(CheckpointError, match=what) as caught:
+        read(path, content)
+    assert str(path) in str(caught.value)
+    assert "ownload" not in str(caught.value)
+
+
+def test_withdrawn_types_are_those_that_the_gguf_package_leaves_out() -> None:
+    known = {kind.value for kind in gguf.GGMLQuantizationType}
+    assert set(WITHDRAWN) == set(range(max(TYPES))) - known - {*TYPES}
 
 
 def test_nested_arrays_have_a_limit(path: Path) -> None:
