@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 # Transformers' names of tokens, and those of GGUF.
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+# The tokenizers library has one id per text. Of tokens with the same text, all but the last one get this and their id at
+# the end of theirs, which the decoder takes away. It is a noncharacter of Unicode, which texts do not have.
+_SAME = "\ufdd0"
 # A token that is longer is not cut into merges: each cut is as long as the token.
 LONGEST_MERGED = 512
 
@@ -58,9 +61,13 @@ class _Description:
     def __init__(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._path = path
         self._metadata = metadata
-        self.tokens: list[str] = self._list("tokens", str)
-        if not self.tokens:
+        # llama.cpp has this name for a token without text.
+        texts = [text or f"[EMPTY_{idx}]" for idx, text in enumerate(self._list("tokens", str))]
+        if not texts:
             raise self._error("it has no tokens")
+        last = {text: idx for idx, text in enumerate(texts)}
+        self._num_same = len(texts) - len(last)
+        self.tokens = [text if last[text] == idx else f"{text}{_SAME}{idx}" for idx, text in enumerate(texts)]
         self.vocabulary = {token: idx for idx, token in enumerate(self.tokens)}
         self._types = [*(self._list("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens))]
 
@@ -73,6 +80,8 @@ class _Description:
             raise self._error(f"its kind is {shown(kind)}, and only 'gpt2', 'llama' and 'gemma4' can be made")
         try:
             made, adds_bos = self._byte_level() if kind == "gpt2" else self._sentencepiece(kind == "gemma4")
+            if self._num_same:
+                self._decode_all(made)
             self._mend_types(made, by_bytes=kind == "gpt2")
             special = [AddedToken(token, normalized=False, special=True) for token in self._of_type(CONTROL)]
             plain = [AddedToken(token, normalized=False, special=False) for token in self._of_type(USER_DEFINED)]
@@ -142,6 +151,17 @@ class _Description:
         found.sort(key=lambda one: one[:3])
         return [(left, right) for *_, left, right in found]
 
+    def _decode_all(self, made: Any) -> None:
+        """Let all ids of a text decode to it. Texts are encoded as the last one."""
+        from tokenizers import Regex, decoders
+
+        logger.warning(
+            "%s has %d tokens whose text a later one has, too: texts get the later id. llama.cpp refuses such files.",
+            self._path,
+            self._num_same,
+        )
+        made.decoder = decoders.Sequence([decoders.Replace(Regex(rf"{_SAME}\d+\z"), ""), made.decoder])
+
     def _mend_types(self, made: Any, by_bytes: bool) -> None:
         """Take ends of answers for control tokens, which answers do not show. What merges lead to stays a word."""
         for idx in end_tokens(self._metadata):
@@ -171,7 +191,7 @@ class _Description:
         )
 
     def _of_type(self, kind: int) -> list[str]:
-        return [token for token, one in zip(self.tokens, self._types, strict=True) if one == kind and token]
+        return [token for token, one in zip(self.tokens, self._types, strict=True) if one == kind]
 
     def _pair(self, merge: str) -> tuple[str, str]:
         left, space, right = merge.partition(" ")

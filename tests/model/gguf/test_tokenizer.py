@@ -127,6 +127,58 @@ def test_the_tokenizer_of_qwen(tmp_path: Path) -> None:
     assert "<think>" in found.decode(found("<think>")["input_ids"], skip_special_tokens=True)
 
 
+def test_texts_that_two_tokens_have(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Both ids decode to it, and the text is encoded as the later one."""
+    vocabulary, merges = parts_of(trained(True, Qwen2Tokenizer().backend_tokenizer.pre_tokenizer))
+    words = [token for token, _ in sorted(vocabulary.items(), key=lambda one: one[1])]
+    tokens = [*words, "<|im_end|>", "<think>"]
+    types = [NORMAL] * len(words) + [CONTROL, USER_DEFINED]
+    merged = next(word for word in words if word.startswith("Ġ") and len(word) > 3)
+    same = [merged, "A", "<|im_end|>", "<think>"]
+    all_tokens = [*tokens, *same, "", ""]
+    all_types = [*types, NORMAL, NORMAL, CONTROL, USER_DEFINED, NORMAL, NORMAL]
+    path = write(tmp_path / "m.gguf", all_tokens, all_types, pre="qwen2", merges=merges, eos_token_id=len(words))
+    found = load_tokenizer(str(path))
+    assert "4 tokens whose text a later one has" in caplog.text
+    assert len(found) == len(all_tokens)
+    plain = load_tokenizer(str(write(tmp_path / "plain.gguf", tokens, types, pre="qwen2", merges=merges)))
+    later = {tokens.index(text): len(tokens) + place for place, text in enumerate(same)}
+    for text in [*TEXTS, "<think>A<|im_end|>"]:
+        ids = plain(text)["input_ids"]
+        assert found(text)["input_ids"] == [later.get(idx, idx) for idx in ids]
+        for skip in (False, True):
+            expected = plain.decode(ids, skip_special_tokens=skip)
+            assert found.decode(ids, skip_special_tokens=skip) == expected
+            assert found.decode([later.get(idx, idx) for idx in ids], skip_special_tokens=skip) == expected
+    assert found.eos_token_id == len(words), "the id that the header names"
+    empty = [len(all_tokens) - 2, len(all_tokens) - 1]
+    assert found.decode(empty) == "".join(f"[EMPTY_{idx}]" for idx in empty)
+
+
+def test_pieces_that_two_tokens_have(tmp_path: Path) -> None:
+    """The same for SentencePiece, whose merges come from scores."""
+    tokens = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        "a",
+        "b",
+        "ab",
+        "▁ab",
+        "b",
+        "ab",
+    ]
+    types = [2, CONTROL, CONTROL, *[6] * 256, *[NORMAL] * 7]
+    scores = [0.0] * 259 + [-9.0, -9.0, -9.0, -1.0, -2.0, -9.0, -1.0]
+    ends = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}
+    found = load_tokenizer(str(write(tmp_path / "m.gguf", tokens, types, model="llama", scores=scores, **ends)))
+    assert found("ab abb")["input_ids"] == [1, 263, 263, 264]
+    assert found("bab")["input_ids"] == [1, 259, 264, 265]
+    assert found.decode([263, 261, 262, 264, 265]) == "abbabbab"
+
+
 @pytest.mark.parametrize("kind", [NORMAL, CONTROL, USER_DEFINED])
 def test_ends_of_a_wrong_type(tmp_path: Path, kind: int) -> None:
     """A token that ends answers is matched whole, and answers do not show it, as in llama.cpp."""
