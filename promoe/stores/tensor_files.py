@@ -324,7 +324,7 @@ def remedy(error: OSError) -> str:
     if error.errno == errno.EMFILE:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (
-            f"This process may have {limit} files open, and has them open, not counting those that promoe can close: raise the "
+            f"This process may have {limit} files open, and that many are, beside those that promoe can close: raise the "
             f"limit (`ulimit -n {max(4 * limit, 4096)}` before Python is started; the system allows {most})."
         )
     if error.errno == errno.EINVAL:

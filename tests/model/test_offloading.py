@@ -31,6 +31,7 @@ from promoe.model.offloading import checkpoint_folder, first_difference
 from promoe.runtime import assembly, checking, finding, serving, sizes, slot_plan
 from promoe.scheduler import ExpertKey
 from promoe.stores import HostStore
+from promoe.stores.open_files import OPEN_FILES
 
 FAMILY = "qwen2_moe"
 EXPERT_BYTES = 24576  # of the tiny model in fp32
@@ -239,6 +240,22 @@ def test_what_is_written_has_no_name_and_goes_with_the_model(place: Path) -> Non
         return not opened_since(files)
 
     until(gone)
+
+
+@pytest.mark.parametrize("read_mode", ["page_cache", "direct"])
+def test_what_is_written_stays_open(
+    model: PreTrainedModel, place: Path, read_mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is gone, so it could not be opened again, as other files are if too many are open."""
+    monkeypatch.setattr(OPEN_FILES, "_limit", 1)
+    change(model, 0, 0)
+    wanted = answer(model)
+    offload(model, config=config(spool_folder=place, read_mode=read_mode))
+    assert model.promoe.stats().store == "SpooledStore"
+    assert not list(place.iterdir())
+    answer(model).assert_equals(wanted)
+    promoe.unpatch(model)
+    answer(model).assert_equals(wanted)
 
 
 def test_nobody_else_keeps_the_weights(model: PreTrainedModel) -> None:
