@@ -10,7 +10,6 @@ from transformers.generation.continuous_batching import initialization
 
 import promoe
 from promoe.runtime.paged import PagedRunner
-from promoe.runtime.sampling import Sampling
 
 
 def test_forwards_are_never_captured_nor_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +27,6 @@ def test_forwards_are_never_captured_nor_compiled(tmp_path: Path, monkeypatch: p
         assert settings.use_cuda_graph == (False, False)
         assert (settings.varlen_compile_config, settings.decode_compile_config) == (None, None)
         assert not settings.use_async_batching, "two steps at once"
-        runner.add(0, ids.tolist(), 4, Sampling())
-        assert runner.next() == (0, expected, False)
+        runner.add(0, ids.tolist(), 4)
+        assert runner.next() == (0, expected, False, None)
     model.promoe.close()
