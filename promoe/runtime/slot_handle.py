@@ -24,7 +24,7 @@ from promoe.scheduler.governor import Governor
 from promoe.stats.totals import Stats
 from promoe.stats.tracing import PASS, Tracer, latest_passes
 from promoe.stores import Store, layout_counts
-from promoe.transfer.cpu_contention import BusyCores
+from promoe.transfer.cpu_contention import BusyCores, busy_cores_logger
 from promoe.transfer.memory import Pool
 
 logger = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class SlotHandle(Handle):
             and state.phase == "decode"
             and (told := self._busy_cores.pass_ended(duration_s))
         ):
-            logger.warning("The cores are busy: %s", told)
+            busy_cores_logger.warning("The cores are busy: %s", told)
         if self._governor is not None and state.phase == "decode" and not self.runtime.predictor_failed:
             engine = self.runtime.engine
             with engine.lock:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from promoe.transfer.control_groups import PROC
 from promoe.transfer.processor import usable_cores
 
+# For the warning of `BusyCores` alone: commands that say at their end what others took leave it out.
+busy_cores_logger = logging.getLogger("promoe.busy_cores")
 # If others take this share of the cores that this process may use, its figures are not what the machine can do.
 MUCH_TAKEN = 0.15
 SAMPLE_S = 0.5
@@ -168,6 +171,17 @@ class BusyCores:
             return None
         self._told = True
         return f"{taken.describe()}, while {self._passes} tokens took {self._computed_s:.1f} s. {taken.remedy}"
+
+
+@contextmanager
+def without_busy_cores() -> Iterator[None]:
+    """Leave out the warning of `BusyCores` while the context lasts. For who says what others took in one place, at its end."""
+    before = busy_cores_logger.disabled
+    busy_cores_logger.disabled = True
+    try:
+        yield
+    finally:
+        busy_cores_logger.disabled = before
 
 
 def taken_now(seconds: float = SAMPLE_S) -> Taken | None:

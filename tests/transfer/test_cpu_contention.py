@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import promoe.transfer.cpu_contention as module
-from promoe.transfer.cpu_contention import BusyCores, CoreWatch, Taken
+from promoe.transfer.cpu_contention import BusyCores, CoreWatch, Taken, busy_cores_logger, without_busy_cores
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -189,3 +189,10 @@ def test_where_the_system_does_not_say_nothing_is_told(tmp_path: Path) -> None:
     for _ in range(60):
         decoding.machine.now_s += 0.5
         assert decoding.busy_cores.pass_ended(0.5) is None
+
+
+def test_the_warning_can_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    with without_busy_cores(), without_busy_cores():
+        busy_cores_logger.warning("within")
+    busy_cores_logger.warning("after")
+    assert [record.message for record in caplog.records] == ["after"]

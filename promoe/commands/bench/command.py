@@ -13,8 +13,10 @@ from promoe.commands.bench.show import report_lines
 from promoe.commands.bench.table import Report
 from promoe.commands.bench.throughput import run_throughput
 from promoe.files import check_writable, make_folder, write_atomically
+from promoe.transfer.cpu_contention import without_busy_cores
 
 
+@without_busy_cores()  # said below each table
 def run_bench(options: Options, out: TextIO | None = None) -> Report | None:
     """Measure, print and write.
 

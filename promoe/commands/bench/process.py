@@ -19,6 +19,7 @@ from promoe.commands.bench.served import Served
 from promoe.errors import PromoeError
 from promoe.stores.gguf_parts import locate_parts
 from promoe.transfer.control_groups import MemoryGroup
+from promoe.transfer.cpu_contention import without_busy_cores
 from promoe.transfer.links.disk import drop_files
 from promoe.units import format_memory
 
@@ -169,6 +170,7 @@ OpenSystem = Served | Worker
 """A system that is open, in this process or in one of its own."""
 
 
+@without_busy_cores()  # said below each table
 def _serve(connection: Connection) -> None:
     """Run the process: open a system, then call its methods until the other end closes. Errors are sent back."""
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -28,7 +28,7 @@ from promoe.commands.demo.systems import RESIDENT, SYSTEMS, to_compare
 from promoe.files import check_writable, make_folder
 from promoe.model.tokenizer import load_tokenizer
 from promoe.runtime.sizes import check_cache
-from promoe.transfer.cpu_contention import taken_now
+from promoe.transfer.cpu_contention import CoreWatch, Taken, without_busy_cores
 from promoe.transfer.links.disk import SPARE_RAM_BYTES
 from promoe.transfer.links.free_ram import free_ram_bytes
 from promoe.units import format_memory, format_number, format_percent, format_seconds
@@ -37,15 +37,18 @@ from promoe.units import format_memory, format_number, format_percent, format_se
 DTYPE = "bfloat16"
 # The prompt that warms up fills the slots; a few tokens make everything else ready.
 WARM_UP_TOKENS = 8
+# Longer answers are cut short, so that the demo takes at most four minutes where processor and disk are slow, too.
+SECONDS_PER_ANSWER = 5.0
 
 
+@without_busy_cores()  # said once, at the end
 def run_demo(options: Options) -> bool:
     """Run the demo, and return whether all systems gave the same tokens.
 
     Raises:
         PromoeError: something that it needs is missing or cannot be written; before anything is measured.
     """
-    started_s = time.monotonic()
+    started_s, watch = time.monotonic(), CoreWatch()
     demo = Demo(options)
     try:
         demo.first_look()
@@ -59,6 +62,7 @@ def run_demo(options: Options) -> bool:
         return False
     demo.say_where()
     say(f"  The demo took {format_seconds(time.monotonic() - started_s)}.")
+    _say_of_others(watch.taken())
     return True
 
 
@@ -80,11 +84,16 @@ class Demo:
         self.written: list[tuple[str, Path]] = []
         self._tokenizer: Any = load_tokenizer(str(self.example.checkpoint))
         self._texts = self.example.prompts(options.prompts + 1)
-        self.task = generate_task(self._tokenizer, self._texts, options.max_new_tokens, warm_up_tokens=WARM_UP_TOKENS)
+        self.task = generate_task(
+            self._tokenizer,
+            self._texts,
+            options.max_new_tokens,
+            warm_up_tokens=WARM_UP_TOKENS,
+            seconds=SECONDS_PER_ANSWER,
+        )
         self.systems = to_compare(options.steps, self.example.predictor)
         loss = self.example.heldout_loss()
         self._readable = loss is None or loss <= READABLE_LOSS
-        _warn_of_others()
 
     def first_look(self) -> None:
         """Answer once with the experts on disk, in the first seconds."""
@@ -201,11 +210,11 @@ class Demo:
         return False
 
 
-def _warn_of_others() -> None:
-    """Say if other programs compute on the same cores: everything is slower then, the emulated link included."""
-    taken = taken_now()
+def _say_of_others(taken: Taken | None) -> None:
+    """Say if other programs computed on the same cores: everything was slower then, the emulated link included."""
     if taken is not None and taken.much_by_others:
+        say("")
         paragraph(
-            f"Note: other processes keep {taken.by_others:.2f} of this machine's {taken.cores} cores busy. The demo "
-            "takes longer beside them, and its figures are not what the machine can do. Stop them, or go on all the same."
+            f"Note: other processes kept {taken.by_others:.2f} of this machine's {taken.cores} cores busy. The demo took "
+            "longer beside them, and its figures are not what the machine can do. To see that, stop them and run it again."
         )

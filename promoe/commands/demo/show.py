@@ -41,11 +41,16 @@ def heading(text: str) -> None:
 def show_table(table: Table, conditions: Mapping[str, str]) -> None:
     """Print a comparison, what it means, and what it holds for."""
     say("", text_comparison(table.runs(), baseline=SYSTEMS[0].name), *bullets(words(table)))
-    tokens = sum(len(answer.tokens) for answer in table.rows[-1].answers)
+    tokens = [sum(len(answer.tokens) for answer in row.answers) for row in table.rows]
+    cut = " Some answers were cut short, because they took long." if min(tokens) < max(tokens) else ""
     say(
         "",
-        f"  All tokens agree: {tokens} tokens of {len(table.rows[-1].answers)} answers, the same in all {len(table.rows)} "
-        "systems and in the unmodified model.",
+        *bullets(
+            [
+                f"All tokens agree: {max(tokens)} tokens of {len(table.rows[-1].answers)} answers, the same in all "
+                f"{len(table.rows)} systems and in the unmodified model.{cut}"
+            ]
+        ),
         "",
     )
     width = max(map(len, conditions)) + 4
@@ -96,8 +101,8 @@ def conditions(table: Table, opening: Opening) -> dict[str, str]:
         "cache": f"{table.cache}: {stats.cache_slots} slots for {sum(sizes.num_experts)} experts",
         "link": stats.link,
         "prompts": f"{len(measured)} held-out of ShareGPT, {min(lengths)}-{max(lengths)} tokens; one more to warm up",
-        "tokens": f"{measured[0].new_tokens} generated per prompt, greedy, repetition penalty {REPETITION_PENALTY}; "
-        "systems interleaved over prompts",
+        "tokens": f"{measured[0].new_tokens} generated per prompt in at most {measured[0].seconds:.0f} s, greedy, repetition "
+        f"penalty {REPETITION_PENALTY}; systems interleaved over prompts",
         "machine": f"{processor_name()}, {torch.get_num_threads()} threads of {os.cpu_count()} for compute",
         **with_what_and_when(),
         **({} if table.taken is None else {"cores": table.taken.describe()}),

@@ -18,8 +18,10 @@ from promoe.commands.quality.show import lines, to_json
 from promoe.files import check_writable, write_atomically
 from promoe.model.tokenizer import load_tokenizer
 from promoe.stats.figure_style import check_matplotlib
+from promoe.transfer.cpu_contention import without_busy_cores
 
 
+@without_busy_cores()  # nothing here depends on time
 def run_quality(options: Options, out: TextIO | None = None) -> list[Result]:
     """Measure, print to `out` (None: stdout), write files, and return what was measured.
 

@@ -26,7 +26,7 @@ from promoe.model.tokenizer import check_known, load_tokenizer, prompt_inputs
 from promoe.runtime.loading import from_pretrained
 from promoe.stats.lanes import Lanes, median_token
 from promoe.stats.text_report import Run, save_run, text_report
-from promoe.transfer.cpu_contention import CoreWatch, Taken
+from promoe.transfer.cpu_contention import CoreWatch, Taken, without_busy_cores
 from promoe.transfer.processor import num_cores, processor_name
 from promoe.units import format_number, format_seconds
 
@@ -37,6 +37,7 @@ PROMPT_LENGTH = 120  # characters of the prompt in a report
 LOG_EVERY_S = 1.0  # seconds between lines of --live where stderr is not a terminal
 
 
+@without_busy_cores()  # said in the report
 def answer(options: Options) -> Generation:
     """Open the model, stream its answer to stdout, and report to stderr.
 

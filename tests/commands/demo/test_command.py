@@ -16,7 +16,7 @@ from promoe.commands.demo import command
 from promoe.commands.demo.options import Options
 from promoe.commands.demo.systems import RESIDENT, SYSTEMS
 from promoe.errors import ConfigError
-from promoe.transfer.cpu_contention import Taken
+from promoe.transfer.cpu_contention import BusyCores, CoreWatch, Taken
 
 QUICK = ["demo", "--prompts", "2", "--max-new-tokens", "4", "--repeat", "8", "--cache", "40%"]
 STEPS = [*QUICK, "--steps"]
@@ -158,10 +158,22 @@ def test_options_say_the_name_of_the_option() -> None:
         Options(repeat=0)
 
 
-@pytest.mark.parametrize(("by_others", "said"), [(1.25, True), (0.1, False), (None, False)])
-def test_what_keeps_the_cores_busy_is_said_before_anything_is_measured(
-    by_others: float | None, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_busy_cores_are_not_said_in_the_middle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(command, "taken_now", lambda: None if by_others is None else Taken(2, by_others, 0.0))
-    command._warn_of_others()
-    assert ("other processes keep 1.25 of this machine's 2 cores busy" in capsys.readouterr().out) == said
+    monkeypatch.setattr(BusyCores, "pass_ended", lambda self, duration_s: "others compute, too.")
+    busy = Taken(2, 1.25, 0.0)
+    monkeypatch.setattr(CoreWatch, "taken", lambda self: busy)
+    assert cli.main([*QUICK, "--skip-widened"]) == 0
+    captured = capsys.readouterr()
+    assert "cores are busy" not in captured.out + captured.err + caplog.text
+    assert captured.out.count("other processes kept 1.25") == 1
+    assert captured.out.index("The demo took ") < captured.out.index("other processes kept 1.25")
+
+
+@pytest.mark.parametrize(("by_others", "said"), [(1.25, True), (0.1, False), (None, False)])
+def test_what_kept_the_cores_busy_is_said_once_at_the_end(
+    by_others: float | None, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command._say_of_others(None if by_others is None else Taken(2, by_others, 0.0))
+    assert ("other processes kept 1.25 of this machine's 2 cores busy" in capsys.readouterr().out) == said
