@@ -21,11 +21,18 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ["COLUMNS"] = "100"
 
 import torch
+from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
 
 from promoe.model import packing, spool
 
 transformers_logging.disable_progress_bar()
+
+# No test depends on time: a machine may be ten times as slow while others use its cores.
+settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True, scope="module")

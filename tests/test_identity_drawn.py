@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import (
     DISTURBANCES,
@@ -60,9 +60,7 @@ def test_no_setting_changes_a_bit(examples: int) -> None:
 
     @settings(
         max_examples=examples + 20,
-        deadline=None,
         derandomize=True,
-        suppress_health_check=[HealthCheck.too_slow],
     )
     @given(
         family=st.sampled_from(MOE_FAMILIES),

@@ -230,7 +230,7 @@ def random_call(
     return Call(layer, hidden, index, weights, expected)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_routing_in_any_groups(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))

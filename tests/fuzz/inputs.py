@@ -34,7 +34,6 @@ def fuzzed(examples: int) -> Callable[[Any], Any]:
         max_examples=max(1, round(examples * FACTOR)),
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )

@@ -285,7 +285,6 @@ def test_a_storm_of_operations_breaks_nothing(examples: int) -> None:
             stateful_step_count=STEPS_PER_EXAMPLE,
             derandomize=True,
             database=None,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from untouched import open_files, opened_since
 
@@ -44,7 +44,7 @@ def content(descriptor: Descriptor) -> int:
     return os.pread(descriptor.fd, 1, 50)[0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     limit=st.integers(1, FILES),
     pinned=st.sets(st.integers(0, FILES - 1)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice, FakeQueue
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
@@ -96,7 +96,6 @@ operations = st.lists(
 
 
 @given(operations, st.integers(1, 3), st.integers(0, 2**32))
-@settings(deadline=None)
 def test_every_read_sees_the_last_write_before_it(todo: list[tuple[str, int, int]], readers: int, seed: int) -> None:
     machine, draw = Machine(readers), random.Random(seed)
     for name, number, other in todo:

@@ -42,7 +42,7 @@ def test_four_bits_by_hand() -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e4))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_eight_bits_are_within_half_a_step(seed: int, spread: float) -> None:
     weights = matrix(seed=seed, spread=spread)
     codes, scales = quantize_rows(weights)
@@ -53,7 +53,7 @@ def test_eight_bits_are_within_half_a_step(seed: int, spread: float) -> None:
 
 
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e4), st.sampled_from([4, 3, 2]), st.sampled_from([32, 64]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_rounding_to_nearest_is_within_half_a_step(seed: int, spread: float, bits: int, group: int) -> None:
     weights = matrix(seed=seed, spread=spread)
     found = quantize_groups(weights, bits, group, rtn)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from promoe.transfer.links.direct import (
@@ -31,7 +31,7 @@ def files(whole_pages: None, raw_files: list[RawFile]) -> Iterator[DirectFiles]:
     files.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     blocks=st.integers(1, 3),
     offset_bytes=st.integers(0, 60_000),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from promoe.errors import ConfigError
@@ -27,7 +27,7 @@ from .conftest import MakeStore, RawFile, RawFileStore
 
 CANARY = 0xA5
 GIB = 1024**3
-any_example = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+any_example = settings(max_examples=150)
 
 
 class Slot:

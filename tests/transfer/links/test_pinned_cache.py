@@ -78,7 +78,7 @@ class Machine:
 
 
 @given(st.lists(st.sampled_from(KEYS), min_size=1, max_size=30), st.integers(2, 5), st.integers(0, 2**32))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_copy_has_the_bytes_of_its_expert(keys: list[ExpertKey], buffers: int, seed: int) -> None:
     machine, draw = Machine(buffers), random.Random(seed)
     resident: list[ExpertKey] = []
