@@ -23,6 +23,7 @@ os.environ["COLUMNS"] = "100"
 import torch
 from hypothesis import HealthCheck, settings
 from transformers.utils import logging as transformers_logging
+from waiting import WAIT_S
 
 from promoe.model import packing, spool
 
@@ -67,7 +68,7 @@ def _no_thread_left_behind() -> Iterator[None]:
     new = [one for one in threading.enumerate() if one.name.startswith("promoe-") and one not in before]
     for thread in new:
         if thread.name in ("promoe-close", "promoe-predictor"):  # they end by themselves once the model is collected
-            thread.join(10.0)
+            thread.join(WAIT_S)
     left = [thread.name for thread in new if thread.is_alive()]
     assert not left, f"threads left running: {left}"
 

@@ -157,7 +157,7 @@ def raising(error: type[BaseException]) -> Callable[..., None]:
 
 def end_of(threads: set[threading.Thread]) -> None:
     """Wait until all our threads but `threads` have ended."""
-    for _ in range(300):
+    for _ in range(1200):
         gc.collect()  # a thread may have held it a moment ago
         ours = [one for one in set(threading.enumerate()) - threads if one.name.startswith("promoe-")]
         if not ours:

@@ -438,7 +438,7 @@ def test_who_walks_stacks_may_be_interrupted_by_one_who_does(monkeypatch: pytest
     monkeypatch.setattr(passes, "_calls_one_of", interrupted)
     walking = threading.Thread(target=passes.threads_in_forward, args=(model, layers), daemon=True)
     walking.start()
-    walking.join(30)
+    walking.join(60)
     assert not walking.is_alive()
     assert found == [[]]
     assert gc.isenabled()

@@ -279,7 +279,7 @@ def test_a_system_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
             WorkerError, match="'llama-cpp' gave no answer to a prompt of 3 tokens within 0 s, and was ended"
         ):
             worker.answer(Prompt([1, 2, 3], 4, None, seconds=0.1))
-        worker._process.join(20)
+        worker._process.join(60)
         assert worker._process.exitcode == -9
     finally:
         worker.close()

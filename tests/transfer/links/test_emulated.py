@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from waiting import WAIT_S
 
 from promoe.errors import ConfigError
 from promoe.stores.base import Chunk
@@ -116,7 +117,7 @@ def test_threads_share_one_wire(make_store: MakeStore) -> None:
 
 
 class Busy(Link):
-    """A link whose transfers wait for each other, and end after a moment if no other comes."""
+    """A link whose transfers wait for each other: for long if they have to meet, for a moment if they must not."""
 
     workers = IN_FLIGHT
 
@@ -127,7 +128,7 @@ class Busy(Link):
 
     def transfer(self, chunk: Chunk, destination: memoryview, address: int) -> None:
         try:
-            self._meeting.wait(0.5)
+            self._meeting.wait(0.5 if self.copies_from_ram else WAIT_S)
             self.met.append(True)
         except threading.BrokenBarrierError:
             self.met.append(False)
