@@ -275,7 +275,7 @@ FORMS: dict[str, Form] = {
         compressed("pack-quantized", 4, None), partial(make_packed, bits=4, group=None), partial(read_packed, bits=4)
     ),
     "W4A16 with actorder": Form(
-        compressed("pack-quantized", 4, GROUP),
+        compressed("pack-quantized", 4, GROUP, zeros=True, actorder="group"),
         partial(make_packed, bits=4, zeros=True, ordered=True),
         partial(read_packed, bits=4),
     ),

@@ -90,7 +90,9 @@ all others are decoded when they arrive.
 |---|---|---|
 {forms}
 
-Activations are never quantised, whatever a checkpoint says of them.
+Activations are never quantised, whatever a checkpoint says of them. Where its config.json says that codes are symmetric
+(`sym`, `symmetric`, `zero_point`), the code in the middle means zero: a stored zero that is the same everywhere is not used,
+as by kernels for symmetric codes, and stored zeros that differ are an error.
 
 If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU), `promoe.patch` serves it with
 `eager`. Tests cover this with torch's arithmetic in place of those kernels.

@@ -36,10 +36,12 @@ class Awq(PackedIntegers):
 
     Attributes:
         group: inputs that share a scale and a zero.
+        is_symmetric: see `PackedIntegers`.
         name, integers: see `Encoding`.
     """
 
     group: int
+    is_symmetric: bool
     name: str
     integers: Integers
     bits = 4
@@ -84,15 +86,17 @@ def find_awq(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
             f'The checkpoint is in the version {str(version)[:40]!r} of AWQ. Only "gemm" can be read, which most have: open '
             'another checkpoint of the model, or the original one in 16 bits, with experts="int4" (`promoe quantize`).'
         )
+    # The words of AutoAWQ and of AutoRound for the same.
+    is_symmetric = quantization.get("zero_point") is False or quantization.get("sym") is True
     weights = [
-        _weight(module, parts)
+        _weight(module, parts, is_symmetric)
         for module, parts in parts_of_modules(tensors, PARTS).items()
         if "qweight" in parts or "qzeros" in parts
     ]
     return replaced(tensors, weights)
 
 
-def _weight(module: str, parts: Mapping[str, TensorRange]) -> EncodedTensor:
+def _weight(module: str, parts: Mapping[str, TensorRange], is_symmetric: bool) -> EncodedTensor:
     wrong = partial(
         wrong_parts,
         module,
@@ -112,5 +116,5 @@ def _weight(module: str, parts: Mapping[str, TensorRange]) -> EncodedTensor:
     ):
         raise wrong()
     group = inputs // groups
-    encoding = Awq(group, named("AWQ", Awq.bits, group), Integers(Awq.bits, group))
+    encoding = Awq(group, is_symmetric, named("AWQ", Awq.bits, group), Integers(Awq.bits, group))
     return EncodedTensor(f"{module}.weight", (outputs, inputs), (words, zeros, scales), encoding)

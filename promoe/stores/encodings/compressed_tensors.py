@@ -54,6 +54,7 @@ class IntegerRows(PackedIntegers):
         is_packed: whether codes are in words, with a positive offset.
         has_zeros: whether the second part is followed by zeros.
         in_order: whether groups are inputs one after the other. If not, the last part says each input's group.
+        is_symmetric: see `PackedIntegers`.
         name, integers: see `Encoding`.
     """
 
@@ -62,6 +63,7 @@ class IntegerRows(PackedIntegers):
     is_packed: bool
     has_zeros: bool
     in_order: bool
+    is_symmetric: bool
     name: str
     integers: Integers | None
 
@@ -166,9 +168,10 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     # Words may have more codes than there are inputs. Then the group says how many there are.
     group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
     in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
-    integers = as_integers(bits, group, zeros is None, order is None)
+    is_symmetric = bool(schemes) and all(scheme.is_symmetric for scheme in schemes)
+    integers = as_integers(bits, group, zeros is None or is_symmetric, order is None)
     name = named("compressed-tensors", bits, group)
-    encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, name, integers)
+    encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, is_symmetric, name, integers)
     return EncodedTensor(f"{module}.{WEIGHT}", (outputs, inputs), in_file, encoding)
 
 

@@ -45,12 +45,14 @@ class Gptq(PackedIntegers):
         bits: of a code.
         group: inputs that share a scale and a zero, if they are one after the other; None: all.
         plus_one: whether one is missing from the zeros.
+        is_symmetric: see `PackedIntegers`.
         name, integers: see `Encoding`.
     """
 
     bits: int
     group: int | None
     plus_one: bool
+    is_symmetric: bool
     name: str
     integers: Integers | None
 
@@ -134,8 +136,9 @@ def _weight(
         raise wrong()
     in_order = not ordered and group is not None and inputs % group == 0
     group = None if groups == 1 else group
-    integers = as_integers(bits, group, quantization.get("sym") is True, in_order)
-    encoding = Gptq(bits, group, plus_one, named("GPTQ", bits, group), integers)
+    is_symmetric = quantization.get("sym") is True
+    integers = as_integers(bits, group, is_symmetric, in_order)
+    encoding = Gptq(bits, group, plus_one, is_symmetric, named("GPTQ", bits, group), integers)
     return EncodedTensor(f"{module}.weight", (outputs, inputs), in_file, encoding)
 
 

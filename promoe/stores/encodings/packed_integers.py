@@ -31,10 +31,13 @@ class PackedIntegers(Encoding):
     Attributes:
         bits: of a code.
         group: inputs that share a scale and a zero; None: all.
+        is_symmetric: whether config.json says that the code in the middle means zero. Then stored zeros are not used: writers
+            differ in what they store there, and the kernels for symmetric codes do not read it.
     """
 
     bits: int
     group: int | None
+    is_symmetric: bool
 
     @abstractmethod
     def num_outputs(self, parts: Sequence[torch.Tensor]) -> int:
@@ -67,7 +70,7 @@ class PackedIntegers(Encoding):
         for outputs in _slices(*out.shape):
             codes = self.codes(parts, outputs)
             values = values_of(tuple(codes.shape)).copy_(codes)
-            scales, zeros = self.scales(parts, outputs), self.zeros(parts, outputs)
+            scales, zeros = self.scales(parts, outputs), self._used_zeros(parts, outputs)
             if zeros is None:
                 zeros = scales.new_full((1, scales.shape[1]), self.middle)
             if group_of_input is None:
@@ -85,14 +88,30 @@ class PackedIntegers(Encoding):
         """
         assert self.integers is not None, self
         every = slice(0, self.num_outputs(parts))
-        codes, scales, zeros = self.codes(parts, every), self.scales(parts, every), self.zeros(parts, every)
+        codes, scales, zeros = self.codes(parts, every), self.scales(parts, every), self._used_zeros(parts, every)
         if self.group_of_input(parts) is not None:
             raise self._contradiction("the groups of inputs in another order (g_idx), and not desc_act")
         if self.bits == 4:
             return codes, scales, None if zeros is None else (self.middle - zeros) * scales
-        if zeros is not None and not bool((zeros == self.middle).all()):
-            raise self._contradiction("zeros that differ, and sym")
+        assert zeros is None, "codes of 8 bits that are kept are symmetric"
         return codes if codes.dtype == torch.int8 else codes.view(torch.int8) ^ -128, scales, None
+
+    def _used_zeros(self, parts: Sequence[torch.Tensor], outputs: slice) -> torch.Tensor | None:
+        """Return the codes of some outputs that mean zero; None: all are `middle`.
+
+        Raises:
+            CheckpointError: the weight has zeros that differ, and config.json says that it is symmetric.
+        """
+        zeros = self.zeros(parts, outputs)
+        if zeros is None or not self.is_symmetric:
+            return zeros
+        if not bool((zeros == zeros[0, 0]).all()):
+            raise CheckpointError(
+                f"The checkpoint has a weight in {self.name} with zeros from {int(zeros.min())} to {int(zeros.max())}, but its "
+                "config.json says that codes are symmetric (sym, zero_point or symmetric), so that zero is always "
+                f"{self.middle}. One of the two is wrong: correct config.json, or open another checkpoint of the model."
+            )
+        return None
 
     def _contradiction(self, what: str) -> CheckpointError:
         return CheckpointError(

@@ -81,3 +81,15 @@ def test_parts_that_do_not_belong_together(change: dict[str, torch.Tensor | None
     parts = {name: part for name, part in (made() | change).items() if part is not None}
     with pytest.raises(CheckpointError, match=r"'layer' has .*expected are qweight \[in, out / 8\] I32"):
         the_weight(parts)
+
+
+@pytest.mark.parametrize("fields", [{"zero_point": False}, {"sym": True}])
+def test_symmetric_codes_have_their_zero_in_the_middle(fields: dict[str, Any]) -> None:
+    parts, right = made(), made()
+    right["qzeros"][:] = torch.tensor([0x88888888]).to(torch.int32)
+    for stored in (0x88888888, 0x77777777, 0):
+        parts["qzeros"][:] = torch.tensor([stored]).to(torch.int32)
+        found = decoded(the_weight(parts, **fields), parts, torch.float32)
+        assert torch.equal(found, decoded(the_weight(right), right, torch.float32))
+    with pytest.raises(CheckpointError, match=r"config\.json says that codes are symmetric"):
+        decoded(the_weight(made(), **fields), made(), torch.float32)

@@ -276,3 +276,20 @@ class TestRefused:
             CheckpointError, match=r"'layer' has weight.*expected are weight_packed I32.*compare the files"
         ):
             find_compressed_tensors(ranges(present), FORMS[name].config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "bits", "make"), [("pack-quantized", 4, partial(make_packed, bits=4)), ("int-quantized", 8, make_int8)]
+)
+def test_zeros_of_a_symmetric_scheme_are_not_used(layout: str, bits: int, make: Any) -> None:
+    group = 32 if bits == 4 else None
+    parts = make(64, 96, seeded())
+    expected = decoded(the_weight(parts, compressed(layout, bits, group)), parts, torch.float32)
+    with_zeros = make(64, 96, seeded(), zeros=True)
+    with pytest.raises(CheckpointError, match=r"config\.json says that codes are symmetric"):
+        decoded(the_weight(with_zeros, compressed(layout, bits, group)), with_zeros, torch.float32)
+    for stored in (0, 5):
+        with_zeros["weight_zero_point"][:] = stored * 0x11111111 if bits == 4 else stored
+        weight = the_weight(with_zeros, compressed(layout, bits, group))
+        assert torch.equal(decoded(weight, with_zeros, torch.float32), expected)
+        assert weight.encoding.integers is not None

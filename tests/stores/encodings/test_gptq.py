@@ -107,13 +107,52 @@ class TestCodesOf8Bits:
         assert the_weight(made(16, 64, 8), 8, sym=True).encoding.integers is None
         assert the_weight(made(16, 64, 8, group=64), 8, sym=False).encoding.integers is None
 
-    def test_zeros_that_config_json_denies(self) -> None:
-        parts = made(16, 64, 8, group=64)
-        weight = the_weight(parts, 8, sym=True)
+
+class TestSymmetric:
+    """With `sym`, the code in the middle means zero, whatever is stored: writers differ, symmetric kernels do not read it."""
+
+    @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    def test_one_stored_zero(self, bits: int, layout: str) -> None:
+        middle = 1 << bits - 1
+        parts = made(32, 64, bits)
+        per_word = 32 // bits
+        codes = torch.stack(
+            [(parts["qweight"] >> bits * place) & ((1 << bits) - 1) for place in range(per_word)], 1
+        ).flatten(0, 1)
+        expected = (codes.t() - middle) * parts["scales"].t().float().repeat_interleave(GROUP, 1)
+        # Right in the first format, right in the second (or without the missing one), never filled, and any other.
+        for stored in (middle - 1, middle, 0, 1):
+            word = sum(stored << bits * place for place in range(per_word))
+            parts["qzeros"][:] = torch.tensor([word]).to(torch.int32)
+            weight = the_weight(parts, bits, layout=layout, sym=True)
+            assert torch.equal(decoded(weight, parts, torch.float32), expected), stored
+            if weight.encoding.integers is not None:
+                found, scales, zeros = weight.encoding.unpack(in_order(weight, parts))
+                assert zeros is None
+                assert torch.equal(found, codes.t().to(torch.uint8))
+                assert torch.equal(scales, parts["scales"].t().float())
+
+    @pytest.mark.parametrize("bits", [2, 4, 8])
+    def test_zeros_that_differ_contradict_it(self, bits: int) -> None:
+        parts = made(32, 64, bits, group=64)
+        weight = the_weight(parts, bits, sym=True)
         with pytest.raises(
-            CheckpointError, match=r"zeros that differ, and sym in config\.json.*experts=\"checkpoint\""
+            CheckpointError, match=r"config\.json says that codes are symmetric .* correct config\.json"
         ):
-            weight.encoding.unpack(in_order(weight, parts))
+            decoded(weight, parts, torch.float32)
+        if weight.encoding.integers is not None:
+            with pytest.raises(CheckpointError, match=r"config\.json says that codes are symmetric"):
+                weight.encoding.unpack(in_order(weight, parts))
+
+    def test_auto_round(self) -> None:
+        parts = made(32, 64)
+        parts["qzeros"][:] = torch.tensor([0x88888888]).to(torch.int32)
+        config = {"packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP, "sym": True}
+        weight = find_auto_round(ranges(parts), config)["layer.weight"]
+        assert isinstance(weight, EncodedTensor)
+        right = the_weight(symmetric(parts, 4), sym=False)
+        assert torch.equal(decoded(weight, parts), decoded(right, symmetric(parts, 4)))
 
 
 @pytest.mark.parametrize(
