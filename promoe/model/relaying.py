@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from promoe.experts.kernels.formats import matrices
 from promoe.experts.kernels.relaying import Relay, kept_format, relay_of
@@ -25,9 +25,16 @@ def relaid_store(layers: Sequence[MoELayer], store: FileStore, *, to_int8: bool 
     return store if plans == list(store.layers) else store.replanned(plans)
 
 
-def kept_layout(layer: MoELayer, integers: Integers | None) -> ExpertLayout:
-    """Return how a layer's experts lie in slots if a checkpoint has its matrices as these integers; None: as others."""
-    formats = {spec.name: kept_format(spec, transposed, integers) for spec, transposed in matrices(layer)}
+def kept_layout(layer: MoELayer, integers: Mapping[str, Integers | None]) -> ExpertLayout:
+    """Return how a layer's experts lie in slots if a checkpoint has its matrices as integers.
+
+    Args:
+        layer: the layer.
+        integers: the integers by the name of the matrix; None, or no entry: it is not in integers.
+    """
+    formats = {
+        spec.name: kept_format(spec, transposed, integers.get(spec.name)) for spec, transposed in matrices(layer)
+    }
     return layer.layout.in_formats({name: kept for name, kept in formats.items() if kept is not None})
 
 

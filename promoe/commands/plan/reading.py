@@ -83,8 +83,10 @@ def read_model(path_or_id: str, dtype: str | None = None, experts: str = "auto",
     if place is None or (place.is_dir() and not _has_weights(place)):
         store = None
         model, layers, assumed, in_files = _from_config(path_or_id if place is None else str(place), dtype)
-        kept = None if experts == "checkpoint" else in_files.integers
-        found = [_assumed_experts(layer, kept_layout(layer, kept), in_files.bits) for layer in layers]
+        found = []
+        for layer in layers:
+            integers = {} if experts == "checkpoint" else in_files.integers(layer)
+            found.append(_assumed_experts(layer, kept_layout(layer, integers), in_files.bits(layer)))
         found_in = f"config.json alone; {assumed}"
     else:
         opened = open_headers(place, dtype=dtype, keep="none" if on_device else keep_for(experts))
@@ -126,7 +128,7 @@ def experts_in(layers: Sequence[MoELayer], slot_format: SlotFormat) -> list[Expe
         UnsupportedModelError: none of them can be in it.
     """
     formats = quantizable(layers, slot_format)
-    return [_assumed_experts(layer, layer.layout.in_formats(formats[layer.layout]), None) for layer in layers]
+    return [_assumed_experts(layer, layer.layout.in_formats(formats[layer.layout]), {}) for layer in layers]
 
 
 def _local_file(name: str) -> Path:
@@ -162,31 +164,46 @@ def _has_weights(folder: Path) -> bool:
     return any(folder.glob("*.safetensors"))
 
 
-@dataclass(frozen=True)
-class _InFiles:
-    """What config.json says of an expert's weights in the files.
+# The linear layers of an expert that become one matrix of the model, and other names that families have for them.
+_PARTS = {"gate_up_proj": ("gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 
-    Attributes:
-        bits: of a weight; None: those of its dtype.
-        integers: see `Encoding.integers`.
+
+class _InFiles:
+    """What config.json says of experts' weights in the files.
+
+    Args:
+        quantization: its `quantization_config`; None: there is none.
     """
 
-    bits: float | None = None
-    integers: Integers | None = None
+    def __init__(self, quantization: Mapping[str, Any] | None) -> None:
+        self._quantization = quantization
+        self._method = None if quantization is None else SCHEMES[quantization["quant_method"]]
 
-    @classmethod
-    def of(cls, quantization: Mapping[str, Any] | None) -> _InFiles:
-        if quantization is None:
-            return cls()
-        method = SCHEMES[quantization["quant_method"]]
-        return cls(method.bits(quantization), method.integers(quantization))
+    def bits(self, layer: MoELayer) -> dict[str, float | None]:
+        """Return the bits of a weight of each matrix; None: those of its dtype."""
+        if self._method is None or self._quantization is None:
+            return {}
+        method, quantization = self._method, self._quantization
+        return {spec.name: method.bits(quantization, _modules(layer, spec.name)) for spec in layer.layout.tensors}
+
+    def integers(self, layer: MoELayer) -> dict[str, Integers | None]:
+        """Return `Encoding.integers` of each matrix."""
+        if self._method is None or self._quantization is None:
+            return {}
+        method, quantization = self._method, self._quantization
+        return {spec.name: method.integers(quantization, _modules(layer, spec.name)) for spec in layer.layout.tensors}
+
+
+def _modules(layer: MoELayer, matrix: str) -> list[str]:
+    """Return the names that the first expert's linear layers may have in the files."""
+    return [f"{layer.name}.0.{part}" for part in _PARTS.get(matrix, (matrix,))]
 
 
 def _from_config(path_or_id: str, dtype: str | None) -> tuple[PreTrainedModel, list[MoELayer], str, _InFiles]:
     """Return the model that a configuration describes, its MoE layers, what its dtype rests on, and its weights' form."""
     try:
         config: Any = AutoConfig.from_pretrained(path_or_id, trust_remote_code=False)
-        in_files = _InFiles.of(take_quantization(path_or_id, config))
+        in_files = _InFiles(take_quantization(path_or_id, config))
         stated = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         wanted: torch.dtype = getattr(torch, dtype) if dtype is not None else stated or torch.bfloat16
         assumed = "as asked" if dtype is not None else "as it says" if stated else "which does not say so: assumed"
@@ -224,11 +241,13 @@ def _stored_experts(layer: MoELayer, store: FileStore) -> ExpertsOfLayer:
     return ExpertsOfLayer(layer.num_experts, layer.top_k or 1, layout, stored, chunk_bytes)
 
 
-def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: float | None) -> ExpertsOfLayer:
-    """Assume what a checkpoint would have: `bits` per weight of its matrices, or, with None, as many as `layout`."""
+def _assumed_experts(layer: MoELayer, layout: ExpertLayout, bits: Mapping[str, float | None]) -> ExpertsOfLayer:
+    """Assume what a checkpoint would have: so many bits per weight of each matrix, or as many as `layout` has."""
     tensors = layout.tensors
     stored = sum(
-        tensor.nbytes if bits is None or len(tensor.shape) < 2 else round(math.prod(tensor.shape) * bits / 8)
+        tensor.nbytes
+        if len(tensor.shape) < 2 or (stated := bits.get(tensor.name)) is None
+        else round(math.prod(tensor.shape) * stated / 8)
         for tensor in tensors
     )
     chunks = tuple(

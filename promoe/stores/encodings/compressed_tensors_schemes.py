@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from promoe.errors import CheckpointError, shown
@@ -16,8 +17,11 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-# `*`, `+` and `{` in a pattern for modules' names: the time to match one grows with the name's length to this power.
-MOST_REPEATS = 4
+# `*`, `+` and `{` in a pattern for modules' names, one after the other without letters between: the time to match one grows
+# with the name's length to this power. And all of them.
+MOST_REPEATS, MOST_IN_ALL = 4, 12
+# Words for groups in the order of activations, whose files say each input's group.
+ORDERED = ("group", "dynamic", True)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Scheme:
         group: inputs that share a scale; None: all.
         is_integer: whether they are integers.
         is_symmetric: whether zero is always in the middle.
+        has_order: whether groups are inputs in the order of activations, which files have then.
         block: rows and columns that share a scale; empty: it is not by blocks.
     """
 
@@ -38,6 +43,7 @@ class Scheme:
     group: int | None
     is_integer: bool
     is_symmetric: bool
+    has_order: bool
     block: tuple[Any, ...]
 
     def shape(self, words: int, groups: int) -> tuple[int, int] | None:
@@ -54,9 +60,7 @@ class Scheme:
 
     def names(self, module: str) -> bool:
         """Return whether one of the targets is the module's name."""
-        return any(
-            re.match(target[3:], module) if target.startswith("re:") else target == module for target in self.targets
-        )
+        return any(_is_one(target, module) for target in self.targets)
 
 
 def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
@@ -85,32 +89,55 @@ def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
         ) from error
 
 
-def expert_bits(quantization: Mapping[str, Any]) -> float | None:
-    """Return the bits of an expert's weight by a `quantization_config`, with scale and zero; None: it does not say so.
+def module_bits(quantization: Mapping[str, Any], modules: Sequence[str]) -> float | None:
+    """Return the bits of a weight by a `quantization_config`, with scale and zero; None: it is not quantised.
+
+    Args:
+        quantization: the configuration.
+        modules: names that the module of the weight may have in the files.
 
     Raises:
-        CheckpointError: they are in a format that cannot be read.
+        CheckpointError: weights are in a format that cannot be read.
     """
-    scheme = _of_experts(quantization)
+    scheme = _scheme_of(quantization, modules)
     return None if scheme is None else bits_per_weight(scheme.bits, scheme.group, not scheme.is_symmetric)
 
 
-def expert_integers(quantization: Mapping[str, Any]) -> Integers | None:
-    """Return what `Encoding.integers` are for experts by a `quantization_config`.
+def module_integers(quantization: Mapping[str, Any], modules: Sequence[str]) -> Integers | None:
+    """Return what `Encoding.integers` are for a weight by a `quantization_config`.
+
+    Args:
+        quantization: the configuration.
+        modules: names that the module of the weight may have in the files.
 
     Raises:
-        CheckpointError: they are in a format that cannot be read.
+        CheckpointError: weights are in a format that cannot be read.
     """
-    scheme = _of_experts(quantization)
+    scheme = _scheme_of(quantization, modules)
     if scheme is None or not scheme.is_integer:
         return None
-    return as_integers(scheme.bits, scheme.group, scheme.is_symmetric)
+    return as_integers(scheme.bits, scheme.group, scheme.is_symmetric, not scheme.has_order)
 
 
-def _of_experts(quantization: Mapping[str, Any]) -> Scheme | None:
+def _scheme_of(quantization: Mapping[str, Any], modules: Sequence[str]) -> Scheme | None:
+    """Return the scheme of a module: the one that names it, or else one for its class; None: it is not quantised."""
     schemes = schemes_of(quantization)
+    ignored = quantization.get("ignore")
+    if isinstance(ignored, list) and any(_is_one(str(target), module) for target in ignored for module in modules):
+        return None
+    by_name = [scheme for scheme in schemes if any(map(scheme.names, modules))]
+    by_class = [scheme for scheme in schemes if scheme.has_classes]
+    # Families may have other names in their files than in Transformers.
     of_experts = [scheme for scheme in schemes if any("expert" in target for target in scheme.targets)]
-    return next(iter(of_experts or schemes), None)
+    return next(iter(by_name or by_class or of_experts), None)
+
+
+def _is_one(target: str, module: str) -> bool:
+    """Return whether a target is a module's name, or an expression for it."""
+    if not target.startswith("re:"):
+        return target == module
+    _check_pattern(target.removeprefix("re:"))
+    return re.match(target.removeprefix("re:"), module) is not None
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:
@@ -125,15 +152,29 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
         size if isinstance(size, int) and size > 0 else None,
         str(weights.get("type", "int")).lower() == "int",
         bool(weights.get("symmetric", True)),
+        weights.get("actorder") in ORDERED,
         tuple(weights.get("block_structure") or ()),
     )
 
 
 def _check_pattern(pattern: str) -> None:
-    """Raise ValueError unless a pattern of the file is one that is soon matched with any name."""
+    """Check that a pattern of the file is soon matched with any name.
+
+    Raises:
+        CheckpointError: it may not be.
+        re.error: it is no pattern.
+    """
     re.compile(pattern)
-    if re.search(r"\)[*+{]", pattern) or len(re.findall(r"[*+{]", pattern)) > MOST_REPEATS:
-        raise ValueError(f"the pattern {shown(pattern)} repeats too much: matching it could take for ever")
+    repeats = [match.start() for match in re.finditer(r"(?<!\\)[*+{]", pattern)]
+    # What a name has to have between two repeats tells where one ends, so that few ways to match are left.
+    apart = [re.search(r"[A-Za-z_]{2}", pattern[start:end]) for start, end in pairwise(repeats)]
+    nested = re.search(r"\)[*+{]", pattern)
+    if nested or len(repeats) - sum(map(bool, apart)) > MOST_REPEATS or len(repeats) > MOST_IN_ALL:
+        what = "a group of characters" if nested else f"characters {len(repeats)} times, with little between,"
+        raise CheckpointError(
+            f"The config.json names modules by the expression {shown(pattern)}, which repeats {what} (*, + or {{): matching it "
+            "with a name could take for ever. Write it more simply there; one .* stands for any characters."
+        )
 
 
 def unreadable(found: str) -> CheckpointError:

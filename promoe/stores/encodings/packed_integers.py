@@ -162,13 +162,13 @@ def codes_in(words: torch.Tensor, bits: int) -> torch.Tensor:
     return spread.view(torch.uint8)
 
 
-def stated_bits(quantization: Mapping[str, Any]) -> float | None:
+def stated_bits(quantization: Mapping[str, Any], modules: Sequence[str] = ()) -> float | None:
     """Return the bits of a weight that a `quantization_config` of AWQ or GPTQ states, with scale and zero; None: none."""
     bits, group = _stated(quantization)
     return None if bits is None else bits_per_weight(bits, group, True)
 
 
-def stated_integers(quantization: Mapping[str, Any]) -> Integers | None:
+def stated_integers(quantization: Mapping[str, Any], modules: Sequence[str] = ()) -> Integers | None:
     """Return what `Encoding.integers` are for most weights by a `quantization_config` of AWQ or GPTQ."""
     bits, group = _stated(quantization)
     in_order = group is None or not quantization.get("desc_act")

@@ -6,7 +6,7 @@ checkpoint's tensors as if it were in 16 bits: a weight in fewer bits is one `En
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.awq import find_awq
 from promoe.stores.encodings.base import Integers, StoredTensor
 from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
-from promoe.stores.encodings.compressed_tensors_schemes import expert_bits, expert_integers
+from promoe.stores.encodings.compressed_tensors_schemes import module_bits, module_integers
 from promoe.stores.encodings.fp8 import find_fp8
 from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.mxfp4 import find_mxfp4
@@ -29,22 +29,22 @@ class Method:
     Attributes:
         find: returns a checkpoint's tensors as if it were in 16 bits, given those of its files and its
             `quantization_config`.
-        bits: returns the bits of an expert's weight in the files, scales included, given the `quantization_config`; None:
-            it does not say so.
-        integers: returns what `Encoding.integers` are for an expert's weights, given the `quantization_config`.
+        bits: returns the bits of a weight in the files, scales included, given the `quantization_config` and the names that
+            its module may have; None: it does not say so.
+        integers: returns what `Encoding.integers` are for a weight, given the same.
     """
 
     find: Callable[[Mapping[str, TensorRange], Mapping[str, Any]], dict[str, StoredTensor]]
-    bits: Callable[[Mapping[str, Any]], float | None]
-    integers: Callable[[Mapping[str, Any]], Integers | None] = lambda quantization: None
+    bits: Callable[[Mapping[str, Any], Sequence[str]], float | None]
+    integers: Callable[[Mapping[str, Any], Sequence[str]], Integers | None] = lambda quantization, modules: None
 
 
 # By quant_method.
 SCHEMES: dict[str, Method] = {
-    "fp8": Method(find_fp8, lambda quantization: 8.0),
-    "mxfp8": Method(find_fp8, lambda quantization: 8.25),
-    "mxfp4": Method(find_mxfp4, lambda quantization: 4.25),
-    "compressed-tensors": Method(find_compressed_tensors, expert_bits, expert_integers),
+    "fp8": Method(find_fp8, lambda quantization, modules: 8.0),
+    "mxfp8": Method(find_fp8, lambda quantization, modules: 8.25),
+    "mxfp4": Method(find_mxfp4, lambda quantization, modules: 4.25),
+    "compressed-tensors": Method(find_compressed_tensors, module_bits, module_integers),
     "awq": Method(find_awq, stated_bits, stated_integers),
     "gptq": Method(find_gptq, stated_bits, stated_integers),
     "auto-round": Method(find_auto_round, stated_bits, stated_integers),

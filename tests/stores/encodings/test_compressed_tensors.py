@@ -23,7 +23,7 @@ from packed_weights import (
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor
 from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
-from promoe.stores.encodings.compressed_tensors_schemes import expert_bits
+from promoe.stores.encodings.compressed_tensors_schemes import module_bits, module_integers
 from stores.encodings.ranges import decoded, ranges
 
 
@@ -181,9 +181,29 @@ class TestSeveralGroups:
         with pytest.raises(CheckpointError, match=r"'a.up' has weight_packed \[16, 16\] I32"):
             self.shape("a.up", ["re:b"], ["re:c"])
 
-    def test_bits_are_those_of_experts(self) -> None:
-        assert expert_bits(self.config(["Linear"], ["re:.*experts.*"])) == 8 + 16 / 16
-        assert expert_bits(self.config(["re:.*experts.*"], ["Linear"])) == 4 + 16 / 32
+    @pytest.mark.parametrize(
+        ("four", "eight", "bits"),
+        [
+            (["Linear"], ["re:.*experts.*"], 8 + 16 / 16),
+            (["re:.*experts.*"], ["Linear"], 4 + 16 / 32),
+            (["re:.*self_attn.*"], ["re:.*mlp.*"], 8 + 16 / 16),
+            (["re:.*self_attn.*"], [r"re:.*layers\.\d+\.mlp\..*\.(gate|up|down)_proj$"], 8 + 16 / 16),
+            (["re:.*self_attn.*"], ["a.mlp.experts.0.up_proj"], 8 + 16 / 16),
+            (["re:.*self_attn.*"], ["re:.*block_sparse_moe.experts.*"], 8 + 16 / 16),
+            (["re:.*self_attn.*"], ["re:.*shared.*"], None),
+        ],
+    )
+    def test_bits_are_those_of_the_module(self, four: list[str], eight: list[str], bits: float | None) -> None:
+        modules = ["layers.1.mlp.experts.0.up_proj", "a.mlp.experts.0.up_proj"]
+        config = self.config(four, eight)
+        assert module_bits(config, modules) == bits
+        assert module_bits({**config, "ignore": ["lm_head", "re:.*up_proj"]}, modules) is None
+        assert module_bits({**config, "ignore": ["lm_head", "re:.*down_proj"]}, modules) == bits
+
+    @pytest.mark.parametrize(("actorder", "kept"), [(None, True), ("weight", True), ("static", True), ("group", False)])
+    def test_an_order_of_activations_that_files_have(self, actorder: str | None, kept: bool) -> None:
+        config = compressed("pack-quantized", 4, 32, actorder=actorder)
+        assert (module_integers(config, ["a"]) is not None) == kept
 
 
 class TestRefused:
@@ -204,11 +224,11 @@ class TestRefused:
             ({"config_groups": {"group_0": {"targets": ["Linear"]}}}, "do not say how weights are quantised"),
             (
                 {"config_groups": {"group_0": {"targets": ["re:(a+)+b"], "weights": {"num_bits": 4}}}},
-                r"the pattern '\(a\+\)\+b' repeats too much",
+                r"the expression '\(a\+\)\+b', which repeats a group of characters",
             ),
             (
                 {"config_groups": {"group_0": {"targets": ["re:.*.*.*.*.*b"], "weights": {"num_bits": 4}}}},
-                "repeats too much",
+                r"characters 5 times, with little between, .* Write it more simply",
             ),
             (
                 {"config_groups": {"group_0": {"targets": ["re:("], "weights": {"num_bits": 4}}}},
@@ -225,7 +245,20 @@ class TestRefused:
         with pytest.raises(CheckpointError, match=what):
             find_compressed_tensors({}, config)
         with pytest.raises(CheckpointError, match=what):
-            expert_bits(config)
+            module_bits(config, ["layer"])
+
+    @pytest.mark.parametrize(
+        "pattern",
+        [
+            r".*layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj.*",
+            r".*model.*layers.*mlp.*experts.*proj.*",
+            r"model\.layers\.[0-9]+\.mlp\.experts\.[0-9]+\.\w+_proj\.?\w*",
+            r"\*\+literal",
+        ],
+    )
+    def test_expressions_that_are_soon_matched(self, pattern: str) -> None:
+        config = {"config_groups": {"group_0": {"targets": [f"re:{pattern}"], "weights": {"num_bits": 4}}}}
+        assert find_compressed_tensors({}, config) == {}
 
     def test_dense_parts_are_allowed(self) -> None:
         fields = {"sparsity_config": {"format": "dense"}, "transform_config": {}, "config_groups": 3}

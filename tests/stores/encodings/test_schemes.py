@@ -80,16 +80,16 @@ def test_other_tensors_stay_as_they_are() -> None:
         assert find_weights(plain, {"quant_method": method, "packing_format": "auto_round:awq"}) == plain
 
 
-@pytest.mark.parametrize("name", [name for name in FORMS if "actorder" not in name])
+@pytest.mark.parametrize("name", FORMS)
 def test_config_json_says_of_most_weights_what_they_are(name: str) -> None:
     form = FORMS[name]
     weight = find_weights(ranges(form.make(64, 96, torch.Generator())), form.config)["layer.weight"]
     assert isinstance(weight, EncodedTensor)
-    assert SCHEMES[form.config["quant_method"]].integers(form.config) == weight.encoding.integers
+    assert SCHEMES[form.config["quant_method"]].integers(form.config, ["layer"]) == weight.encoding.integers
 
 
 def test_bits_per_weight() -> None:
-    bits = {name: SCHEMES[form.config["quant_method"]].bits(form.config) for name, form in FORMS.items()}
+    bits = {name: SCHEMES[form.config["quant_method"]].bits(form.config, ["layer"]) for name, form in FORMS.items()}
     assert bits["AWQ gemm"] == 4 + 20 / 32
     assert bits["GPTQ 8 bits"] == 8 + 24 / 32
     assert bits["W4A16 in groups"] == 4.5
@@ -97,4 +97,4 @@ def test_bits_per_weight() -> None:
     assert bits["W4A16 by channel"] == 4
     assert bits["W8A8 by channel"] == bits["FP8 by channel"] == 8
     assert SCHEMES["gptq"].bits({"bits": "four"}) is None
-    assert SCHEMES["compressed-tensors"].bits({}) is None
+    assert SCHEMES["compressed-tensors"].bits({}, ["layer"]) is None
