@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 from promoe.errors import UnsupportedModelError
-from promoe.experts.kernels.formats import Formats, SlotFormat, formats_of
+from promoe.experts.kernels.formats import Formats, SlotFormat, formats_of, matrices
+from promoe.experts.kernels.int4 import GROUPS, Int4Format
 from promoe.experts.kernels.quantized import Quantized
 from promoe.experts.moe_layers import MoELayer
 from promoe.model.file_tensors import Progress
@@ -107,12 +108,28 @@ def quantizable(layers: Sequence[MoELayer], slot_format: SlotFormat) -> Formats:
     """
     formats = formats_of(layers, slot_format)
     if not any(formats.values()):
+        _check_group(layers, slot_format)
         raise UnsupportedModelError(
             f"No expert of this model can be kept in {slot_format.name}. That needs matrices in bfloat16 "
             "(dtype=torch.bfloat16, --dtype bfloat16) whose sizes are multiples of 64 and of the group, and experts that "
             f"Transformers' own kernels compute. Found {properties(layers)}. Run the model with its experts as they are."
         )
     return formats
+
+
+def _check_group(layers: Sequence[MoELayer], slot_format: SlotFormat) -> None:
+    """Raise UnsupportedModelError if another size of groups would do."""
+    if not isinstance(slot_format, Int4Format):
+        return
+    fitting = [group for group in GROUPS if any(formats_of(layers, Int4Format(slot_format.bits, group)).values())]
+    if fitting:
+        every = {spec.shape[0 if transposed else 1] for layer in layers for spec, transposed in matrices(layer)}
+        inputs = sorted(size for size in every if size % slot_format.group)
+        raise UnsupportedModelError(
+            f"No matrix of an expert of this model has inputs in groups of {slot_format.group}: they have "
+            f"{' or '.join(map(str, inputs))} inputs, which is no multiple of {slot_format.group}. Groups of "
+            f"{' or '.join(map(str, fitting))} fit (--group)."
+        )
 
 
 def _warn_twice(layers: Sequence[MoELayer], store: FileStore) -> None:

@@ -58,8 +58,8 @@ def decoded(tensors: dict[str, TensorRange], config: Any, seed: int) -> list[tor
     if taken is None:
         return []
     method = SCHEMES[taken["quant_method"]]
-    method.bits(taken)
-    method.integers(taken)
+    method.bits(taken, ["layer"])
+    method.integers(taken, ["layer"])
     generator = torch.Generator().manual_seed(seed)
     weights = []
     for weight in find_weights(tensors, taken).values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from promoe.experts.kernels.int4 import Int4, Int4Format
 from promoe.experts.moe_layers import find_moe_layers
 from promoe.model import slot_folders
 from promoe.model.opening import open_headers
-from promoe.model.quantizing import Quantization, write_quantized
+from promoe.model.quantizing import Quantization, quantizable, write_quantized
 from promoe.model.slot_index import INDEX
 from promoe.stores.slot_files import SLOTS
 
@@ -229,6 +230,19 @@ def test_what_cannot_be_quantised_is_refused(tmp_path: Path) -> None:
     model.promoe.close()
     with pytest.raises(ConfigError, match="of another model, or another dtype"):
         promoe.from_pretrained(tmp_path, experts=tmp_path / "out", cache="30%")
+
+
+def test_a_group_that_no_matrix_fits_is_named(tmp_path: Path) -> None:
+    build("qwen3_moe", dtype=torch.bfloat16, hidden=192, intermediate=192).save_pretrained(tmp_path)
+    opened = open_headers(tmp_path)
+    with closing(opened.store):
+        for group in (32, 64):
+            assert all(quantizable(opened.layers, Int4Format(4, group)).values())
+        with pytest.raises(
+            UnsupportedModelError,
+            match=r"they have 192 inputs, which is no multiple of 128\. Groups of 32 or 64 fit \(--group\)",
+        ):
+            quantizable(opened.layers, Int4Format(4, 128))
 
 
 def test_nan_in_an_expert_is_refused(folder: Path, tmp_path: Path) -> None:

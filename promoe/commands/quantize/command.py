@@ -47,7 +47,8 @@ def run_quantize(options: Options, out: TextIO | None = None) -> None:
     for line in _errors(done):
         print(line, file=out)
     if done.plain:
-        print(f"Left in 16 bits, because their sizes are not multiples of 64: {', '.join(done.plain)}.", file=out)
+        sizes = "of 64" if options.bits == 8 else f"of 64, or their inputs not of the group of {options.group}"
+        print(f"Left in 16 bits, because their sizes are not multiples {sizes}: {', '.join(done.plain)}.", file=out)
     chosen = options.form if options.out is None else str(folder)
     print(
         f"Use them: promoe run {options.model} --experts {chosen}, or promoe.from_pretrained({options.model!r}, "

@@ -165,21 +165,21 @@ class Int4Format:
 
     def __init__(self, bits: int, group: int = DEFAULT_GROUP) -> None:
         self.name = f"int{bits}"
-        self._bits = bits
-        self._group = group
+        self.bits = bits
+        self.group = group
 
     def of(self, matrix: TensorSpec, transposed: bool) -> Int4 | None:
         """Return the format of such matrices on this machine; None: they have to stay plain."""
         if not Int4.can_hold(matrix.shape, matrix.dtype):
             return None
         rows, columns = matrix.shape
-        made = Int4((rows, columns), transposed, None, self._bits, self._group, kernel_block() or BLOCKS[0])
+        made = Int4((rows, columns), transposed, None, self.bits, self.group, kernel_block() or BLOCKS[0])
         return replace(made, dense_from=dense_from(made)) if made.is_known else None
 
     def read(self, matrix: TensorSpec, transposed: bool, signature: str) -> Int4 | None:
         """Return the format with this signature, of any processor; None: there is none for such matrices."""
         found = Int4.from_signature(signature, matrix.shape, transposed)
-        return found if isinstance(found, Int4) and found.bits == self._bits else None
+        return found if isinstance(found, Int4) and found.bits == self.bits else None
 
 
 @cache
