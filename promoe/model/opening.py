@@ -40,6 +40,7 @@ from promoe.model.opening_checks import (
     check_adapter,
     check_arguments,
     check_checkpoint,
+    check_decoded,
     check_missing,
     check_shapes,
     opening_error,
@@ -270,6 +271,7 @@ class _Opening:
             conversions = copy.deepcopy(load_config.weight_mapping or [])
             tensors = find_weights(files.tensors, self.quantization) if self.gguf is None else self.gguf.weights()
             plan = plan_experts(banks, tensors, conversions, names, model.base_model_prefix, self.chunk_bytes)
+            check_decoded(model, plan, tensors)
             if self.gguf is not None:
                 self.gguf.check_used(plan.unused_tensors, model.config)
         except BaseException:

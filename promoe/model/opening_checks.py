@@ -16,7 +16,9 @@ import torch
 from promoe.errors import CheckpointError, ConfigError, PromoeError, UnsupportedModelError, shown
 from promoe.model.hub import base_of
 from promoe.stores.base import check_chunk_bytes
-from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES
+from promoe.stores.checkpoint_plan import CONVERTIBLE_DTYPES, CheckpointPlan
+from promoe.stores.encodings.base import StoredTensor
+from promoe.stores.encodings.companions import check_companions, undecoded
 from promoe.stores.encodings.refused import refusal
 from promoe.stores.encodings.schemes import SCHEMES
 from promoe.stores.tensor_files import check_files, locate_files, remedy
@@ -155,6 +157,21 @@ def take_quantization(path_or_id: Any, config: Any) -> Mapping[str, Any] | None:
         found = found or {**fields, "quant_method": method}
         del owner.quantization_config
     return found
+
+
+def check_decoded(model: PreTrainedModel, plan: CheckpointPlan, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise CheckpointError if a weight other than an expert's would be loaded as its codes, or without all of its parts.
+
+    Args:
+        model: the model on the meta device.
+        plan: of the checkpoint.
+        tensors: all tensors of the checkpoint, by the names that they would have in 16 bits.
+    """
+    parameters = model.state_dict()
+    for name, tensor in plan.not_floats.items():
+        if name in parameters and parameters[name].is_floating_point():
+            raise undecoded(tensor, tensors, f"{name} {list(parameters[name].shape)} {parameters[name].dtype}")
+    check_companions(tensors, plan.unused_tensors)
 
 
 def check_shapes(loading: Any, ignored: bool) -> None:

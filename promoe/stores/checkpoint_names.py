@@ -114,6 +114,12 @@ class CheckpointNames:
             if parameter in self._known and list(by_pattern) == [None] and len(tensors := by_pattern[None]) == 1
         }
 
+    def of_parameters(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield each parameter with each tensor that it comes from."""
+        for parameter, by_pattern in self._by_parameter.items():
+            if parameter in self._known:
+                yield from ((parameter, tensor) for tensors in by_pattern.values() for tensor in tensors)
+
     def unused(self) -> Iterator[str]:
         """Yield the names of tensors that become no parameter, such as those of layers for multi-token prediction."""
         for parameter, by_pattern in self._by_parameter.items():

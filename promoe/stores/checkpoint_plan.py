@@ -17,6 +17,7 @@ from promoe.errors import CheckpointError
 from promoe.stores.base import ChunkPart
 from promoe.stores.checkpoint_names import BankSources, BankSpec, CheckpointNames
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.encodings.companions import undecoded
 from promoe.stores.expert_conversion import ConversionSource, Decoding, ExpertConversion
 from promoe.stores.layer_plan import ComputedPiece, LayerPlan, Piece, SourceRange
 from promoe.stores.layout import CACHE_LINE_BYTES, ExpertLayout, round_up
@@ -37,12 +38,15 @@ class CheckpointPlan:
         expert_tensors: the names of the checkpoint's tensors that hold experts.
         unused_tensors: the names of those that hold no part of the model.
         as_they_are: the other tensors that become a parameter without any change, by the parameter's name.
+        not_floats: the other tensors in dtypes that are not those of weights in 16 bits or more, by the parameter that each
+            is a part of.
     """
 
     layers: tuple[LayerPlan, ...]
     expert_tensors: frozenset[str] = frozenset()
     unused_tensors: frozenset[str] = frozenset()
     as_they_are: Mapping[str, StoredTensor] = field(default_factory=dict)
+    not_floats: Mapping[str, TensorRange] = field(default_factory=dict)
 
 
 def plan_experts(
@@ -80,7 +84,12 @@ def plan_experts(
             expert_tensors.update(found.names(bank))
         plans.append(LayerPlan(layout, banks[0].num_experts, tuple(pieces), chunk_bytes))
     as_they_are = {name: one for name, one in found.as_they_are().items() if one.name not in expert_tensors}
-    return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()), as_they_are)
+    not_floats = {
+        name: one
+        for name, one in found.of_parameters()
+        if isinstance(one, TensorRange) and one.dtype not in CONVERTIBLE_DTYPES and one.name not in expert_tensors
+    }
+    return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()), as_they_are, not_floats)
 
 
 def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece | ComputedPiece]:
@@ -91,7 +100,7 @@ def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int)
     origin = found.sources(bank)
     per_expert = origin.are_per_expert
     if per_expert is None:
-        return [_computed(origin, slot_offset_bytes)]
+        return [_computed(origin, slot_offset_bytes, found)]
     pieces: list[Piece | ComputedPiece] = []
     for tensors, part_shape in zip(origin.tensors, _part_shapes(origin, per_expert), strict=True):
         # A stack may have rows, and the files may have tensors, that belong to no expert: they come last.
@@ -101,7 +110,7 @@ def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int)
             _check_numbers(bank, tensors)
         expected_shape = part_shape if per_expert else _stacked_shape(bank, part_shape)
         for tensor in tensors:
-            _check_dtype(bank, tensor)
+            _check_dtype(bank, tensor, found)
             if tensor.shape != expected_shape:
                 raise CheckpointError(_wrong_shape(bank, tensor, expected_shape))
         of_experts = tensors[: bank.num_experts] if per_expert else tensors
@@ -149,7 +158,7 @@ def _encoding(bank: BankSpec, tensors: Sequence[StoredTensor]) -> Encoding:
     return found
 
 
-def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
+def _computed(origin: BankSources, slot_offset_bytes: int, found: CheckpointNames) -> ComputedPiece:
     """Return the piece of a tensor that has to be computed.
 
     A source has a tensor per expert if its pattern says so (`*`), or all experts stacked.
@@ -158,6 +167,8 @@ def _computed(origin: BankSources, slot_offset_bytes: int) -> ComputedPiece:
     present = [(pattern, tensors) for pattern, tensors in zip(origin.patterns, origin.tensors, strict=True) if tensors]
     stacked = ["*" not in pattern for pattern, _ in present]
     for is_stacked, (_, tensors) in zip(stacked, present, strict=True):
+        for tensor in tensors:
+            _check_dtype(bank, tensor, found)
         if not is_stacked and len(tensors) != bank.num_experts:
             raise CheckpointError(_wrong_count(bank, tensors))
         if not is_stacked:
@@ -238,7 +249,7 @@ def _own_tensor(bank: BankSpec, parameter: str, found: CheckpointNames) -> Store
             "model.save_pretrained(folder, save_original_format=False), and open that folder."
         )
     (tensor,) = lists[0]
-    _check_dtype(bank, tensor)
+    _check_dtype(bank, tensor, found)
     if tensor.shape != bank.row_shape:
         raise CheckpointError(_wrong_shape(bank, tensor, bank.row_shape))
     return tensor
@@ -268,18 +279,15 @@ def _source(tensor: TensorRange, first_element: int = 0) -> SourceRange:
     return SourceRange(tensor.file_idx, tensor.offset_bytes + first_element * dtype.itemsize, dtype)
 
 
-def _check_dtype(bank: BankSpec, tensor: StoredTensor) -> None:
+def _check_dtype(bank: BankSpec, tensor: StoredTensor, found: CheckpointNames) -> None:
     known = bank.dtype in CONVERTIBLE_DTYPES
-    if isinstance(tensor, EncodedTensor) and known:
-        return
-    if isinstance(tensor, TensorRange) and (
-        tensor.dtype == bank.dtype or (tensor.dtype in CONVERTIBLE_DTYPES and known)
-    ):
-        return
-    raise CheckpointError(
-        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}, but {bank} was expected. The checkpoint is "
-        "quantised in a way that cannot be read: open another one of the model, or an unquantised (BF16, F16 or F32) one."
-    )
+    if isinstance(tensor, EncodedTensor):
+        if not known:
+            raise CheckpointError(
+                f"The checkpoint's {tensor.name!r} is in {tensor.dtype_name}, which cannot become {bank}."
+            )
+    elif tensor.dtype != bank.dtype and not (tensor.dtype in CONVERTIBLE_DTYPES and known):
+        raise undecoded(tensor, found.tensors, str(bank))
 
 
 def _wrong_shape(bank: BankSpec, tensor: StoredTensor, expected: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class TensorRange:
     shape: tuple[int, ...]
     dtype_name: str
     """The dtype's name in the file, for example "BF16"; may be a format that torch does not have."""
+    file_name: str = field(default="", compare=False, repr=False)
+    """The file's name, for messages."""
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -98,7 +100,7 @@ def read_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> dict[str
         raise damaged(f"its header is not a JSON object ({type(error).__name__}: {error})") from error
     tensors: dict[str, TensorRange] = {}
     for name, entry in entries.items():
-        tensor = _tensor_range(name, entry, file_idx, first_byte)
+        tensor = _tensor_range(name, entry, file_idx, first_byte, path.name)
         if tensor is None:
             raise damaged(f"the header's entry for {name[:200]!r} is {str(entry)[:120]}")
         tensors[name] = tensor
@@ -124,7 +126,7 @@ def _layout_fault(tensors: Iterable[TensorRange], first_byte: int) -> str | None
     return None
 
 
-def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int) -> TensorRange | None:
+def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int, file_name: str) -> TensorRange | None:
     """Return the tensor of a header entry; None if the entry is invalid or contradicts itself."""
     if not isinstance(entry, dict):
         return None
@@ -144,4 +146,4 @@ def _tensor_range(name: str, entry: Any, file_idx: int, first_byte: int) -> Tens
         return None
     if dtype is not None and stop - start != math.prod(shape) * itemsize:
         return None
-    return TensorRange(name, file_idx, first_byte + start, stop - start, tuple(shape), dtype_name)
+    return TensorRange(name, file_idx, first_byte + start, stop - start, tuple(shape), dtype_name, file_name)

@@ -144,3 +144,23 @@ def test_parts_that_do_not_add_up() -> None:
     operations: list[ConversionOps] = [MergeModulelist(dim=0), Concatenate(dim=1)]
     with pytest.raises(CheckpointError, match=r"'.*0.gate' has shape \[12, 16\], but \[16, 16\] was expected"):
         plan(tensors, [converter(["experts.*.gate", "experts.*.up"], operations)])
+
+
+@pytest.mark.parametrize("dtype_name", ["F8_E4M3", "I8", "U8", "I32", "F4"])
+def test_codes_are_not_taken_for_weights_where_experts_are_computed(dtype_name: str) -> None:
+    """As in Inkling: rows are interleaved. In 16 bits the same tensors are read."""
+    operations = [Interleave(dim=1)]
+    tensors = in_files({f"{EXPERTS}.w13_weight": (4, 32, 16), f"{EXPERTS}.w13_weight_scale": (4, 1, 1)})
+    assert plan(tensors, [converter(["experts.w13_weight$"], operations)]).layers
+    tensors = in_files({f"{EXPERTS}.w13_weight": (4, 32, 16), f"{EXPERTS}.w13_weight_scale": (4, 1, 1)}, dtype_name)
+    with pytest.raises(
+        CheckpointError, match=rf"'{EXPERTS}.w13_weight' has dtype {dtype_name}.*w13_weight_scale \[4, 1, 1\]"
+    ):
+        plan(tensors, [converter(["experts.w13_weight$"], operations)])
+
+
+def test_other_tensors_that_are_no_floats_are_known_by_their_parameter() -> None:
+    tensors = in_files({f"{EXPERTS}.gate_up_proj": (4, 32, 16)}) | in_files(
+        {"lm_head.weight": (9, 2), "x": (2,)}, "F8_E4M3"
+    )
+    assert plan(tensors, []).not_floats == {"lm_head.weight": tensors["lm_head.weight"]}

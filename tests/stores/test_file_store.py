@@ -203,7 +203,9 @@ class TestMismatches:
     def test_quantised_dtype(self, folder: Path, model: PreTrainedModel) -> None:
         name = "model.layers.0.mlp.experts.2.gate_proj.weight"
         rewrite(shards(folder)[0], lambda t: t.update({name: t[name].to(torch.float8_e4m3fn)}))
-        self.refused(folder, model, f"'{name}' has dtype F8_E4M3, but .*gate_up_proj .*torch.float32 was expected")
+        self.refused(
+            folder, model, f"'{name}' has dtype F8_E4M3 in .*, but .*gate_up_proj .*torch.float32 was expected"
+        )
 
     def test_other_tensors_in_place_of_the_experts(self, tmp_path: Path) -> None:
         def quantise(tensors: dict[str, torch.Tensor]) -> None:

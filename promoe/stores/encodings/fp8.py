@@ -7,7 +7,7 @@ ends: DeepSeek-V3 has 576 rows in blocks of 128.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,16 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.encodings.companions import WHAT_TO_DO, described
 from promoe.stores.encodings.slices import codes_of, values_of
 from promoe.stores.encodings.small_floats import E2M1, E4M3, E5M2
 from promoe.stores.safetensors_header import TensorRange
 
+# How the scales of X or X.weight are named: the first one by most checkpoints, the others by DeepSeek-V4 and Mistral.
 SCALE = "_scale_inv"
+_OTHER_NAMES = (".scale", ".qscale_weight")
+_WEIGHT_DTYPES = ("F8_E4M3", "F8_E5M2", "I8", "U8")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _KINDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.uint8: E2M1, torch.int8: E2M1}
 _LARGEST_SCALE = 2.0**112
@@ -122,47 +127,76 @@ def find_fp8(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
     """Return the tensors of a checkpoint, with each weight and its scales as one.
 
     Raises:
-        CheckpointError: a weight is not divisible into as many blocks as it has scales.
+        CheckpointError: a weight has other scales than its shape and the size of blocks say.
     """
     found: dict[str, StoredTensor] = dict(tensors)
-    size = quantization.get("weight_block_size")
-    blocks = [tuple(size)] if isinstance(size, list | tuple) else []
-    for name in tensors:
-        weight = tensors.get(name.removesuffix(SCALE))
-        if name.endswith(SCALE) and weight is not None:
-            found[weight.name] = _weight(weight, tensors[name], blocks)
-            del found[name]
+    blocks = _blocks(quantization.get("weight_block_size"))
+    for name, scales in tensors.items():
+        weight = tensors.get(_weight_of(name))
+        if weight is None or (not name.endswith(SCALE) and weight.dtype_name not in _WEIGHT_DTYPES):
+            continue
+        other = found[weight.name]
+        if isinstance(other, EncodedTensor):
+            raise CheckpointError(
+                f"The checkpoint's {weight.name!r} has scales twice: {described((*other.parts[1:], scales))}. Remove the files "
+                "of one of them from the folder."
+            )
+        found[weight.name] = _weight(weight, scales, blocks)
+        del found[name]
     return found
 
 
-def fp8_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: Iterable[Sequence[Any]]) -> Fp8 | None:
-    """Return the encoding of a weight by the shapes of both; None: the weight is not divisible so.
+def _weight_of(scales: str) -> str:
+    """Return the name of the weight that scales with this name belong to; empty: it is no name of scales."""
+    if scales.endswith(SCALE):
+        return scales.removesuffix(SCALE)
+    return next((scales.removesuffix(name) + ".weight" for name in _OTHER_NAMES if scales.endswith(name)), "")
+
+
+def _blocks(size: Any) -> list[tuple[int, int]]:
+    """Return the size of blocks that config.json states, as the only one; empty: it states none."""
+    is_size = isinstance(size, list | tuple) and len(size) == 2 and all(type(one) is int and one > 0 for one in size)
+    return [(size[0], size[1])] if is_size else []
+
+
+def fp8_of(shape: tuple[int, ...], scales: tuple[int, ...], blocks: Sequence[tuple[int, int]]) -> Fp8 | None:
+    """Return the encoding of a weight by the shapes of both; None: they do not belong together.
 
     Args:
-        shape: of the weight.
-        scales: their shape.
-        blocks: the sizes of blocks that config.json states. Others are used if they are alike.
+        shape: of the weight, or of a stack of weights.
+        scales: their shape: `[rows of blocks, columns of blocks]` for each weight, or one number for each.
+        blocks: the sizes that a block may have. If there is none, blocks must be alike, and square, in one row, or the
+            whole weight: scales that belong to another weight, or are transposed, seldom are.
     """
-    counts = scales[-2:] if len(scales) >= 2 else (1, 1)
-    if len(shape) < 2 or 0 in (*shape, *counts):
+    stack = shape[:-2]
+    counts = scales[len(stack) :]
+    if not 2 <= len(shape) <= 3 or 0 in (*shape, *scales) or scales[: len(stack)] != stack:
+        return None
+    counts = (1, 1) if counts in ((), (1,)) else counts
+    if len(counts) != 2:
         return None
     for block in blocks:
-        if len(shape) == len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-            sizes = list(zip(shape, block, counts, strict=True))
-            if all(-(-size // part) == count for size, part, count in sizes):
-                is_cut = any(size % part and size > part for size, part, _ in sizes)
-                return Fp8((block[0], block[1])) if is_cut else Fp8()
-    return Fp8() if all(size % count == 0 for size, count in zip(shape[-2:], counts, strict=True)) else None
+        sizes = list(zip(shape[-2:], block, counts, strict=True))
+        if all(-(-size // part) == count for size, part, count in sizes):
+            is_cut = any(size % part and size > part for size, part, _ in sizes)
+            return Fp8(block) if is_cut else Fp8()
+    if blocks or shape[-2] % counts[0] or shape[-1] % counts[1]:
+        return None
+    rows, columns = shape[-2] // counts[0], shape[-1] // counts[1]
+    return Fp8() if rows == columns or rows == 1 or counts == (1, 1) else None
 
 
-def _weight(weight: TensorRange, scales: TensorRange, blocks: Iterable[Sequence[Any]]) -> EncodedTensor:
-    shape = weight.shape
-    if len(shape) >= 2 and weight.dtype in (torch.int8, torch.uint8):
+def _weight(weight: TensorRange, scales: TensorRange, blocks: Sequence[tuple[int, int]]) -> EncodedTensor:
+    shape, is_fp4 = weight.shape, weight.dtype_name in ("I8", "U8")
+    if is_fp4 and shape:
         shape, blocks = (*shape[:-1], 2 * shape[-1]), ()
     encoding = fp8_of(shape, scales.shape, blocks)
-    if encoding is None or scales.dtype is None:
+    if weight.dtype_name not in _WEIGHT_DTYPES or scales.dtype_name not in _SCALE_DTYPES or encoding is None:
+        size = f"blocks of {' x '.join(map(str, blocks[0]))}" if blocks else "blocks"
         raise CheckpointError(
-            f"The checkpoint's {weight.name!r} has shape {list(shape)}, which is not divisible into the blocks of its "
-            f"{list(scales.shape)} scales ({scales.dtype_name}). The checkpoint is damaged, or in another format."
+            f"The checkpoint's {weight.name!r} ({weight.dtype_name}, in {weight.file_name}) has shape {list(shape)}, which is "
+            f"not divisible into the {size} of its {list(scales.shape)} scales ({scales.dtype_name}, {scales.name!r}), or one "
+            f"of their dtypes is not expected: {', '.join(_WEIGHT_DTYPES)} with scales in {', '.join(_SCALE_DTYPES)} are. "
+            f"{WHAT_TO_DO}"
         )
     return EncodedTensor(weight.name, shape, (weight, scales), encoding)

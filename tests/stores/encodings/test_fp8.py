@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +21,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4 = (torch.int8, torch.uint8)
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 NAN_CODES = (0x7F, 0xFF)
+SCALE_NAME = "weight_scale_inv"
 # Scales around which shortcuts could go wrong: the product is subnormal, or infinite, or the scale itself is.
 EXTREMES = (0.0, -0.0, -0.3, 1e-42, 1e-38, -3e-36, 2.0**111, 2.0**112, 2.0**119, 2.0**127, 3e38)
 NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
@@ -145,9 +147,7 @@ class TestBlocksThatAreCutOff:
         grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
         assert torch.equal(out, (codes.float() * grid).bfloat16())
 
-    @pytest.mark.parametrize(
-        ("shape", "counts"), [((256, 128), (2, 1)), ((64, 32), (1, 1)), ((256, 256), (256, 8)), ((256, 256), (1,))]
-    )
+    @pytest.mark.parametrize(("shape", "counts"), [((256, 128), (2, 1)), ((64, 32), (1, 1)), ((256, 384), (2, 3))])
     def test_others_are_alike(self, shape: tuple[int, int], counts: tuple[int, ...]) -> None:
         assert self.the_weight(shape, counts).encoding == Fp8()
 
@@ -157,3 +157,85 @@ class TestBlocksThatAreCutOff:
             CheckpointError, match=r"\[576, 256\], which is not divisible into the blocks of its \[5, 2\]"
         ):
             self.the_weight((576, 256), (5, 2), {"weight_block_size": size})
+
+
+class TestScalesThatDoNotFit:
+    """Their number and dtype are those of the format, or the weight is refused: with other ones it would be wrong."""
+
+    def found(
+        self, shape: tuple[int, ...], scales: torch.Tensor, dtype: torch.dtype = FP8[0], size: Any = None, **names: str
+    ) -> Any:
+        parts = {names.get("weight", "weight"): torch.zeros(shape).to(dtype), names.get("scale", SCALE_NAME): scales}
+        return find_fp8(ranges(parts), {"weight_block_size": size})
+
+    @pytest.mark.parametrize(
+        ("shape", "counts", "size"),
+        [
+            *(
+                ((256, 256), counts, [128, 128])
+                for counts in ((), (1,), (2,), (1, 1), (2, 1), (4, 4), (256, 8), (2, 2, 1))
+            ),
+            ((512, 256), (2, 4), [128, 128]),  # transposed
+            ((512, 256), (2, 4), None),
+            ((256, 256), (1, 256), None),
+            ((256, 256), (256,), None),
+            ((256, 256), (0, 2), None),
+            ((4, 256, 256), (4, 2, 1), [128, 128]),
+            *(((4, 256, 256), counts, [128, 128]) for counts in ((3, 2, 2), (2, 2), (8, 2), (2, 2, 4))),
+            *(((4, 256, 256), counts, None) for counts in ((), (1,), (3,), (2, 2), (1, 1), (3, 1, 1))),
+            ((256,), (2,), None),
+            ((2, 2, 64, 64), (2, 2, 1, 1), None),
+        ],
+    )
+    def test_shape(self, shape: tuple[int, ...], counts: tuple[int, ...], size: Any) -> None:
+        named = (
+            rf"'layer.weight' \(F8_E4M3.*has shape {re.escape(str(list(shape)))}.*{re.escape(str(list(counts)))} scales"
+        )
+        with pytest.raises(CheckpointError, match=named):
+            self.found(shape, torch.ones(counts), size=size)
+
+    @pytest.mark.parametrize("scale", [torch.int32, torch.int64, torch.int8, torch.bool, torch.float64, *FP8], ids=str)
+    def test_dtype(self, scale: torch.dtype) -> None:
+        with pytest.raises(CheckpointError, match=r"one of their dtypes is not expected.*scales in F32"):
+            self.found((64, 64), torch.ones((2, 2)).to(scale))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int32], ids=str)
+    def test_weight_that_is_not_fp8(self, dtype: torch.dtype) -> None:
+        """It may have been decoded before, and the scales left where they were."""
+        with pytest.raises(CheckpointError, match=r"one of their dtypes is not expected: F8_E4M3"):
+            self.found((64, 64), torch.ones((2, 2)), dtype)
+
+    @pytest.mark.parametrize(
+        ("shape", "counts", "size", "block"),
+        [
+            ((4, 256, 256), (4, 2, 2), [128, 128], None),
+            ((4, 200, 256), (4, 2, 2), [128, 128], (128, 128)),
+            ((4, 256, 256), (4,), None, None),
+            ((4, 256, 256), (4, 1), None, None),
+            ((4, 256, 256), (4, 1, 1), None, None),
+            ((256, 256), (256, 1), None, None),
+            ((256, 256), (256, 8), None, None),
+            ((256, 128), (4, 2), None, None),
+        ],
+    )
+    def test_shapes_that_fit(
+        self, shape: tuple[int, ...], counts: tuple[int, ...], size: Any, block: tuple[int, int] | None
+    ) -> None:
+        (weight,) = self.found(shape, torch.ones(counts), size=size).values()
+        assert weight.encoding == Fp8(block)
+
+    @pytest.mark.parametrize("name", ["scale", "qscale_weight"])
+    def test_other_names_that_transformers_reads(self, name: str) -> None:
+        (weight,) = self.found((64, 64), torch.ones((2, 2)), scale=name).values()
+        assert [part.name for part in weight.parts] == ["layer.weight", f"layer.{name}"]
+        norm = ranges({"weight": torch.zeros(64), "scale": torch.zeros(64)})
+        assert find_fp8(norm, {}) == norm
+
+    def test_two_sets_of_scales(self) -> None:
+        parts = {
+            "weight": torch.zeros((64, 64)).to(FP8[0]),
+            SCALE_NAME: torch.ones((2, 2)),
+            "scale": torch.ones((2, 2)),
+        }
+        with pytest.raises(CheckpointError, match=r"has scales twice: layer.weight_scale_inv .*layer.scale"):
+            find_fp8(ranges(parts), {})
