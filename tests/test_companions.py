@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantised_checkpoints import write_fp8, write_mxfp8
+from packed_weights import FORMS
+from quantised_checkpoints import write_fp8, write_mxfp8, write_packed
 from safetensors.torch import load_file, save_file
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
 
@@ -28,12 +29,16 @@ LAYERS = {
     "experts": "model.layers.0.mlp.experts.1.gate_proj",
     "attention": "model.layers.1.self_attn.q_proj",
 }
-WRITERS: dict[str, Callable[[Path], Path]] = {"fp8": write_fp8, "mxfp8": write_mxfp8}
+WRITERS: dict[str, Callable[[Path], Path]] = {
+    "fp8": write_fp8,
+    "mxfp8": write_mxfp8,
+    **{name: lambda folder, form=form: write_packed(folder, form)[0] for name, form in FORMS.items()},  # type: ignore[misc]
+}
 # Names of the tensors of a module that a weight in fewer bits is decoded from.
 PARTS = ("weight", "weight_packed", "weight_scale_inv", "weight_scale", "weight_zero_point", "weight_g_idx")
 PARTS += ("qweight", "qzeros", "scales", "g_idx")
 # What a format can do without, because the tensors tell as much without it.
-OPTIONAL: dict[str, tuple[str, ...]] = {}
+OPTIONAL = dict.fromkeys(("GPTQ 4 bits", "GPTQ 8 bits", "GPTQ 2 bits", "AutoRound auto_gptq"), ("g_idx",))
 
 
 @pytest.fixture(scope="module", params=WRITERS)

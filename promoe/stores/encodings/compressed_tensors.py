@@ -23,7 +23,7 @@ import torch
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
-from promoe.stores.encodings.compressed_tensors_schemes import Scheme, schemes_of, unreadable
+from promoe.stores.encodings.compressed_tensors_schemes import Scheme, of_module, schemes_of, unreadable
 from promoe.stores.encodings.fp8 import fp8_of
 from promoe.stores.encodings.packed_integers import (
     SCALE_DTYPES,
@@ -39,9 +39,14 @@ from promoe.stores.encodings.packed_integers import (
 from promoe.stores.safetensors_header import TensorRange
 
 PACKED, WEIGHT, SCALE, ZEROS, ORDER = "weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_g_idx"
-_OF_NVFP4 = "weight_global_scale"
+_OF_NVFP4, SHAPE = "weight_global_scale", "weight_shape"
 # What else modules have: the shape, which the other tensors have too, and what is of activations.
-_LEFT_OUT = ("weight_shape", *(f"{what}_{name}" for what in ("input", "output") for name in ("scale", "zero_point")))
+_LEFT_OUT = (SHAPE, *(f"{what}_{name}" for what in ("input", "output") for name in ("scale", "zero_point")))
+_EXPECTED = (
+    "expected are weight_packed I32 or U8, or weight I8 or F8_E4M3, a weight_scale, and if the scheme is not symmetric a "
+    "weight_zero_point (with actorder group: a weight_g_idx), of shapes that belong together, as config_groups in config.json "
+    "say"
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,11 @@ def find_compressed_tensors(
     weights = []
     left_out: set[str] = set()
     for module, parts in quantised.items():
+        if (shape := parts.get(SHAPE)) is not None and (shape.shape, shape.dtype_name) not in (
+            ((2,), "I64"),
+            ((2,), "I32"),
+        ):
+            raise wrong_parts(module, parts, _EXPECTED)
         left_out.update(parts.pop(name).name for name in _LEFT_OUT if name in parts)
         weights.append(_weight(module, parts, schemes))
     kept = {name: tensor for name, tensor in tensors.items() if name not in left_out}
@@ -135,13 +145,7 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     if _OF_NVFP4 in parts:
         raise unreadable("nvfp4-pack-quantized")
     values, scales = parts.get(PACKED) or parts.get(WEIGHT), parts.get(SCALE)
-    wrong = partial(
-        wrong_parts,
-        module,
-        parts,
-        "expected are weight_packed I32 or U8, or weight I8 or F8_E4M3, a weight_scale, and if the scheme is not symmetric a "
-        "weight_zero_point, of shapes that belong together",
-    )
+    wrong = partial(wrong_parts, module, parts, _EXPECTED)
     if values is None or scales is None or len(values.shape) != 2 or (PACKED in parts and WEIGHT in parts):
         raise wrong()
     if any(0 in part.shape for part in parts.values()):
@@ -165,6 +169,9 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     packed_zeros = ((-(-outputs * bits // 32), groups), "I32") if is_packed else None
     if zeros is not None and (zeros.shape, zeros.dtype_name) not in ((scales.shape, "I8"), packed_zeros):
         raise wrong()
+    stated = [scheme for scheme in schemes if not is_packed or scheme.shape(columns, groups) == (bits, inputs)]
+    if schemes and not _are_stated(module, parts, stated, (outputs, inputs)):
+        raise wrong()
     # Words may have more codes than there are inputs. Then the group says how many there are.
     group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
     in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
@@ -175,15 +182,26 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     return EncodedTensor(f"{module}.{WEIGHT}", (outputs, inputs), in_file, encoding)
 
 
+def _are_stated(
+    module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Scheme], shape: tuple[int, int]
+) -> bool:
+    """Return whether a scheme of the module says that a weight of this shape has such scales, and these other parts."""
+    fitting = [scheme for scheme in schemes if scheme.is_integer and scheme.has_scales(parts[SCALE].shape, *shape)]
+    return any(
+        (scheme.is_symmetric or ZEROS in parts)
+        and (ORDER in parts or not scheme.is_ordered or parts[SCALE].shape[-1:] in ((), (1,)))
+        for scheme in of_module(fitting, module) or fitting
+    )
+
+
 def _bits_and_inputs(
     module: str, words: int, groups: int, schemes: Sequence[Scheme], wrong: Callable[[], CheckpointError]
 ) -> tuple[int, int]:
     """Return the bits and inputs of a packed weight: by the schemes that it fits, and if these differ, by its name."""
     fitting = [(scheme, shape) for scheme in schemes if (shape := scheme.shape(words, groups)) is not None]
     if len({shape for _, shape in fitting}) > 1:
-        by_name = [(scheme, shape) for scheme, shape in fitting if scheme.names(module)]
-        by_class = [(scheme, shape) for scheme, shape in fitting if scheme.has_classes]
-        fitting = by_name or by_class
+        own = of_module([scheme for scheme, _ in fitting], module)
+        fitting = [(scheme, shape) for scheme, shape in fitting if scheme in own]
     shapes = {shape for _, shape in fitting}
     if len(shapes) == 1:
         return shapes.pop()
@@ -205,9 +223,13 @@ def _fp8(
     """Return a weight of FP8 values, or of two FP4 values in a byte, with a scale for each block."""
     is_fp4 = values.dtype_name == "U8"
     shape = (values.shape[0], values.shape[1] * (2 if is_fp4 else 1))
-    encoding = fp8_of(shape, scales.shape, [scheme.block for scheme in schemes if scheme.block and not is_fp4])
-    if encoding is None or scales.dtype_name not in ("U8", *(() if is_fp4 else SCALE_DTYPES)):
-        raise wrong()
-    if scales.shape not in ((), (1,)) and len(scales.shape) != 2:
+    fitting = [one for one in schemes if not one.is_integer and one.has_scales(scales.shape, *shape)]
+    blocks = [scheme.block for scheme in fitting if scheme.block and not is_fp4]
+    encoding = fp8_of(shape, scales.shape, blocks)
+    if (
+        encoding is None
+        or (schemes and not fitting)
+        or scales.dtype_name not in ("U8", *(() if is_fp4 else SCALE_DTYPES))
+    ):
         raise wrong()
     return EncodedTensor(f"{module}.{WEIGHT}", shape, (values, scales), encoding)

@@ -20,8 +20,6 @@ FORMATS = (
 # `*`, `+` and `{` in a pattern for modules' names, one after the other without letters between: the time to match one grows
 # with the name's length to this power. And all of them.
 MOST_REPEATS, MOST_IN_ALL = 4, 12
-# Words for groups in the order of activations, whose files say each input's group.
-ORDERED = ("group", "dynamic", True)
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,9 @@ class Scheme:
         group: inputs that share a scale; None: all.
         is_integer: whether they are integers.
         is_symmetric: whether zero is always in the middle.
-        has_order: whether groups are inputs in the order of activations, which files have then.
-        block: rows and columns that share a scale; empty: it is not by blocks.
+        block: rows and columns that share a scale; None: it is not by blocks.
+        strategy: what shares a scale: "tensor", "channel", "group" or "block"; others and "" say nothing about it.
+        is_ordered: whether inputs are grouped in the order of activations, so that a tensor says each input's group.
     """
 
     targets: tuple[str, ...]
@@ -43,8 +42,20 @@ class Scheme:
     group: int | None
     is_integer: bool
     is_symmetric: bool
-    has_order: bool
-    block: tuple[Any, ...]
+    block: tuple[int, int] | None
+    strategy: str
+    is_ordered: bool
+
+    def has_scales(self, scales: tuple[int, ...], outputs: int, inputs: int) -> bool:
+        """Return whether scales of a weight may have this shape."""
+        rows, columns = self.block or (1, self.group or inputs)
+        shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+            "tensor": ((), (1,), (1, 1)),
+            "channel": ((outputs, 1), (outputs,)),
+            "group": ((outputs, -(-inputs // columns)),),
+            "block": ((-(-outputs // rows), -(-inputs // columns)),),
+        }
+        return scales in shapes.get(self.strategy, (scales,))
 
     def shape(self, words: int, groups: int) -> tuple[int, int] | None:
         """Return the bits and inputs of a packed weight with so many words and groups; None: it is not of this scheme."""
@@ -61,6 +72,12 @@ class Scheme:
     def names(self, module: str) -> bool:
         """Return whether one of the targets is the module's name."""
         return any(_is_one(target, module) for target in self.targets)
+
+
+def of_module(schemes: Sequence[Scheme], module: str) -> list[Scheme]:
+    """Return those of some schemes that are a module's: by its name, or else by its class, which is not known here."""
+    by_name = [scheme for scheme in schemes if scheme.names(module)]
+    return by_name or [scheme for scheme in schemes if scheme.has_classes]
 
 
 def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
@@ -116,7 +133,7 @@ def module_integers(quantization: Mapping[str, Any], modules: Sequence[str]) -> 
     scheme = _scheme_of(quantization, modules)
     if scheme is None or not scheme.is_integer:
         return None
-    return as_integers(scheme.bits, scheme.group, scheme.is_symmetric, not scheme.has_order)
+    return as_integers(scheme.bits, scheme.group, scheme.is_symmetric, not scheme.is_ordered)
 
 
 def _scheme_of(quantization: Mapping[str, Any], modules: Sequence[str]) -> Scheme | None:
@@ -143,18 +160,28 @@ def _is_one(target: str, module: str) -> bool:
 def _scheme(group: Mapping[str, Any]) -> Scheme:
     weights = group["weights"]
     size, targets = weights.get("group_size"), tuple(map(str, group["targets"]))
+    group_size, block = size if isinstance(size, int) and size > 0 else None, _block(weights.get("block_structure"))
+    # As the package does if the strategy is not stated. Without a size of groups, older files have one scale or several.
+    strategy = weights.get("strategy") or (block and "block") or (group_size and "group") or (size == -1 and "channel")
     for target in targets:
         if target.startswith("re:"):
             _check_pattern(target.removeprefix("re:"))
     return Scheme(
         targets,
         int(weights.get("num_bits", 8)),
-        size if isinstance(size, int) and size > 0 else None,
+        group_size,
         str(weights.get("type", "int")).lower() == "int",
         bool(weights.get("symmetric", True)),
-        weights.get("actorder") in ORDERED,
-        tuple(weights.get("block_structure") or ()),
+        block,
+        str(strategy or "").lower(),
+        str(weights.get("actorder")).lower() in ("group", "dynamic", "true"),
     )
+
+
+def _block(size: Any) -> tuple[int, int] | None:
+    """Return the rows and columns of a block, stated as [2, 3] or "2x3"; None: it is not stated."""
+    sizes = [int(one) for one in (size.split("x") if isinstance(size, str) else size or ())]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 and min(sizes) > 0 else None
 
 
 def _check_pattern(pattern: str) -> None:

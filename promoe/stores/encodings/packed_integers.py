@@ -15,6 +15,7 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, Integers, StoredTensor
+from promoe.stores.encodings.companions import WHAT_TO_DO
 from promoe.stores.encodings.slices import values_of
 from promoe.stores.safetensors_header import TensorRange
 
@@ -208,6 +209,18 @@ def other_order(g_idx: torch.Tensor, num_groups: int) -> torch.Tensor | None:
     return g_idx.long()
 
 
+class WrongPartsError(CheckpointError):
+    """The tensors of a weight do not belong together.
+
+    Attributes:
+        module: the module that the weight is of.
+        known: names of the tensors that the message has.
+    """
+
+    module: str
+    known: frozenset[str]
+
+
 def parts_of_modules(tensors: Mapping[str, TensorRange], suffixes: Sequence[str]) -> dict[str, dict[str, TensorRange]]:
     """Return the tensors with one of these names, by module and name."""
     known = frozenset(suffixes)
@@ -238,13 +251,15 @@ def replaced(tensors: Mapping[str, TensorRange], weights: Iterable[EncodedTensor
     return found
 
 
-def wrong_parts(module: str, parts: Mapping[str, TensorRange], expected: str) -> CheckpointError:
+def wrong_parts(module: str, parts: Mapping[str, TensorRange], expected: str) -> WrongPartsError:
     """Return the error to raise if the tensors of a weight do not belong together."""
     found = ", ".join(f"{name} {list(tensor.shape)} {tensor.dtype_name}" for name, tensor in parts.items())
-    return CheckpointError(
-        f"The checkpoint's {module!r} has {found or 'no tensors'}: {expected}. The checkpoint is damaged or incomplete, or in "
-        "another format: compare the files with the original ones, or open another checkpoint of the model."
-    )
+    files = ", ".join(sorted({tensor.file_name for tensor in parts.values()} - {""}))
+    where = f" (in {files})" if files else ""
+    error = WrongPartsError(f"The checkpoint's {module!r} has {found or 'no tensors'}{where}: {expected}. {WHAT_TO_DO}")
+    error.known = frozenset(tensor.name for tensor in parts.values())
+    error.module = module
+    return error
 
 
 def _slices(outputs: int, inputs: int) -> Iterator[slice]:

@@ -10,15 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from promoe.errors import CheckpointError
 from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.awq import find_awq
 from promoe.stores.encodings.base import Integers, StoredTensor
+from promoe.stores.encodings.companions import beside, described
 from promoe.stores.encodings.compressed_tensors import find_compressed_tensors
 from promoe.stores.encodings.compressed_tensors_schemes import module_bits, module_integers
 from promoe.stores.encodings.fp8 import find_fp8
 from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.mxfp4 import find_mxfp4
-from promoe.stores.encodings.packed_integers import stated_bits, stated_integers
+from promoe.stores.encodings.packed_integers import WrongPartsError, stated_bits, stated_integers
 from promoe.stores.safetensors_header import TensorRange
 
 
@@ -67,4 +69,8 @@ def find_weights(
     if quantization is None:
         return dict(tensors)
     plain = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, TensorRange)}
-    return SCHEMES[quantization["quant_method"]].find(plain, quantization)
+    try:
+        return SCHEMES[quantization["quant_method"]].find(plain, quantization)
+    except WrongPartsError as error:
+        others = [one for one in beside(plain, f"{error.module}.") if one.name not in error.known]
+        raise CheckpointError(f"{error} Found beside them: {described(others)}.") from error
