@@ -175,7 +175,8 @@ def _weight(module: str, parts: Mapping[str, TensorRange], schemes: Sequence[Sch
     # Words may have more codes than there are inputs. Then the group says how many there are.
     group = None if groups == 1 and (not is_packed or columns * 32 // bits == inputs) else inputs // groups
     in_file = tuple(part for part in (values, scales, zeros, order) if part is not None)
-    is_symmetric = bool(schemes) and all(scheme.is_symmetric for scheme in schemes)
+    own = of_module(stated, module) or stated
+    is_symmetric = bool(own) and all(scheme.is_symmetric for scheme in own)
     integers = as_integers(bits, group, zeros is None or is_symmetric, order is None)
     name = named("compressed-tensors", bits, group)
     encoding = IntegerRows(bits, group, is_packed, zeros is not None, order is None, is_symmetric, name, integers)
