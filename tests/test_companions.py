@@ -11,13 +11,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 import torch
+from gguf_checkpoints import write_gguf
 from packed_weights import FORMS
-from quantised_checkpoints import write_fp8, write_mxfp8, write_packed
+from quantised_checkpoints import FP8_BLOCK, write_fp8, write_mxfp4, write_mxfp8, write_packed, write_stacked_fp8
 from safetensors.torch import load_file, save_file
 from served import PROMPTS, LinkOver, close, config, greedy, load_stock, plain_link
+from tiny_models import build
 
 import promoe
 from promoe.model.opening import open_headers, open_without_experts
@@ -49,6 +53,14 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     for path in folder.glob("*.safetensors"):
         tensors |= load_file(path)
     return request.param, folder, tensors
+
+
+def build_plain(folder: Path, quantisation: dict[str, Any]) -> Path:
+    """A checkpoint in 16 bits whose config.json says that it is quantised."""
+    build("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "quantization_config": quantisation}))
+    return folder
 
 
 def refusal(sound: Path, tensors: Tensors, folder: Path) -> str:
@@ -127,6 +139,17 @@ def test_scales_of_layers_that_are_not_converted(tmp_path: Path) -> None:
         assert torch.equal(opened.model.get_parameter(name), tensors[name])
 
 
+@pytest.mark.parametrize("method", [*WRITERS, "mxfp4"])
+def test_layers_that_are_usually_in_16_bits(method: str, tmp_path: Path) -> None:
+    """The head, the embedding and gates: codes without scales, whatever config.json says of other layers."""
+    sound = build_plain(tmp_path, FORMS[method].config if method in FORMS else {"quant_method": method})
+    tensors = load_file(sound / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.layers.0.mlp.gate.weight"):
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32):
+            found = refusal(sound, {**tensors, name: tensors[name].to(dtype)}, tmp_path / "wrong")
+            assert f"'{name}' has dtype" in found
+
+
 def test_codes_without_a_quantization_config(tmp_path: Path) -> None:
     sound = write_fp8(tmp_path / "sound")
     tensors = load_file(sound / "model.safetensors")
@@ -137,6 +160,77 @@ def test_codes_without_a_quantization_config(tmp_path: Path) -> None:
     plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")}
     plain |= {name: tensor.bfloat16() for name, tensor in plain.items() if LAYERS["attention"] not in name}
     assert LAYERS["attention"] in refusal(sound, plain, tmp_path / "wrong")
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+def test_stacked_experts_in_mxfp4(name: str, tmp_path: Path) -> None:
+    sound = write_mxfp4(tmp_path)
+    tensors = load_file(sound / "model.safetensors")
+    weight = f"model.layers.0.mlp.experts.{name}"
+    for part in (f"{weight}_blocks", f"{weight}_scales"):
+        others = {other: tensor for other, tensor in tensors.items() if other != part}
+        for how, wrong in wrong_forms(part, tensors[part]):
+            assert weight in refusal(sound, others | wrong, tmp_path / "wrong"), how
+        for dtype in (torch.int8, torch.bfloat16, torch.float8_e8m0fnu):
+            changed = {
+                **others,
+                part: tensors[part].view(torch.int8) if dtype == torch.int8 else tensors[part].to(dtype),
+            }
+            assert f"{part} " in refusal(sound, changed, tmp_path / "wrong")
+
+
+def test_stacked_experts_in_fp8(tmp_path: Path) -> None:
+    """With scales of their own they are read; scales of fewer experts, or of other blocks, are refused."""
+    sound = write_stacked_fp8(tmp_path, top_k=3)
+    tensors = load_file(sound / "model.safetensors")
+    stacks = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    scales = {}
+    for name in stacks:
+        count, outputs, inputs = tensors[name].shape
+        shape = (count, outputs // FP8_BLOCK, inputs // FP8_BLOCK)
+        scales[f"{name}_scale_inv"] = torch.rand(shape, generator=torch.Generator().manual_seed(1)) + 0.5
+    first = f"{stacks[0]}_scale_inv"
+    for wrong in (
+        scales[first][:-1],
+        scales[first][0],
+        scales[first].flatten(0, 1),
+        scales[first][:, :1],
+        torch.ones(1),
+    ):
+        found = refusal(sound, {**tensors, **scales, first: wrong.contiguous()}, tmp_path / "wrong")
+        assert f"'{stacks[0]}' (F8_E4M3 in model.safetensors)" in found
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    fields = json.loads((sound / "config.json").read_text())
+    del fields["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(fields))
+    decoded = {
+        name: tensors[name].float() * grid.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
+        for name in stacks
+        for grid in (scales[f"{name}_scale_inv"],)
+    }
+    in_16_bits = tensors | {name: weight.bfloat16() for name, weight in decoded.items()}
+    save_file(in_16_bits, plain / "model.safetensors", metadata={"format": "pt"})
+    expected = greedy(load_stock(plain), PROMPTS["short"])
+    save_file(tensors | scales, sound / "model.safetensors", metadata={"format": "pt"})
+    model = promoe.from_pretrained(sound, cache="40%", link=LinkOver(plain_link), config=config())
+    try:
+        greedy(model, PROMPTS["short"]).assert_equals(expected)
+    finally:
+        close(model)
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_q.weight", "blk.0.ffn_down_exps.weight", "output.weight"])
+def test_whole_numbers_in_gguf_files(name: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path, "qwen3_moe", weight_type="F16")
+    reader = gguf.GGUFReader(path, "r+")
+    (tensor,) = (one for one in reader.tensors if one.name == name)
+    kind = tensor.field.parts[-2]
+    assert kind[0] == gguf.GGMLQuantizationType.F16
+    kind[0] = gguf.GGMLQuantizationType.I16
+    reader.data.flush()
+    with pytest.raises(promoe.CheckpointError, match=rf"'{name}' has dtype I16 in {path.name}"):
+        open_without_experts(path).store.close()
 
 
 def test_unknown_tensors_beside_a_weight(tmp_path: Path) -> None:

@@ -84,12 +84,19 @@ def plan_experts(
             expert_tensors.update(found.names(bank))
         plans.append(LayerPlan(layout, banks[0].num_experts, tuple(pieces), chunk_bytes))
     as_they_are = {name: one for name, one in found.as_they_are().items() if one.name not in expert_tensors}
-    not_floats = {
-        name: one
-        for name, one in found.of_parameters()
-        if isinstance(one, TensorRange) and one.dtype not in CONVERTIBLE_DTYPES and one.name not in expert_tensors
-    }
+    others = ((name, one) for name, one in found.of_parameters() if one.name not in expert_tensors)
+    not_floats = {name: part for name, one in others if (part := _not_floats(one)) is not None}
     return CheckpointPlan(tuple(plans), frozenset(expert_tensors), frozenset(found.unused()), as_they_are, not_floats)
+
+
+def _not_floats(tensor: StoredTensor) -> TensorRange | None:
+    """Return the range of a tensor that is not in 16 bits or more, nor decoded from what it is in; None: there is none."""
+    if isinstance(tensor, EncodedTensor):
+        part = tensor.parts[0]
+        if len(tensor.parts) > 1 or part.shape != tensor.shape:
+            return None
+        tensor = part  # a formula of numbers
+    return None if tensor.dtype in CONVERTIBLE_DTYPES else tensor
 
 
 def _bank_pieces(bank: BankSpec, found: CheckpointNames, slot_offset_bytes: int) -> list[Piece | ComputedPiece]:

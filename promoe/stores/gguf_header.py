@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,10 @@ def read_gguf_header(path: Path, fd: int, size_bytes: int, file_idx: int) -> Ggu
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"its general.alignment is {str(alignment)[:40]}, not a power of two")
         first_byte = -(-reader.offset_bytes // alignment) * alignment
-        tensors = {name: _tensor(name, entry, file_idx, first_byte, alignment) for name, entry in entries.items()}
+        tensors = {
+            name: replace(_tensor(name, entry, file_idx, first_byte, alignment), file_name=path.name)
+            for name, entry in entries.items()
+        }
         _check_layout(tensors, size_bytes)
     except _OtherFormError as error:
         raise CheckpointError(f"Cannot open {path}: {error}") from error

@@ -44,6 +44,11 @@ def beside(tensors: Mapping[str, StoredTensor], name: str) -> list[StoredTensor]
     return sorted(found, key=lambda tensor: not tensor.name.startswith(name))
 
 
+def where(tensor: TensorRange) -> str:
+    """Return the file that a tensor is in, for a message; empty if it is not known."""
+    return f" in {tensor.file_name}" if tensor.file_name else ""
+
+
 def undecoded(tensor: TensorRange, tensors: Mapping[str, StoredTensor], expected: str) -> CheckpointError:
     """Return the error to raise if a weight would be read as its codes.
 
@@ -53,11 +58,11 @@ def undecoded(tensor: TensorRange, tensors: Mapping[str, StoredTensor], expected
         expected: what it would become.
     """
     kind = tensor.dtype_name.partition("_")[0]
-    where = f" in {tensor.file_name}" if tensor.file_name else ""
     needed = f" Such a weight needs {_NEEDED[kind]} beside it." if kind in _NEEDED else ""
+    found = described(beside(tensors, tensor.name))
     return CheckpointError(
-        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}{where}, but {expected} was expected.{needed} Found "
-        f"beside it: {described(beside(tensors, tensor.name))}. A tensor is missing or has another name, or the checkpoint is "
+        f"The checkpoint's {tensor.name!r} has dtype {tensor.dtype_name}{where(tensor)}, but {expected} was expected.{needed} "
+        f"Found beside it: {found}. A tensor is missing or has another name, or the checkpoint is "
         "quantised in a way that cannot be read: open another one of the model, or an unquantised (BF16, F16 or F32) one."
     )
 

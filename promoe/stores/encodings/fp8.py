@@ -16,7 +16,7 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
-from promoe.stores.encodings.companions import WHAT_TO_DO, described
+from promoe.stores.encodings.companions import WHAT_TO_DO, described, where
 from promoe.stores.encodings.slices import codes_of, values_of
 from promoe.stores.encodings.small_floats import E2M1, E4M3, E5M2
 from promoe.stores.safetensors_header import TensorRange
@@ -194,7 +194,7 @@ def _weight(weight: TensorRange, scales: TensorRange, blocks: Sequence[tuple[int
     if weight.dtype_name not in _WEIGHT_DTYPES or scales.dtype_name not in _SCALE_DTYPES or encoding is None:
         size = f"blocks of {' x '.join(map(str, blocks[0]))}" if blocks else "blocks"
         raise CheckpointError(
-            f"The checkpoint's {weight.name!r} ({weight.dtype_name}, in {weight.file_name}) has shape {list(shape)}, which is "
+            f"The checkpoint's {weight.name!r} ({weight.dtype_name}{where(weight)}) has shape {list(shape)}, which is "
             f"not divisible into the {size} of its {list(scales.shape)} scales ({scales.dtype_name}, {scales.name!r}), or one "
             f"of their dtypes is not expected: {', '.join(_WEIGHT_DTYPES)} with scales in {', '.join(_SCALE_DTYPES)} are. "
             f"{WHAT_TO_DO}"

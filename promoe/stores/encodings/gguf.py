@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, StoredTensor
@@ -30,5 +31,5 @@ def _encoded(tensor: TensorRange) -> EncodedTensor:
         )
     *lead, columns = tensor.shape
     shape = (*lead, columns // block_elements * block_bytes)
-    blocks = TensorRange(tensor.name, tensor.file_idx, tensor.offset_bytes, tensor.nbytes, shape, "U8")
+    blocks = replace(tensor, shape=shape, dtype_name="U8")
     return EncodedTensor(tensor.name, tensor.shape, (blocks,), encoding)

@@ -15,6 +15,7 @@ import torch
 from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, StoredTensor
+from promoe.stores.encodings.companions import WHAT_TO_DO, beside, described, where
 from promoe.stores.encodings.slices import codes_of, values_of
 from promoe.stores.encodings.small_floats import E2M1
 from promoe.stores.safetensors_header import TensorRange
@@ -71,13 +72,20 @@ def find_mxfp4(tensors: Mapping[str, TensorRange], quantization: Mapping[str, An
     for blocks in tensors.values():
         name = blocks.name.removesuffix(BLOCKS)
         scales = tensors.get(name + SCALES)
-        if not blocks.name.endswith(BLOCKS) or scales is None:
+        if not blocks.name.endswith(BLOCKS) or (scales is None and blocks.dtype_name != "U8"):
             continue
-        if len(blocks.shape) != 4 or blocks.shape[-1] != 16 or scales.shape != blocks.shape[:-1]:
+        if (
+            scales is None
+            or len(blocks.shape) != 4
+            or blocks.shape[-1] != 16
+            or scales.shape != blocks.shape[:-1]
+            or (blocks.dtype_name, scales.dtype_name) != ("U8", "U8")
+        ):
+            exponents = "no exponents" if scales is None else f"the exponents {described([scales])}"
             raise CheckpointError(
-                f"The checkpoint's {blocks.name!r} has shape {list(blocks.shape)} and its exponents {list(scales.shape)}: "
-                "[experts, out, in / 32, 16] and [experts, out, in / 32] were expected. The checkpoint is damaged, or in "
-                "another format."
+                f"The checkpoint's {described([blocks])}{where(blocks)} has {exponents}: expected are {name}{BLOCKS} "
+                f"[experts, out, in / 32, 16] U8 and {name}{SCALES} [experts, out, in / 32] U8. Found beside it: "
+                f"{described(beside(tensors, name))}. {WHAT_TO_DO}"
             )
         count, outputs, groups, _ = blocks.shape
         found[name] = EncodedTensor(name, (count, 32 * groups, outputs), (blocks, scales), Mxfp4())

@@ -326,3 +326,85 @@ def test_zeros_of_a_symmetric_scheme_are_not_used(layout: str, bits: int, make: 
         weight = the_weight(with_zeros, compressed(layout, bits, group))
         assert torch.equal(decoded(weight, with_zeros, torch.float32), expected)
         assert weight.encoding.integers is not None
+
+
+class TestWhatConfigGroupsState:
+    """Scales, zeros and orders that differ from it belong to something else, even where they could be read."""
+
+    def config(self, *schemes: dict[str, Any], **targets: list[str]) -> dict[str, Any]:
+        groups = {}
+        for number, (scheme, target) in enumerate(zip(schemes, targets.values(), strict=True)):
+            (group,) = scheme["config_groups"].values()
+            groups[f"group_{number}"] = {**group, "targets": target}
+        return {**schemes[0], "config_groups": groups}
+
+    @pytest.mark.parametrize(
+        ("name", "shape"),
+        [
+            ("W4A16 in groups", (64, 1)),
+            ("W4A16 by channel", (1,)),
+            ("W8A16 by channel", (1, 1)),
+            ("W8A8 by channel", (64, 3)),
+            ("W8A8 by channel", (1,)),
+            ("FP8 by channel", (1,)),
+            ("FP8 by channel", (64, 3)),
+            ("FP8 in blocks", (3, 4)),  # transposed, where both would fit
+            ("FP8 in blocks", (1,)),
+            ("FP8 with one scale", (64, 1)),
+            ("MXFP4", (64, 1)),
+            ("MXFP4", (1,)),
+            ("MXFP8", (64, 6)),
+        ],
+    )
+    def test_shapes_of_scales(self, name: str, shape: tuple[int, ...]) -> None:
+        parts = FORMS[name].make(64, 96, seeded())
+        parts["weight_scale"] = torch.ones(shape).to(parts["weight_scale"].dtype)
+        with pytest.raises(CheckpointError, match=r"'layer' has .*as config_groups in config\.json say"):
+            the_weight(parts, FORMS[name].config)
+
+    @pytest.mark.parametrize("stated", [[16, 32], "16x32"])
+    def test_blocks_in_both_notations(self, stated: Any) -> None:
+        config = compressed("float-quantized", 8, None, kind="float", strategy=None, block_structure=stated)
+        parts = FORMS["FP8 in blocks"].make(64, 96, seeded())
+        assert the_weight(parts, config).shape == (64, 96)
+        with pytest.raises(CheckpointError, match="weight_scale"):
+            the_weight({**parts, "weight_scale": torch.ones(2, 3)}, config)
+
+    @pytest.mark.parametrize("module", ["a.attn.q", "a.experts.0.up"])
+    def test_zeros_of_one_group_of_modules(self, module: str) -> None:
+        """That those of another group have none does not make them needless."""
+        plain, zeros = compressed("pack-quantized", 4, 32), compressed("pack-quantized", 4, 32, zeros=True)
+        config = self.config(plain, zeros, first=["Linear"], second=[r"re:.*attn\..*"])
+        parts = make_packed(16, 64, seeded(), bits=4)
+        if "attn" not in module:
+            assert the_weight(parts, config, module).shape == (16, 64)
+            return
+        with pytest.raises(CheckpointError, match=rf"'{module}' has weight_packed .*weight_zero_point"):
+            the_weight(parts, config, module)
+        parts["weight_zero_point"] = zero_words((2, 2), 4, seeded())
+        assert the_weight(parts, config, module).shape == (16, 64)
+
+    @pytest.mark.parametrize("actorder", ["group", "dynamic", True])
+    def test_an_order_that_is_missing(self, actorder: Any) -> None:
+        config = compressed("pack-quantized", 4, 32, actorder=actorder)
+        with pytest.raises(CheckpointError, match="with actorder group: a weight_g_idx"):
+            the_weight(make_packed(16, 64, seeded(), bits=4), config)
+        assert the_weight(make_packed(16, 32, seeded(), bits=4), config).shape == (16, 32)  # one group has no order
+
+    @pytest.mark.parametrize("actorder", [None, False, "weight", "static"])
+    def test_no_order_is_stored(self, actorder: Any) -> None:
+        config = compressed("pack-quantized", 4, 32, actorder=actorder)
+        assert the_weight(make_packed(16, 64, seeded(), bits=4), config).shape == (16, 64)
+
+    @pytest.mark.parametrize("shape", [torch.tensor([16]), torch.tensor([16, 64, 1]), torch.tensor([16.0, 64.0])])
+    def test_weight_shape(self, shape: torch.Tensor) -> None:
+        parts = {**make_packed(16, 64, seeded(), bits=4), "weight_shape": shape}
+        with pytest.raises(CheckpointError, match=r"'layer' has .*weight_shape"):
+            the_weight(parts, compressed("pack-quantized", 4, 32))
+
+    def test_values_of_another_kind(self) -> None:
+        """FP8 where config.json knows whole numbers only, and the other way round."""
+        with pytest.raises(CheckpointError, match="weight_scale"):
+            the_weight(FORMS["FP8 by channel"].make(64, 96, seeded()), FORMS["W8A8 by channel"].config)
+        with pytest.raises(CheckpointError, match="weight_scale"):
+            the_weight(FORMS["W8A8 by channel"].make(64, 96, seeded()), FORMS["FP8 by channel"].config)

@@ -98,3 +98,14 @@ def test_bits_per_weight() -> None:
     assert bits["W8A8 by channel"] == bits["FP8 by channel"] == 8
     assert SCHEMES["gptq"].bits({"bits": "four"}) is None
     assert SCHEMES["compressed-tensors"].bits({}, ["layer"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("AWQ gemm", "scales"), ("GPTQ 4 bits", "qzeros"), ("MXFP4", "weight_scale")]
+)
+def test_what_stands_beside_incomplete_weights_is_named(name: str, part: str) -> None:
+    parts = FORMS[name].make(64, 96, torch.Generator().manual_seed(1))
+    parts[f"{part}_2"] = parts.pop(part)
+    with pytest.raises(CheckpointError, match=rf"'layer' has .*Found beside them: layer\.{part}_2 \[") as caught:
+        find_weights(ranges(parts), FORMS[name].config)
+    assert type(caught.value) is CheckpointError
