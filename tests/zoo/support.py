@@ -102,7 +102,7 @@ If Transformers loads a model with FP8 kernels (`FP8Experts`, which need a GPU),
 | what | what to do |
 |---|---|
 | other versions of AWQ than "gemm", of GPTQ than "gptq" and "gptq_v2"; 3 bits; packed for Marlin | open another checkpoint |
-| weights in fewer bits whose scales, zeros or `g_idx` are missing, have another name, or do not fit | compare the files and `config.json` with the original ones |
+| weights in fewer bits whose scales, zeros or `g_idx` are missing or do not fit | compare the files with the original ones |
 | NVFP4, sparse and rotated weights in compressed-tensors | open another checkpoint |
 | `experts="int4"` for a family with a kernel of its own (notes above) | leave `experts` out |
 | `quantization_config` (torchao, bitsandbytes) for the other weights | leave it out: they stay as they are |

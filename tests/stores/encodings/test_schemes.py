@@ -6,6 +6,7 @@ import pytest
 import torch
 from packed_weights import FORMS
 
+from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor
 from promoe.stores.encodings.schemes import SCHEMES, find_weights
 from stores.encodings.ranges import decoded, in_order, ranges
