@@ -6,6 +6,7 @@
     placement        moves everything but the experts to the device that has the slots
     offloading       `patch(store="disk")`: takes experts out of RAM; `spool` writes them if no checkpoint has them
     slot_folders     experts in files of their own, as they lie in slots: `packing` for speed, `quantizing` in fewer bits
+    identity         tells two checkpoints apart; `context` says how long a prompt and its answer may be
     changed_weights  notices weights in RAM that changed after patching
     refusals         what a patched model refuses
     restoring        reads experts back into ordinary tensors
