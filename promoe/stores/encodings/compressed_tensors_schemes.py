@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from promoe.errors import CheckpointError, shown
 from promoe.stores.encodings.base import Integers
 from promoe.stores.encodings.packed_integers import BITS, as_integers, bits_per_weight
+from promoe.stores.encodings.patterns import check, matches
 
 # The formats that can be read, of a checkpoint or a group of modules.
 FORMATS = (
     *("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", "mixed-precision", "dense"),
     *("mxfp4-pack-quantized", "mxfp8-quantized"),
 )
-# `*`, `+` and `{` in a pattern for modules' names, one after the other without letters between: the time to match one grows
-# with the name's length to this power. And all of them.
-MOST_REPEATS, MOST_IN_ALL = 4, 12
 
 
 @dataclass(frozen=True)
@@ -99,7 +95,7 @@ def schemes_of(quantization: Mapping[str, Any]) -> list[Scheme]:
             raise unreadable(str(found))
     try:
         return [_scheme(group) for group in groups if group["weights"] is not None]
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError, re.error) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"The config.json has config_groups {shown(groups)}, which do not say how weights are quantised "
             f"({type(error).__name__}: {error}). Compare it with the original one."
@@ -153,8 +149,7 @@ def _is_one(target: str, module: str) -> bool:
     """Return whether a target is a module's name, or an expression for it."""
     if not target.startswith("re:"):
         return target == module
-    _check_pattern(target.removeprefix("re:"))
-    return re.match(target.removeprefix("re:"), module) is not None
+    return matches(target.removeprefix("re:"), module)
 
 
 def _scheme(group: Mapping[str, Any]) -> Scheme:
@@ -165,7 +160,7 @@ def _scheme(group: Mapping[str, Any]) -> Scheme:
     strategy = weights.get("strategy") or (block and "block") or (group_size and "group") or (size == -1 and "channel")
     for target in targets:
         if target.startswith("re:"):
-            _check_pattern(target.removeprefix("re:"))
+            check(target.removeprefix("re:"))
     return Scheme(
         targets,
         int(weights.get("num_bits", 8)),
@@ -182,26 +177,6 @@ def _block(size: Any) -> tuple[int, int] | None:
     """Return the rows and columns of a block, stated as [2, 3] or "2x3"; None: it is not stated."""
     sizes = [int(one) for one in (size.split("x") if isinstance(size, str) else size or ())]
     return (sizes[0], sizes[1]) if len(sizes) == 2 and min(sizes) > 0 else None
-
-
-def _check_pattern(pattern: str) -> None:
-    """Check that a pattern of the file is soon matched with any name.
-
-    Raises:
-        CheckpointError: it may not be.
-        re.error: it is no pattern.
-    """
-    re.compile(pattern)
-    repeats = [match.start() for match in re.finditer(r"(?<!\\)[*+{]", pattern)]
-    # What a name has to have between two repeats tells where one ends, so that few ways to match are left.
-    apart = [re.search(r"[A-Za-z_]{2}", pattern[start:end]) for start, end in pairwise(repeats)]
-    nested = re.search(r"\)[*+{]", pattern)
-    if nested or len(repeats) - sum(map(bool, apart)) > MOST_REPEATS or len(repeats) > MOST_IN_ALL:
-        what = "a group of characters" if nested else f"characters {len(repeats)} times, with little between,"
-        raise CheckpointError(
-            f"The config.json names modules by the expression {shown(pattern)}, which repeats {what} (*, + or {{): matching it "
-            "with a name could take for ever. Write it more simply there; one .* stands for any characters."
-        )
 
 
 def unreadable(found: str) -> CheckpointError:
