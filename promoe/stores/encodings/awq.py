@@ -16,6 +16,7 @@ import torch
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
+from promoe.stores.encodings.overrides import Overrides
 from promoe.stores.encodings.packed_integers import (
     SCALE_DTYPES,
     PackedIntegers,
@@ -86,14 +87,23 @@ def find_awq(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any]
             f'The checkpoint is in the version {str(version)[:40]!r} of AWQ. Only "gemm" can be read, which most have: open '
             'another checkpoint of the model, or the original one in 16 bits, with experts="int4" (`promoe quantize`).'
         )
-    # The words of AutoAWQ and of AutoRound for the same.
-    is_symmetric = quantization.get("zero_point") is False or quantization.get("sym") is True
+    overrides = Overrides(quantization)
     weights = [
-        _weight(module, parts, is_symmetric)
+        _weight(module, parts, _is_symmetric(overrides.of(module)))
         for module, parts in parts_of_modules(tensors, PARTS).items()
         if "qweight" in parts or "qzeros" in parts
     ]
     return replaced(tensors, weights)
+
+
+def _is_symmetric(quantization: Mapping[str, Any]) -> bool:
+    """Return whether all zeros are the code in the middle.
+
+    AutoAWQ says `zero_point`, AutoRound `sym`. GPTQModel says both: it quantises by `zero_point`, and `sym` is true whatever
+    that is.
+    """
+    zero_point = quantization.get("zero_point")
+    return quantization.get("sym") is True if zero_point is None else zero_point is False
 
 
 def _weight(module: str, parts: Mapping[str, TensorRange], is_symmetric: bool) -> EncodedTensor:

@@ -17,6 +17,7 @@ import torch
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.base import EncodedTensor, Integers, StoredTensor
+from promoe.stores.encodings.overrides import Overrides
 from promoe.stores.encodings.packed_integers import (
     BITS,
     SCALE_DTYPES,
@@ -97,8 +98,9 @@ def find_gptq(tensors: Mapping[str, TensorRange], quantization: Mapping[str, Any
             'have: open another checkpoint of the model, or the original one in 16 bits, with experts="int4" '
             "(`promoe quantize`)."
         )
+    overrides = Overrides(quantization)
     weights = [
-        _weight(module, parts, quantization, FORMATS[found])
+        _weight(module, parts, overrides.of(module), FORMATS[found])
         for module, parts in parts_of_modules(tensors, PARTS).items()
         if set(parts) - {"scales"}
     ]

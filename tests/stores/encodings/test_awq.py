@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from packed_weights import AWQ, AWQ_ORDER, make_awq
+from packed_weights import AWQ, AWQ_ORDER, make_awq, read_awq
 
 from promoe.errors import CheckpointError
 from promoe.stores.encodings.awq import find_awq
@@ -83,7 +83,7 @@ def test_parts_that_do_not_belong_together(change: dict[str, torch.Tensor | None
         the_weight(parts)
 
 
-@pytest.mark.parametrize("fields", [{"zero_point": False}, {"sym": True}])
+@pytest.mark.parametrize("fields", [{"zero_point": False}, {"zero_point": None, "sym": True}])
 def test_symmetric_codes_have_their_zero_in_the_middle(fields: dict[str, Any]) -> None:
     parts, right = made(), made()
     right["qzeros"][:] = torch.tensor([0x88888888]).to(torch.int32)
@@ -93,3 +93,9 @@ def test_symmetric_codes_have_their_zero_in_the_middle(fields: dict[str, Any]) -
         assert torch.equal(found, decoded(the_weight(right), right, torch.float32))
     with pytest.raises(CheckpointError, match=r"config\.json says that codes are symmetric"):
         decoded(the_weight(made(), **fields), made(), torch.float32)
+
+
+def test_gptqmodel_quantises_by_zero_point_whatever_sym_is() -> None:
+    parts = made()
+    weight = the_weight(parts, zero_point=True, sym=True)
+    assert torch.equal(decoded(weight, parts, torch.float32), read_awq(parts))
