@@ -163,4 +163,4 @@ def test_many_prompts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert (names["again"].kept, names["again"].answers + names["again"].errors) == (2, 3)
     assert len(names["out"].read_text().splitlines()) == 5
     assert min(names["speeds"] + names["planned"]) > 0
-    assert "Ask for a shorter answer" in capsys.readouterr().out
+    assert "The model's context is" in capsys.readouterr().out
