@@ -171,6 +171,17 @@ def loads(content: bytes, *, constants: bool = True) -> Any:
     return value
 
 
+def values_of(content: bytes, key: str) -> list[Any]:
+    """Return the values of a key of a JSON object, also of one that `loads` refuses.
+
+    Raises:
+        ValueError: it is not JSON.
+        TypeError: it is not an object.
+    """
+    pairs: Any = json.loads(content.decode("utf-8", "replace"), object_pairs_hook=tuple)
+    return [value for name, value in pairs if name == key]
+
+
 def _check_whole_characters(value: Any) -> None:
     """Raise ValueError if a text has half of a surrogate pair: such a character cannot be written or printed."""
     try:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
 from promoe.errors import shown
+from promoe.files import loads
 
 # Fields that say nothing about the answer's text.
 IGNORED = frozenset(
@@ -95,7 +95,7 @@ def plain_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _with_arguments(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
-    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+    return {**function, "arguments": loads(arguments.encode()) if isinstance(arguments, str) else arguments}
 
 
 def _is_call(call: Any) -> bool:

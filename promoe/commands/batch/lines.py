@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 import zlib
 from collections.abc import Collection, Iterator
@@ -13,7 +12,7 @@ from typing import Any, BinaryIO
 
 from promoe.commands.openai_bodies import IGNORED, UNSUPPORTED, asks_for_nothing, check_messages, plain_messages
 from promoe.errors import PromoeError, shown
-from promoe.files import loads, open_plain
+from promoe.files import loads, open_plain, values_of
 from promoe.runtime.sampling import Sampling
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -127,8 +126,7 @@ def _is_name(custom_id: Any) -> bool:
 def _name_in(line: bytes, unnamed: str) -> str:
     """Return the `custom_id` of a line that cannot be answered, where it can be told."""
     try:
-        pairs: Any = json.loads(line.decode("utf-8", "replace"), object_pairs_hook=tuple)
-        (name,) = (value for key, value in pairs if key == "custom_id")  # a line with two says none
+        (name,) = values_of(line, "custom_id")  # a line with two says none
         name.encode()
     except (ValueError, TypeError, AttributeError, RecursionError):
         return unnamed
