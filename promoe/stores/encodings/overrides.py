@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from promoe.stores.encodings.patterns import matches
 
 # An expression in AutoRound's extra_config has one of these, and a name none.
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
+# With so many bits or more, a module is not quantised.
+NOT_QUANTISED = 16
 
 
 class Overrides:
@@ -21,6 +23,7 @@ class Overrides:
     def __init__(self, quantization: Mapping[str, Any]) -> None:
         """Sort the entries into names and expressions."""
         self._of_all = quantization
+        self._patterns = list(_entries(quantization.get("dynamic")))
         # Those with "-:" are of modules that are not quantised.
         self._dynamic = {
             pattern.removeprefix("+:"): fields
@@ -41,6 +44,27 @@ class Overrides:
         dynamic = (fields for pattern, fields in self._dynamic.items() if matches(pattern, module))
         extra = (fields for pattern, fields in self._anywhere.items() if matches(pattern, module, anywhere=True))
         return {**self._of_all, **next(dynamic, {}), **(self._by_name.get(module) or next(extra, {}))}
+
+    def is_left_out(self, module: str) -> bool:
+        """Return whether the first of GPTQModel's expressions that matches a module says that it is not quantised.
+
+        Raises:
+            CheckpointError: an expression cannot be used.
+        """
+        own = (one for one in self._patterns if matches(one.removeprefix("+:").removeprefix("-:"), module))
+        return next(own, "").startswith("-:")
+
+
+def of_one(quantization: Mapping[str, Any], modules: Sequence[str]) -> Mapping[str, Any]:
+    """Return what counts for a module that may have several names: what is said of one of them, or else of all modules.
+
+    Raises:
+        CheckpointError: an expression cannot be used.
+    """
+    overrides = Overrides(quantization)
+    if any(map(overrides.is_left_out, modules)):
+        return {**quantization, "bits": NOT_QUANTISED}
+    return next((found for found in map(overrides.of, modules) if found != quantization), quantization)
 
 
 def _entries(found: Any) -> dict[str, Mapping[str, Any]]:

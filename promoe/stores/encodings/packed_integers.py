@@ -16,6 +16,7 @@ from promoe.errors import CheckpointError
 from promoe.stores.encodings import slices
 from promoe.stores.encodings.base import EncodedTensor, Encoding, Integers, StoredTensor
 from promoe.stores.encodings.companions import WHAT_TO_DO
+from promoe.stores.encodings.overrides import NOT_QUANTISED, of_one
 from promoe.stores.encodings.slices import values_of
 from promoe.stores.safetensors_header import TensorRange
 
@@ -164,23 +165,35 @@ def codes_in(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def stated_bits(quantization: Mapping[str, Any], modules: Sequence[str] = ()) -> float | None:
-    """Return the bits of a weight that a `quantization_config` of AWQ or GPTQ states, with scale and zero; None: none."""
-    bits, group = _stated(quantization)
+    """Return the bits of a weight by a `quantization_config` of AWQ or GPTQ, with scale and zero; None: it states none.
+
+    Args:
+        quantization: the configuration.
+        modules: names that the module of the weight may have in the files.
+    """
+    bits, group = _stated(of_one(quantization, modules))
     return None if bits is None else bits_per_weight(bits, group, True)
 
 
 def stated_integers(quantization: Mapping[str, Any], modules: Sequence[str] = ()) -> Integers | None:
-    """Return what `Encoding.integers` are for most weights by a `quantization_config` of AWQ or GPTQ."""
+    """Return what `Encoding.integers` are for a weight by a `quantization_config` of AWQ or GPTQ.
+
+    Args:
+        quantization: the configuration.
+        modules: names that the module of the weight may have in the files.
+    """
+    quantization = of_one(quantization, modules)
     bits, group = _stated(quantization)
     in_order = group is None or not quantization.get("desc_act")
     return None if bits is None else as_integers(bits, group, quantization.get("sym") is True, in_order)
 
 
 def _stated(quantization: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Return the bits and the size of groups that a `quantization_config` states."""
+    """Return the bits of a code (None: it is not quantised) and the size of groups that a `quantization_config` states."""
     bits = quantization.get("bits", quantization.get("w_bit"))
     group = quantization.get("group_size", quantization.get("q_group_size"))
-    return bits if isinstance(bits, int) else None, group if isinstance(group, int) and group > 0 else None
+    is_quantised = isinstance(bits, int) and bits < NOT_QUANTISED
+    return bits if is_quantised else None, group if isinstance(group, int) and group > 0 else None
 
 
 def bits_per_weight(bits: int, group: int | None, has_zeros: bool) -> float | None:

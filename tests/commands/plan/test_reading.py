@@ -163,6 +163,28 @@ def test_experts_are_of_the_group_that_names_them(
     assert alone.stored_bytes == pytest.approx(read.sizes.stored_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("GPTQ 4 bits", {"dynamic": {r"+:.*\.experts\..*": {"bits": 8}}}),
+        ("AutoRound auto_gptq", {"extra_config": {r".*\.experts\..*": {"bits": 8}}}),
+    ],
+)
+def test_experts_with_bits_of_their_own(name: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    form = FORMS[name]
+    named = Form({**form.config, **fields}, form.make, form.read)
+    others = {r"\.experts\.": FORMS["GPTQ 8 bits"]}
+    quantised, _ = write_packed(tmp_path, named, others=others, hidden=128, intermediate=128)
+    read = read_model(str(quantised))
+    assert read.store is not None
+    read.store.close()
+    for path in quantised.glob("*.safetensors*"):
+        path.unlink()
+    alone = read_model(str(quantised)).sizes
+    assert [layer.layout for layer in alone.layers] == [layer.layout for layer in read.sizes.layers]
+    assert alone.stored_bytes == pytest.approx(read.sizes.stored_bytes, rel=0.03)
+
+
 def test_experts_that_are_not_quantised_are_planned_in_16_bits(tmp_path: Path) -> None:
     form = FORMS["W4A16 in groups"]
     config = {**form.config, "ignore": [r"re:.*\.experts\..*"]}

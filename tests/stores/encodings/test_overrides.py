@@ -13,6 +13,7 @@ from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.base import EncodedTensor
 from promoe.stores.encodings.gptq import find_gptq
 from promoe.stores.encodings.overrides import Overrides
+from promoe.stores.encodings.packed_integers import stated_bits, stated_integers
 from stores.encodings.ranges import decoded, ranges
 
 MODULE = "model.layers.3.mlp.experts.1.up_proj"
@@ -96,3 +97,23 @@ def test_expressions_that_cannot_be_used() -> None:
     for pattern in ("+:(a+)+b", "("):
         with pytest.raises(CheckpointError, match="regular expression"):
             gptq_weight(parts, dynamic={pattern: {"sym": False}})
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({}, 4),
+        ({"dynamic": {r"+:.*experts.*": {"bits": 8}}}, 8),
+        ({"dynamic": {r".*attn.*": {"bits": 8}}}, 4),
+        ({"dynamic": {r"-:.*experts.*": {}, r".*": {"bits": 8}}}, None),
+        ({"dynamic": {r".*": {"bits": 8}, r"-:.*experts.*": {}}}, 8),
+        ({"extra_config": {MODULE: {"bits": 2}}}, 2),
+        ({"extra_config": {r".*\.experts\..*": {"bits": 16}}}, None),
+    ],
+)
+def test_plans_count_what_is_said_of_the_module(fields: dict[str, Any], bits: int | None) -> None:
+    """A scale of 16 bits and a zero for each group, if it is quantised."""
+    names = [MODULE.replace("up_proj", "gate_proj"), MODULE]
+    found = stated_bits(gptq(4, **fields), names)
+    assert found == (None if bits is None else bits + (16 + bits) / GROUP)
+    assert (stated_integers(gptq(4, **fields), names) is None) == (bits != 4)
