@@ -107,9 +107,13 @@ class PackedIntegers(Encoding):
         zeros = self.zeros(parts, outputs)
         if zeros is None or not self.is_symmetric:
             return zeros
-        if not bool((zeros == zeros[0, 0]).all()):
+        # Weights are decoded in slices: each is compared with the weight's first zero, not with its own.
+        first = self.zeros(parts, slice(0, min(_MOST_PACKED, self.num_outputs(parts))))
+        assert first is not None, self
+        if not bool((zeros == first[0, 0]).all()):
+            found = torch.stack((first[0, 0], *torch.aminmax(zeros)))
             raise CheckpointError(
-                f"The checkpoint has a weight in {self.name} with zeros from {int(zeros.min())} to {int(zeros.max())}, but its "
+                f"The checkpoint has a weight in {self.name} with zeros from {int(found.min())} to {int(found.max())}, but its "
                 "config.json says that codes are symmetric (sym, zero_point or symmetric), so that zero is always "
                 f"{self.middle}. One of the two is wrong: correct config.json, or open another checkpoint of the model."
             )

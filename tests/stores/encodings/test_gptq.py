@@ -9,6 +9,7 @@ import torch
 from packed_weights import GROUP, gptq, make_gptq, read_gptq
 
 from promoe.errors import CheckpointError
+from promoe.stores.encodings import slices
 from promoe.stores.encodings.auto_round import find_auto_round
 from promoe.stores.encodings.base import EncodedTensor, Integers
 from promoe.stores.encodings.gptq import find_gptq
@@ -144,6 +145,20 @@ class TestSymmetric:
         if weight.encoding.integers is not None:
             with pytest.raises(CheckpointError, match=r"config\.json says that codes are symmetric"):
                 weight.encoding.unpack(in_order(weight, parts))
+
+    @pytest.mark.parametrize("slice_elements", [1, 10**6])
+    def test_zeros_that_differ_far_apart_contradict_it(
+        self, slice_elements: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Wherever slices of outputs end: within each of them, zeros are alike."""
+        monkeypatch.setattr(slices, "SLICE_ELEMENTS", slice_elements)
+        parts = symmetric(made(96, 64, 4), 4)
+        parts["qzeros"][:, 64 // 8 :] += 0x11111111
+        weight = the_weight(parts, 4, sym=True)
+        with pytest.raises(
+            CheckpointError, match=r"with zeros from 8 to 9, but its config\.json says that codes are sym"
+        ):
+            decoded(weight, parts, torch.float32)
 
     def test_auto_round(self) -> None:
         parts = made(32, 64)
