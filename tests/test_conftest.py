@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 def test_no_test_has_a_deadline() -> None:
     assert settings.default.deadline is None
     for path in TESTS.rglob("*.py"):
-        if path.name == "conftest.py":
+        if path == TESTS / "conftest.py":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("settings", "register_profile"):
