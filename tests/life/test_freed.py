@@ -212,7 +212,7 @@ def test_a_model_goes_also_after_an_accident(
 ) -> None:
     """What failed is kept to be told, without the stack that holds the model."""
     shutil.copytree(checkpoint(FAMILY), tmp_path, dirs_exist_ok=True)
-    config = promoe.PromoeConfig(read_mode=read_mode, stall_timeout_s=10.0)
+    config = promoe.PromoeConfig(read_mode=read_mode)
     model = promoe.from_pretrained(tmp_path, cache="50%", predictor=predictor, config=config)
     accident(model, tmp_path)
     ENDS[end](model)

@@ -15,7 +15,7 @@ import torch
 from served import PROMPTS, LinkOver, copying_link, expected, greedy, plain_link, served
 from transformers import PreTrainedModel
 from untouched import open_files, opened_since
-from waiting import until
+from waiting import WAIT_S, until
 
 import promoe
 from promoe.stores import Chunk
@@ -26,7 +26,7 @@ from promoe.transfer.memory import SlotPool
 FAMILY = "qwen2_moe"
 EXPERTS = 24  # in three layers
 SLOTS = 8
-STALL_S = 0.3
+STALL_S = 0.3  # how long forwards wait once a read is stuck, see `impatient`
 # Where experts are, and who moves their chunks.
 WAYS = ("RAM, workers", "RAM, forwards", "files, workers", "files, forwards")
 WORKERS = tuple(way for way in WAYS if "workers" in way)
@@ -46,6 +46,19 @@ def never(number: int, chunk: Chunk) -> None:
     """Give no transfer a fault."""
 
 
+def impatient(model: PreTrainedModel, link: FaultyLink) -> None:
+    """Let forwards wait for STALL_S only, once a transfer is stuck. Until then, what is slow is waited for."""
+    engine, plan = model.promoe.runtime.engine, link._plan
+
+    def watched(number: int, chunk: Chunk) -> Fault | None:
+        fault = plan(number, chunk)
+        if fault is not None and fault.kind == "stuck":
+            engine.stall_timeout_s = STALL_S
+        return fault
+
+    link._plan = watched
+
+
 @contextmanager
 def faulty(way: str, plan: Plan, **arguments: Any) -> Iterator[tuple[PreTrainedModel, FaultyLink]]:
     """Serve a model over a faulty link. Check that no thread, open file or slot of it is left afterwards.
@@ -63,7 +76,7 @@ def faulty(way: str, plan: Plan, **arguments: Any) -> Iterator[tuple[PreTrainedM
         links.append(FaultyLink(make(store), plan))
         return links[-1]
 
-    arguments = {"cache": SLOTS, "predictor": "gate", "stall_timeout_s": STALL_S, **arguments}
+    arguments = {"cache": SLOTS, "predictor": "gate", "stall_timeout_s": WAIT_S, **arguments}
     place = "host" if store == "RAM" else "file"
     with leaving_nothing() as slots, served(FAMILY, store=place, link=LinkOver(bind), **arguments) as model:
         slots += slot_memory(model)

@@ -347,7 +347,7 @@ def test_verified_links_are_over_what_was_chosen() -> None:
 
     with leaving_nothing():
         model = promoe.from_pretrained(
-            checkpoint(FAMILY), cache="25%", link=LinkOver(bind), config=config(verify="first", stall_timeout_s=5.0)
+            checkpoint(FAMILY), cache="25%", link=LinkOver(bind), config=config(verify="first")
         )
         assert_told(model, ExpertLoadError, "differ from a second read")
         close(model)

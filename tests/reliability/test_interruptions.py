@@ -81,7 +81,7 @@ def interrupt(model: PreTrainedModel, at: int, prompt: str) -> str:
 def points(way: str, prompt: str) -> int:
     """Count the points of a forward of that prompt and of one token more, from an empty cache."""
     counting = Interrupting()
-    with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _), counting.tracing():
+    with faulty(way, never, predictor="gate") as (model, _), counting.tracing():
         greedy(model, PROMPTS[prompt], new_tokens=1)
     return counting.count
 
@@ -103,7 +103,7 @@ def interrupt_in_turn(way: str, prompt: str, times: int) -> None:
     step = max(1, points(way, prompt) // times)
     renewed, interrupted, at = 0, 0, WAYS.index(way) * step // len(WAYS)
     while True:
-        with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
+        with faulty(way, never, predictor="gate") as (model, _):
             for _ in range(25):  # many in one model, so that what one leaves behind would disturb the next ones
                 at += step
                 where = interrupt(model, at, prompt)
@@ -142,7 +142,7 @@ def tear(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_next_forward_begins_with_an_empty_cache_and_says_so(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    with faulty(way, never, predictor="gate", stall_timeout_s=5.0) as (model, _):
+    with faulty(way, never, predictor="gate") as (model, _):
         for _ in range(3):
             assert_right(model)
             engine = model.promoe.runtime.engine
@@ -161,7 +161,7 @@ def test_the_next_forward_begins_with_an_empty_cache_and_says_so(way: str, caplo
 
 def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
     """The other forward may still read slots."""
-    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty("RAM, workers", never, predictor=None) as (model, _):
         inside, leave, ended = threading.Event(), threading.Event(), []
 
         def hold(*_: Any) -> None:
@@ -190,7 +190,7 @@ def test_while_another_forward_runs_nothing_is_begun_anew() -> None:
 
 def test_in_the_midst_of_a_layer_nothing_is_begun_anew() -> None:
     """A hook or a signal handler may run the model inside a layer, which then goes on to read its slots."""
-    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty("RAM, workers", never, predictor=None) as (model, _):
         engine, refused = model.promoe.runtime.engine, []
 
         def within(*_: Any) -> None:
@@ -222,7 +222,7 @@ def test_in_the_midst_of_a_layer_nothing_is_begun_anew() -> None:
 
 
 def test_what_was_torn_is_not_begun_anew_in_a_forked_process() -> None:
-    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty("RAM, workers", never, predictor=None) as (model, _):
         tear(model)
         engine = model.promoe.runtime.engine
         with engine.lock:
@@ -236,7 +236,7 @@ def test_slots_that_were_being_resized_are_not_begun_anew(monkeypatch: pytest.Mo
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty("RAM, workers", never, predictor=None) as (model, _):
         assert_right(model)
         monkeypatch.setattr(SlotPool, "resize", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -245,7 +245,7 @@ def test_slots_that_were_being_resized_are_not_begun_anew(monkeypatch: pytest.Mo
 
 
 def test_without_its_workers_nothing_is_begun_anew() -> None:
-    with faulty("RAM, workers", never, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty("RAM, workers", never, predictor=None) as (model, _):
         tear(model)
         engine = model.promoe.runtime.engine
         with engine.lock:
@@ -270,7 +270,7 @@ def test_interruption_at_a_named_point(way: str, function: str) -> None:
                 self.where = function
                 raise KeyboardInterrupt(self.where)
 
-    with faulty(way, never, cache=3, predictor=None, stall_timeout_s=5.0) as (model, _):
+    with faulty(way, never, cache=3, predictor=None) as (model, _):
         interrupting = AtCall()
         with pytest.raises(KeyboardInterrupt, match=function), interrupting.tracing():
             greedy(model, PROMPTS["padded"])
@@ -281,7 +281,7 @@ def test_interruption_at_a_named_point(way: str, function: str) -> None:
 @pytest.mark.usefixtures("_heeding_ctrl_c")
 def test_interruption_of_a_read_that_takes_long() -> None:
     """A real signal comes as soon as the forward waits."""
-    with faulty("files, workers", always("stuck"), predictor=None, stall_timeout_s=60.0) as (model, link):
+    with faulty("files, workers", always("stuck"), predictor=None) as (model, link):
         engine = model.promoe.runtime.engine
 
         def press() -> None:

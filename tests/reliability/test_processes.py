@@ -58,7 +58,7 @@ def in_fork(action: Callable[[], Any]) -> str:
 @pytest.mark.parametrize("predictor", [None, "gate"])
 def test_fork(way: str, predictor: str | None) -> None:
     """The copy raises that it has no workers. The process that patched the model goes on."""
-    with faulty(way, never, predictor=predictor, stall_timeout_s=30.0) as (model, _):
+    with faulty(way, never, predictor=predictor) as (model, _):
         assert_right(model)
         told = "This process was forked from the one that patched the model.*in the process that uses it"
         assert in_fork(lambda: assert_told(model, EngineError, told)) == ""
@@ -86,7 +86,7 @@ def test_fork_and_unpatch(way: str) -> None:
 @needs_fork
 def test_fork_while_another_thread_computes() -> None:
     """The copy answers at once, whatever locks that thread held."""
-    with faulty("RAM, workers", never, stall_timeout_s=30.0) as (model, _):
+    with faulty("RAM, workers", never) as (model, _):
         stop = threading.Event()
 
         def work() -> None:
@@ -216,6 +216,7 @@ ENDS = {
     """,
     "closed with a stuck read": """
         model, raised = opened(stuck), []
+        model.promoe.runtime.engine.clock = lambda: 0.0  # only closing gives up, however late it comes
         threading.excepthook = lambda args: raised.append(args.exc_type)
         asking = ask_beside(model)
         wait_for_stuck(model)

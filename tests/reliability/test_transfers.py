@@ -24,6 +24,7 @@ from .support import (
     assert_right,
     assert_told,
     faulty,
+    impatient,
     never,
     only,
 )
@@ -97,16 +98,19 @@ def test_vanished_disk_and_close(way: str) -> None:
 @pytest.mark.parametrize("way", WORKERS)
 def test_stuck_read(way: str) -> None:
     with faulty(way, only(5, "stuck"), predictor=None) as (model, link):
+        impatient(model, link)
         state = r"no chunk completed for \d+\.\d s \(stall_timeout_s=0\.3\)\. State: step .*Check the disk"
         for _ in range(2):  # the second waits for the same read
             assert_told(model, EngineStalledError, state)
         link.release.set()
+        model.promoe.runtime.engine.stall_timeout_s = WAIT_S
         assert_right(model)
 
 
 @pytest.mark.parametrize("way", WORKERS)
 def test_stuck_read_and_close(way: str, caplog: pytest.LogCaptureFixture) -> None:
-    with faulty(way, only(5, "stuck"), predictor=None) as (model, _):
+    with faulty(way, only(5, "stuck"), predictor=None) as (model, link):
+        impatient(model, link)
         assert_told(model, EngineStalledError, "no chunk completed")
         model.promoe.close()
         assert f"still in a transfer after {STALL_S} s; left behind" in caplog.text
