@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from waiting import WAIT_S
+from waiting import WAIT_S, until
 
 from promoe.scheduler import ExpertKey, PoolSpec, Scheduler, SchedulerConfig
 from promoe.stats.recorder import Recorder
@@ -76,7 +76,7 @@ def running(
     *,
     slots: int = 3,
     workers: int = 1,
-    stall_timeout_s: float = 30.0,
+    stall_timeout_s: float = WAIT_S,
     clock: Callable[[], float] = time.perf_counter,
     make_bank: Callable[[int], dict[str, torch.Tensor]] = bank,
     num_chunks: int = CHUNKS,
@@ -125,19 +125,20 @@ class Clock:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.looked = threading.Event()
+        self._turns = self._seen = 0
 
     def __call__(self) -> float:
-        self.looked.set()
-        return self.now_s
+        turns, now_s = self._turns, self.now_s  # in this order: whoever sees a turn sees its time
+        self._seen = turns
+        return now_s
 
     def advance(self, engine: Engine, seconds: float) -> None:
         """Let time pass, and every waiting forward see it."""
-        self.looked.clear()
         self.now_s += seconds
+        self._turns += 1
         with engine.lock:
             engine.notify_waiters()
-        assert self.looked.wait(WAIT_S)
+        until(lambda: self._seen == self._turns)
 
 
 def resident(engine: Engine) -> set[ExpertKey]:

@@ -60,10 +60,16 @@ def test_a_signal_handler_that_closes_does_not_wait_for_workers_that_wait_for_it
 
 
 def test_closing_does_not_wait_for_ever_for_a_transfer_that_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    with running(lambda link: Recording(link, lambda key, idx: True), stall_timeout_s=0.05) as (engine, link):
+    with (
+        running(lambda link: Recording(link, lambda key, idx: True)) as (engine, link),
+        ThreadPoolExecutor(1) as thread,
+    ):
         link.close = lambda: None  # type: ignore[method-assign]  # it would end the hanging
+        waiting = thread.submit(visit, engine, 0, [0])
+        until(lambda: link.started)
+        engine.stall_timeout_s = 0.05
         with pytest.raises(EngineStalledError):
-            visit(engine, 0, [0])
+            waiting.result(WAIT_S)
         engine.close()
         assert "promoe-link-0 still in a transfer after 0.1 s" in caplog.text
         link.open.set()

@@ -18,10 +18,18 @@ from .engines import CHUNKS, Clock, Recording, running, visit
 
 
 def test_no_progress_is_an_error_with_the_state() -> None:
+    clock = Clock()
     make = lambda link: Recording(link, lambda key, idx: idx == 1)  # noqa: E731
-    with running(make, slots=3, workers=1, stall_timeout_s=0.05) as (engine, link):
+    with (
+        running(make, slots=3, workers=1, stall_timeout_s=0.05, clock=clock) as (engine, link),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        waiting = thread.submit(visit, engine, 2, [4])
+        until(lambda: engine.waiters and (ExpertKey(2, 4), 1) in link.started)
+        for seconds in (0.0, 0.06):  # first it sees what came before
+            clock.advance(engine, seconds)
         with pytest.raises(EngineStalledError) as raised:
-            visit(engine, 2, [4])
+            waiting.result(WAIT_S)
         message = str(raised.value)
         for part in (
             "MoE layer 2 waits",
