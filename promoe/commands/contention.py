@@ -108,6 +108,8 @@ def contention(
 
 
 def _until(seconds: float) -> Iterator[None]:
+    """Yield until so many seconds have passed, and at least once: this thread may be kept from its core for longer."""
     end_s = time.perf_counter() + seconds
+    yield
     while time.perf_counter() < end_s:
         yield

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from tiny_checkpoint import write_checkpoint
+from waiting import WAIT_S
 
 from commands.batch.test_command import requests, texts, write_lines
 from promoe import cli
@@ -69,7 +70,7 @@ def test_an_actor_that_is_killed(checkpoint: str, source: Path, tmp_path: Path, 
     killer = threading.Thread(target=_kill_a_replica, args=(killed,), daemon=True)
     killer.start()
     found = answered(checkpoint, source, out, "--replicas", "2", "--ray", cluster.address)
-    killer.join(10)
+    killer.join(WAIT_S)
     assert len(killed) == 1
     assert_alike(found, answered(checkpoint, source, tmp_path / "one.jsonl"))
 
@@ -85,7 +86,7 @@ def test_a_node_that_is_lost(checkpoint: str, source: Path, tmp_path: Path, clus
     loser = threading.Thread(target=lose, daemon=True)
     loser.start()
     found = answered(checkpoint, source, out, "--replicas", "2", "--ray", cluster.address)
-    loser.join(30)
+    loser.join(WAIT_S)
     assert not loser.is_alive()
     assert_alike(found, answered(checkpoint, source, tmp_path / "one.jsonl"))
 
