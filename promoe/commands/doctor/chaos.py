@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from promoe.config import PromoeConfig
 from promoe.errors import EngineClosedError, EngineError, PromoeError
 from promoe.runtime.patching import patch, unpatch
-from promoe.transfer.links.faults import FaultKind, FaultyLink, seeded
+from promoe.stores import Chunk
+from promoe.transfer.links.faults import Fault, FaultKind, FaultyLink, seeded
 
 NEW_TOKENS = 8
 MOST_TRIES = 100
@@ -94,19 +95,35 @@ def _quiet() -> Iterator[None]:
 def _test_fault(
     model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, seed: int
 ) -> Outcome:
-    plan = seeded(seed, {} if kind is None else {kind: FAULT_SHARE})
-    config = PromoeConfig(stall_timeout_s=STALL_TIMEOUT_S, workers=2)
+    drawn = seeded(seed, {} if kind is None else {kind: FAULT_SHARE})
+    config = PromoeConfig(workers=2)
     engine = patch(model, cache="25%", predictor="gate", link="host", config=config).promoe.runtime.engine
+
+    def plan(number: int, chunk: Chunk) -> Fault | None:
+        fault = drawn(number, chunk)
+        if fault is not None and fault.kind == "stuck":  # before that, a read that is only slow is waited for
+            engine.stall_timeout_s = STALL_TIMEOUT_S
+        return fault
+
+    def mend() -> None:
+        link.mend()
+        engine.stall_timeout_s = config.stall_timeout_s
+
     engine.link = link = FaultyLink(engine.link, plan)
     try:
-        return _count_answers(model, prompt, expected, kind, link)
+        return _count_answers(model, prompt, expected, kind, link, mend)
     finally:
-        link.mend()
+        mend()
         unpatch(model)
 
 
 def _count_answers(
-    model: PreTrainedModel, prompt: torch.Tensor, expected: list[torch.Tensor], kind: FaultKind | None, link: FaultyLink
+    model: PreTrainedModel,
+    prompt: torch.Tensor,
+    expected: list[torch.Tensor],
+    kind: FaultKind | None,
+    link: FaultyLink,
+    mend: Callable[[], None],
 ) -> Outcome:
     errors: Counter[str] = Counter()
     right, end = 0, NEVER
@@ -119,7 +136,7 @@ def _count_answers(
                 end = f"closed: {error}"
                 break
             if kind == "stuck":
-                link.mend()
+                mend()
             continue
         if not all(map(torch.equal, found, expected)):
             end = WRONG

@@ -25,6 +25,16 @@ def test_every_fault_is_survived() -> None:
     assert "closed" in outcomes["exit"].end
 
 
+def test_slow_reads_are_no_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine on which any read takes longer than a read that never returns is waited for."""
+    kinds: dict[FaultKind, str] = {"stuck": "a read never returns"}
+    monkeypatch.setattr(module, "KINDS", kinds)
+    monkeypatch.setattr(module, "STALL_TIMEOUT_S", 1e-6)
+    none, stuck = chaos()
+    assert none == Outcome("no fault", 0, {}, ANSWERS, "")
+    assert (stuck.errors, stuck.right, stuck.end) == ({"EngineStalledError": 1}, ANSWERS, "")
+
+
 def test_wrong_bytes_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without this the comparison might compare nothing. Nobody else can find them: that is what `verify` is for."""
     kinds: dict[FaultKind, str] = {"wrong": "a byte differs"}
